@@ -1,0 +1,61 @@
+# Plain rules, so that the make 3.81 of macOS reads them too.
+#
+#   make PYTHON=/opt/python3.12/bin/python3 test                          another interpreter for .venv
+#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu test            another source of the torch wheel
+
+PYTHON =
+TORCH_INDEX =
+BIN = .venv/bin
+PIP = $(BIN)/python -m pip --disable-pip-version-check
+USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+
+.PHONY: help demo test check reference clean
+
+help:
+	@echo "make demo       train a small model on this computer and print what it learned"
+	@echo "make test       the tests"
+	@echo "make check      lint, types and the long tests"
+	@echo "make reference  write docs/reference.md anew from the code"
+	@echo "make clean      delete .venv, caches and build folders; runs/ stays"
+	@echo "The first of these that needs it makes .venv and installs the versions of constraints.txt."
+
+demo: .venv/ready
+	$(BIN)/fulltilt demo
+
+test: .venv/ready
+	$(BIN)/python -m pytest -q -m "not long"
+
+check: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy src
+	$(BIN)/python -m pytest -q -m long
+
+reference: .venv/ready
+	$(BIN)/python -m fulltilt.reference > docs/reference.md.new
+	mv docs/reference.md.new docs/reference.md
+
+# torch goes first and alone, for whatever depends on it would otherwise choose its version. It also brings the setuptools that builds
+# fulltilt, so no second one has to be fetched. Bytecode is left to the first import, which compiles only what is used.
+.venv/ready: pyproject.toml constraints.txt
+	@set -e; \
+	if ! $(BIN)/python -c '$(USABLE)' 2>/dev/null; then \
+		chosen=""; \
+		for candidate in $(PYTHON) python3.13 python3.12 python3.11 python3; do \
+			if "$$candidate" -c '$(USABLE)' 2>/dev/null; then chosen="$$candidate"; break; fi; \
+		done; \
+		if [ -z "$$chosen" ]; then \
+			echo "fulltilt needs Python 3.11, 3.12 or 3.13 with its venv module, and found none."; \
+			echo "Install one (Debian, Ubuntu: apt install python3 python3-venv; macOS: brew install python@3.13)"; \
+			echo "or name one: make PYTHON=/path/to/python3 $(MAKECMDGOALS)"; \
+			exit 1; \
+		fi; \
+		echo "Making .venv with $$chosen"; \
+		"$$chosen" -m venv --clear .venv; \
+	fi
+	$(PIP) install --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),-c constraints.txt) "$$(grep '^torch==' constraints.txt)"
+	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

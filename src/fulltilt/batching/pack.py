@@ -1,0 +1,129 @@
+"""Rows into packed micro-batches and per-token numbers back into rows.
+
+Enters: rows. Leaves: `MicroBatch` streams without padding, each trained token with its share of the mini-batch's loss. Guaranteed: shares
+are float64 and computed over the whole mini-batch before it is cut, so a sum of share times number is the same for every cut and every
+order of rows; a row without trained tokens is packed, weighs nothing and divides nothing by zero; no row is lost or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fulltilt.batching.schedule import fill, fixed
+from fulltilt.records import MicroBatch, MiniBatch, Row
+
+PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+
+
+@dataclass(frozen=True)
+class MicroSizing:
+    """How large a micro-batch may be: by tokens (dynamic), or by samples."""
+
+    dynamic: bool
+    token_budget: int
+    micro_batch: int | None = None  # samples of each, when not dynamic
+
+    def __post_init__(self) -> None:
+        assert self.dynamic or self.micro_batch, "without dynamic batching micro_batch must be given"
+
+    def schedule(self, lengths: Sequence[int]) -> list[list[int]]:
+        if self.dynamic:
+            return fill(lengths, self.token_budget)
+        assert self.micro_batch is not None
+        return fixed(lengths, self.micro_batch)
+
+
+# Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
+AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
+    "token-mean": lambda trained, length_norm: np.full(len(trained), 1.0 / trained.sum()),
+    "seq-mean-token-sum": lambda trained, length_norm: np.full(len(trained), 1.0 / len(trained)),
+    "seq-mean-token-mean": lambda trained, length_norm: 1.0 / (len(trained) * trained),
+    "seq-mean-token-sum-norm": lambda trained, length_norm: np.full(len(trained), 1.0 / (len(trained) * length_norm)),
+}
+
+
+def weights(rows: Sequence[Row], aggregation: str, length_norm: int) -> list[float]:
+    """For each row of a mini-batch, the share of each of its trained tokens in the loss; 0 for a row that has none.
+
+    "Sequences" are rows with at least one trained token. Example, 1 and 3 trained tokens, seq-mean-token-mean -> [1/2, 1/6]
+    """
+    assert length_norm > 0, f"length_norm {length_norm}"
+    trained = np.array([np.count_nonzero(row.mask) for row in rows], dtype=np.float64)
+    counts = trained > 0
+    shares = np.zeros(len(rows), dtype=np.float64)
+    if counts.any():
+        shares[counts] = AGGREGATIONS[aggregation](trained[counts], length_norm)
+    return [float(share) for share in shares]
+
+
+def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[float]) -> MicroBatch:
+    """The rows at `indices`, in that order, as one stream; `row_weights` has one number for each of `rows`."""
+    chosen = [rows[index] for index in indices]
+    assert chosen, "a micro-batch without rows"
+    for row in chosen:
+        assert len(row.mask) == len(row.ids), f"{len(row.mask)} mask entries for {len(row.ids)} tokens"
+        assert not row.mask[:1].any(), "the first token of a row has nothing before it to be predicted from"
+    lengths = np.array([row.tokens for row in chosen], dtype=np.int64)
+    trained = np.flatnonzero(np.concatenate([row.mask for row in chosen])).astype(np.int64)
+    trained_row = np.repeat(np.arange(len(chosen), dtype=np.int64), lengths)[trained]
+    per_token: dict[str, Any] = {name: _gather(chosen, name) for name in PER_TOKEN_FIELDS}
+    return MicroBatch(
+        ids=np.concatenate([row.ids for row in chosen]).astype(np.int64),
+        positions=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
+        rows=tuple(int(index) for index in indices),
+        trained=trained,
+        trained_row=trained_row,
+        weights=np.array([row_weights[index] for index in indices], dtype=np.float64)[trained_row],
+        **per_token,
+    )
+
+
+def _gather(rows: Sequence[Row], name: str) -> np.ndarray | None:
+    arrays = [getattr(row, name) for row in rows]
+    missing = sum(array is None for array in arrays)
+    if missing == len(arrays):
+        return None
+    assert missing == 0, f"{missing} of {len(arrays)} rows lack {name}"
+    for row, array in zip(rows, arrays, strict=True):
+        assert len(array) == row.tokens, f"{len(array)} {name} for {row.tokens} tokens"
+    return np.concatenate([array[row.mask] for row, array in zip(rows, arrays, strict=True)])
+
+
+def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing) -> MiniBatch:
+    """The rows of one optimizer step, cut into micro-batches, largest first.
+
+    Rows without a single trained token among them give trained_tokens 0 and micro-batches with empty weights: a loss of 0.
+    """
+    row_weights = weights(rows, aggregation, length_norm)
+    micro_batches = tuple(pack(rows, indices, row_weights) for indices in micro.schedule([row.tokens for row in rows]))
+    return MiniBatch(micro_batches, trained_tokens=sum(len(batch.trained) for batch in micro_batches))
+
+
+def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[MicroBatch]:
+    """Micro-batches for a pass without gradient, which reads log-probs and no weights: all weights are 0."""
+    nothing = [0.0] * len(rows)
+    return [pack(rows, indices, nothing) for indices in sizing.schedule([row.tokens for row in rows])]
+
+
+def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Sequence[np.ndarray], field: str) -> list[Row]:
+    """Put one number per trained token of each micro-batch back into the rows that were packed, as `field`, aligned with `ids`.
+
+    `field` is "old_logprobs" or "ref_logprobs". The inverse of packing: every row must be in exactly one of the micro-batches.
+    """
+    assert field in PER_TOKEN_FIELDS, f"a row has no per-token field {field}"
+    found: dict[int, np.ndarray] = {}
+    for batch, numbers in zip(micro_batches, values, strict=True):
+        assert len(numbers) == len(batch.trained), f"{len(numbers)} values for {len(batch.trained)} trained tokens"
+        stream = np.zeros(len(batch.ids), dtype=np.float32)
+        stream[batch.trained] = numbers
+        for place, row in enumerate(batch.rows):
+            assert row not in found, f"row {row} was packed twice"
+            found[row] = stream[batch.cu_seqlens[place] : batch.cu_seqlens[place + 1]].copy()
+    assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
+    arrays: list[dict[str, Any]] = [{field: found[index]} for index in range(len(rows))]
+    return [replace(row, **array) for row, array in zip(rows, arrays, strict=True)]

@@ -1,0 +1,71 @@
+"""Which rows go together: mini-batches of whole groups, micro-batches under a token cap. Pure Python over lengths.
+
+Enters: group numbers or lengths of rows. Leaves: lists of row indices, ascending within each list. Guaranteed, for all functions:
+- every row is in exactly one list, and no list is empty;
+- the answer depends on the arguments alone, never on chance or time;
+- nothing must divide anything.
+For micro-batches moreover:
+- `fill` never puts more than `budget` tokens together, except that a longer row has a micro-batch to itself;
+- any two micro-batches of `fill` hold more than `budget` tokens together: once there are two, they are fewer than 2 * tokens / budget;
+- the largest (most tokens) comes first, so that a budget too large for memory shows at once and not at the end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
+    """Rows of a step, given each row's group, in `count` mini-batches of whole groups, in prompt order (that of the group numbers).
+
+    Mini-batches differ by one group at most, the earlier ones being the larger. With fewer groups than `count` there are fewer
+    mini-batches: an empty one would still move the optimizer. Example: groups [0, 0, 1, 2, 2], 2 mini-batches -> [[0, 1, 2], [3, 4]]
+    """
+    assert count > 0, f"{count} mini-batches"
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        members.setdefault(group, []).append(row)
+    ordered = [members[group] for group in sorted(members)]
+    count = min(count, len(ordered))
+    minibatches: list[list[int]] = []
+    start = 0
+    for left in range(count, 0, -1):
+        end = start + -(-(len(ordered) - start) // left)
+        minibatches.append(sorted(row for group in ordered[start:end] for row in group))
+        start = end
+    return minibatches
+
+
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches under a hard cap of `budget` tokens: longest row first, each into the fullest micro-batch that still takes it.
+
+    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [0, 3], [2]]
+    """
+    assert budget > 0, f"a budget of {budget} tokens"
+    assert all(length > 0 for length in lengths), "a row without tokens"
+    micro_batches: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens still free, micro-batch), ascending
+    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+        length = lengths[row]
+        place = bisect_left(room, (length, -1))
+        if place < len(room):
+            free, chosen = room.pop(place)
+        else:
+            free, chosen = max(budget, length), len(micro_batches)
+            micro_batches.append([])
+        micro_batches[chosen].append(row)
+        insort(room, (free - length, chosen))
+    return _largest_first(micro_batches, lengths)
+
+
+def fixed(lengths: Sequence[int], samples: int) -> list[list[int]]:
+    """Micro-batches of `samples` neighbouring rows each, whatever their lengths; the last rows may be fewer."""
+    assert samples > 0, f"{samples} samples in a micro-batch"
+    rows = range(len(lengths))
+    return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths)
+
+
+def _largest_first(micro_batches: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    ascending = [sorted(rows) for rows in micro_batches]
+    return sorted(ascending, key=lambda rows: (-sum(lengths[row] for row in rows), rows[0]))

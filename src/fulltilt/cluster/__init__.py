@@ -1,0 +1,1 @@
+"""Putting the parts of a run on devices. One device here; more are one file each."""

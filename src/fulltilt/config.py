@@ -1,0 +1,791 @@
+"""The run's configuration: frozen, free of torch, checked whole before any model loads.
+
+Enters: a TOML file and `key=value` overrides. Leaves: one frozen `Config`. Guaranteed: every mistake is reported at once, each with its
+place and remedy; an unknown key names the nearest known one; a knob that is not built is refused, never ignored; nothing is converted
+in silence ("64" is no number). Every key's meaning stands under it and is what the generated reference page prints. Relative paths are
+relative to the current directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import difflib
+import json
+import json
+import math
+import os
+import re
+import tomllib
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from fulltilt import knobs
+from fulltilt.records import UserError
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Auto = Literal["auto"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str = Field(min_length=1)
+    """Folder of a Hugging Face causal language model (safetensors), or a hub name when online."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub name."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Off unless you have read that code."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """Type of the parameters that compute. `auto`: bfloat16 on CUDA, float32 on CPU. Master weights and moments are never below float32."""
+    chat_template: str | None = None
+    """File with a chat template that replaces the tokenizer's own."""
+
+
+class DataConfig(Section):
+    train: str | list[str] = Field(min_length=1)
+    """Parquet (verl's layout), JSON-lines file or Hugging Face dataset folder; a list is read in order as one data set."""
+    val: str | list[str] | None = None
+    """Validation data, in the same formats."""
+    max_prompt_tokens: Positive = 1024
+    """Longer prompts, counted on the final token ids, are left out; how many is reported."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a list of messages, or a string."""
+    response_key: str = "response"
+    """Column with the response of an SFT row."""
+    apply_template: Literal["auto", "always", "never"] = "auto"
+    """Put string prompts through the chat template as a user message. `auto`: messages always, strings never."""
+    system: str | None = None
+    """System message put before every prompt that has none."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the chat template, e.g. `{ enable_thinking = false }`."""
+    shuffle: bool = True
+    """Reshuffle each epoch, by `run.seed` and the epoch's number."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo", "sft"] = "grpo"
+    """The preset. Keys below that are left out take the preset's values."""
+    prompts_per_step: Positive = 64
+    """Prompts of one step, over all devices. For SFT: rows of one step."""
+    samples_per_prompt: Positive = 8
+    """Samples of each prompt: the size of a group. Ignored by SFT presets, where setting it is an error."""
+    minibatches_per_step: Positive = 1
+    """Optimizer steps made from one rollout, per epoch."""
+    epochs: Positive = 1
+    """How often a step's samples are gone through."""
+    clip_low: float | None = Field(default=None, ge=0, lt=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float | None = Field(default=None, ge=0)
+    """The probability ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, ge=0)
+    """With a negative advantage the loss is bounded by this many times the advantage (must exceed 1). 0 switches it off."""
+    kl_coef: float | None = Field(default=None, ge=0)
+    """Weight of the KL term against the reference role in the loss. 0: no reference model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
+    entropy_coef: float | None = Field(default=None, ge=0)
+    """Weight of the entropy bonus in the loss."""
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
+    """How per-token losses of a mini-batch become one number. `seq-mean-token-sum-norm` divides each sample's sum by `length_norm`."""
+    length_norm: Positive | None = None
+    """Divisor of `seq-mean-token-sum-norm`; left out: `rollout.max_new_tokens`."""
+    normalize_by_std: bool | None = None
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    importance_cap: float | None = Field(default=None, ge=0)
+    """Truncation of the importance weight between trainer and rollout log-probs. 0 switches the correction off."""
+
+
+class RolloutConfig(Section):
+    max_new_tokens: Positive = 256
+    """Longest response."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature; the trainer's log-probs use the same. 0 (greedy) is refused for training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
+    top_k: NotNegative = 0
+    """Sample among the k likeliest tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
+    engine: Literal["native"] = "native"
+    """The engine that generates."""
+    kv_bytes: Positive | Auto = "auto"
+    """Bytes of the KV cache. Not together with memory_fraction."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
+    """Share of the device's memory that is free at start to be used as KV cache. Not together with kv_bytes."""
+    block_tokens: Positive = 16
+    """Tokens of one KV block."""
+    max_seqs: Positive | Auto = "auto"
+    """Most samples decoded at once. `auto`: what the KV cache holds, at most 1024 (256 on CPU)."""
+    max_batched_tokens: Positive | Auto = "auto"
+    """Most tokens of one engine pass, prefill and decode together. `auto`: 16384 on CUDA, 4096 on CPU."""
+    chunked_prefill: bool = True
+    """Split long prompts over passes so that decoding goes on. Off: a prompt is prefilled whole, alone if it must be."""
+    prefix_sharing: bool = True
+    """Prefill a group's prompt once and share its blocks."""
+    log_stats: bool = True
+    """Engine statistics in the metrics."""
+
+
+class RewardConfig(Section):
+    function: str = "gsm8k"
+    """`gsm8k` (strict), `gsm8k_flexible`, or `FILE.py:NAME` for your own, single or batch, verl's signature accepted."""
+    sources: dict[str, str] = Field(default_factory=dict)
+    """Another function for some values of a row's `data_source`."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """Deadline of one call. A call that runs past it is killed, counted and scored by `on_error`."""
+    workers: Positive | Auto = "auto"
+    """Reward processes. `auto`: one per core."""
+    memory_gb: float = Field(default=4.0, gt=0)
+    """Address space of one reward process; beyond it a call fails with MemoryError."""
+    on_error: Literal["exclude", "score"] = "exclude"
+    """A sample whose reward crashed or ran out of time: `exclude` leaves it out of the batch and of its group's baseline, `score` gives it
+    `error_score`."""
+    error_score: float = 0.0
+    """The reward of a failed call under `on_error = "score"`."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Extra keyword arguments of your own function."""
+
+
+class TrainConfig(Section):
+    lr: float = Field(default=1e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: constant, or down to `min_lr_ratio` of the peak at the run's last step."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Where linear and cosine schedules end, as a share of `lr`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(default=(0.9, 0.999), strict=False)
+    """AdamW's betas."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+
+
+class ActorConfig(Section):
+    dynamic_batch: bool = True
+    """Fill micro-batches up to the token budget. Off: `micro_batch` samples each."""
+    micro_batch: Positive | None = None
+    """Samples of a micro-batch when dynamic_batch is off."""
+    token_budget: Positive | Auto = "auto"
+    """Most tokens of an update's micro-batch; a longer sample gets one alone. `auto`: 16384 on CUDA, 8192 on CPU."""
+    forward_token_budget: Positive | Auto = "auto"
+    """The same for passes without gradients. `auto`: twice the token budget."""
+
+
+class RefConfig(Section):
+    path: str | None = None
+    """Model of the reference role; left out: `model.path` as it was at the start of the run."""
+    dynamic_batch: bool = True
+    """As for the actor."""
+    micro_batch: Positive | None = None
+    """As for the actor."""
+    forward_token_budget: Positive | Auto = "auto"
+    """Most tokens of a micro-batch. `auto`: the actor's."""
+
+
+class EvalConfig(Section):
+    samples_per_prompt: Positive = 1
+    """Samples of each validation prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of validation; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling of validation."""
+    top_k: NotNegative = 0
+    """Top-k of validation."""
+    max_prompts: Positive | None = None
+    """Use only the first so many validation prompts."""
+
+
+class RunConfig(Section):
+    dir: str = Field(default="runs/run", min_length=1)
+    """Folder of checkpoints, metrics and rollouts."""
+    steps: Positive | None = None
+    """Steps to run. One of `steps` and `epochs`."""
+    epochs: Positive | None = None
+    """Passes over the training data. One of `steps` and `epochs`."""
+    seed: NotNegative = 0
+    """Seed of shuffling and sampling."""
+    save_every: NotNegative = 10
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    keep: Positive = 2
+    """Newest checkpoints kept."""
+    eval_every: NotNegative = 0
+    """Steps between validations; 0: none."""
+    eval_before: bool = False
+    """Validate before the first step."""
+    resume: Literal["auto", "never", "force"] = "auto"
+    """A run folder that holds checkpoints: `auto` goes on if the configuration agrees, `force` whatever changed, `never` refuses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. `auto`: CUDA if there is one."""
+    deterministic: bool = False
+    """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
+    save_rollouts: NotNegative = 16
+    """Samples of each step written to `rollouts/` (prompt, response, reward and its parts), whole groups first to last."""
+
+
+class Config(Section):
+    """A run. Sections are TOML tables."""
+
+    model: ModelConfig
+    data: DataConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    train: TrainConfig = TrainConfig()
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    eval: EvalConfig = EvalConfig()
+    run: RunConfig = RunConfig()
+
+
+FREE_ON_RESUME: frozenset[str] = frozenset(
+    {
+        "run.steps",
+        "run.epochs",
+        "run.save_every",
+        "run.keep",
+        "run.eval_every",
+        "run.eval_before",
+        "run.resume",
+        "run.save_rollouts",
+        "reward.workers",
+        "reward.timeout_s",
+        "rollout.log_stats",
+    }
+    | {f"eval.{key}" for key in EvalConfig.model_fields}
+)
+"""Keys that may differ between a checkpoint and the run that resumes it."""
+
+Check = Callable[[Config], Iterable[str]]
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------------------------
+
+
+def load(path: Path | str, overrides: Sequence[str] = (), extra_checks: Sequence[Check] = ()) -> Config:
+    """The configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
+
+    `extra_checks` return further mistakes of a configuration whose every value is legal; rooms that this one must not import have theirs.
+    """
+    return parse(_read_toml(Path(path)), overrides, str(path), extra_checks)
+
+
+def parse(
+    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", extra_checks: Sequence[Check] = ()
+) -> Config:
+    """As `load`, from tables that were read already; `origin` names them in the error."""
+    return _parse(data, overrides, origin, RULES, extra_checks)
+
+
+def parse_text(text: str, origin: str) -> Config:
+    """What `to_toml` wrote. Values are checked, rules are not: since a checkpoint was saved, its paths may have gone."""
+    return _parse(_toml(text, origin), (), origin, (), ())
+
+
+def _parse(data: Mapping[str, Any], overrides: Sequence[str], origin: str, rules: Sequence[Rule], extra_checks: Sequence[Check]) -> Config:
+    tables: dict[str, Any] = copy.deepcopy(dict(data))
+    mistakes = [*_apply_overrides(tables, overrides)]
+    mistakes += _take_unknown_keys(tables)
+    wrong_values = [*_wrong_values(tables)]
+    mistakes += wrong_values
+    config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
+    spoken_for = {key for mistake in mistakes for key in mistake.about}
+    for rule in rules:
+        if spoken_for.isdisjoint(rule.keys):
+            mistakes += [Mistake(text) for text in rule.check(config)]
+    if not wrong_values:
+        mistakes += [Mistake(text) for check in extra_checks for text in check(config)]
+    if mistakes:
+        raise UserError(_report(origin, mistakes))
+    return config
+
+
+@dataclass(frozen=True)
+class Mistake:
+    text: str  # key, what is wrong, what was given, remedy
+    about: tuple[str, ...] = ()  # keys that no rule need look at any more: their values are not what the user meant
+
+
+def _report(origin: str, mistakes: Sequence[Mistake]) -> str:
+    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+    return "\n".join([f"{origin}: {count}", *(f"  {number}. {mistake.text}" for number, mistake in enumerate(mistakes, 1))])
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file. Give the path of a run's TOML file.") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}. Give the path of a run's TOML file.") from None
+    return _toml(text, str(path))
+
+
+def _toml(text: str, origin: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(_syntax_error(origin, text, str(error))) from None
+
+
+def _syntax_error(origin: str, text: str, message: str) -> str:
+    lines = text.splitlines() or [""]
+    at = re.search(r" \(at line (\d+), column \d+\)", message)
+    number = min(int(at.group(1)), len(lines)) if at else len(lines)
+    what = re.sub(r" \(at .*\)$", "", message)
+    remedy = "Mend this line: text needs quotes, a section is written [name]."
+    return f"{origin}, line {number}: not valid TOML: {what}\n    {lines[number - 1]}\n{remedy}"
+
+
+# ---- overrides ---------------------------------------------------------------------------------------------------------------------
+
+
+def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        parts = _key_parts(key.strip())
+        if not equals or not all(parts):
+            yield Mistake(f"{override}: not an override. Write section.key=value, for example run.steps=100")
+            continue
+        table = tables
+        for depth, part in enumerate(parts[:-1], 1):
+            inner = table.setdefault(part, {})
+            if not isinstance(inner, dict):
+                above = ".".join(parts[:depth])
+                yield Mistake(f"{key.strip()}: {above} is a value ({_shown(inner)}), not a table: nothing can be set below it", (above,))
+                break
+            table = inner
+        else:
+            table[parts[-1]] = _override_value(value.strip())
+
+
+def _key_parts(key: str) -> list[str]:
+    """The parts of a dotted key; quotes keep dots together, as in TOML."""
+    try:
+        table: Any = tomllib.loads(f"{key} = 0")
+    except tomllib.TOMLDecodeError:
+        return key.split(".")
+    parts = []
+    while isinstance(table, dict) and len(table) == 1:
+        ((part, table),) = table.items()
+        parts.append(part)
+    return parts if table == 0 else [""]
+
+
+def _override_value(text: str) -> Any:
+    # People who come from verl write Python's True and False, which TOML does not know.
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    return table["value"] if len(table) == 1 else text
+
+
+# ---- keys --------------------------------------------------------------------------------------------------------------------------
+
+
+def keys() -> dict[str, FieldInfo]:
+    """Every dotted key of a configuration, in the order of the schema."""
+    return {f"{section}.{key}": field for section, schema in sections().items() for key, field in schema.model_fields.items()}
+
+
+def sections() -> dict[str, type[Section]]:
+    """The sections of a configuration, in the order of the schema."""
+    found = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: schema for name, schema in found.items() if isinstance(schema, type) and issubclass(schema, Section)}
+
+
+def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
+    """Remove from `tables` what the schema does not know, and say of each such key what it may have been meant to be."""
+    schemas = sections()
+    for name in list(tables):
+        if name not in schemas:
+            yield from _unknown(name, tables.pop(name))
+        elif isinstance(tables[name], dict):
+            for key in [key for key in tables[name] if key not in schemas[name].model_fields]:
+                yield from _unknown(f"{name}.{key}", tables[name].pop(key))
+
+
+def _unknown(key: str, value: Any) -> Iterator[Mistake]:
+    found = knobs.find_all(key)
+    if isinstance(value, dict) and value and not any(source == "native" for _, source in found):
+        for part, inner in value.items():
+            yield from _unknown(f"{key}.{part}", inner)
+    elif found:
+        yield Mistake(f"{key}: {_known_elsewhere(found, value)}", tuple(knob.name for knob, _ in found))
+    else:
+        nearest = _nearest(key)
+        yield Mistake(f"{key}: unknown key{_suggestion(nearest)}", (nearest,) if nearest else ())
+
+
+_SYSTEMS: dict[knobs.Source, str] = {"verl": "verl's", "chatlearn": "ChatLearn's"}
+_NOT_BUILT = "known knob, not built in this version: remove it"
+
+
+def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], value: Any) -> str:
+    """What to do with a key that the ledger knows but the configuration does not take."""
+    first, source = found[0]
+    if source == "native":
+        return _NOT_BUILT if first.legal else f"not a setting: {first.must_change}. Remove it"
+    names = " and ".join(knob.name for knob, _ in found)
+    built = [knob for knob, _ in found if knob.built]
+    if not built:
+        return f"{_SYSTEMS[source]} name for {names}, a {_NOT_BUILT}"
+    # A note says that unit or sense may differ: then the value given is not the value to write.
+    advice = ", ".join(f"{knob.name} = {'...' if knob.note else _shown(value)}" for knob in built)
+    others = "".join(f"; {knob.name} is a known knob, not built in this version" for knob, _ in found if not knob.built)
+    notes = dict.fromkeys(knob.note for knob in built if knob.note)
+    return f"{_SYSTEMS[source]} name for {names}: write {advice}{others}" + "".join(f" ({note})" for note in notes)
+
+
+def _nearest(key: str) -> str | None:
+    """The known name most like `key`, judged by the whole name and by its last part; None if nothing is like it."""
+
+    def likeness(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, key, name).ratio()
+        last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+        # A key that was put into the wrong section must not lose to a stranger in the section it was put into.
+        return max(whole, 0.97 * last)
+
+    names = dict.fromkeys([*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])
+    best = max(names, key=likeness)
+    return best if likeness(best) >= 0.65 else None
+
+
+def _suggestion(nearest: str | None) -> str:
+    if nearest is None:
+        return ", and none is like it: remove it. docs/reference.md lists every key"
+    built = "" if nearest in keys() else ", which is a knob not built in this version: remove it"
+    return f"; the nearest is {nearest}{built}"
+
+
+# ---- values ------------------------------------------------------------------------------------------------------------------------
+
+
+def _wrong_values(tables: Mapping[str, Any]) -> Iterator[Mistake]:
+    """Where the schema does not accept `tables`, one mistake per key, in our words: pydantic says a union's alternatives one by one."""
+    try:
+        # A missing section must be told key by key.
+        Config.model_validate({name: tables.get(name, {}) for name in sections()})
+    except ValidationError as invalid:
+        errors = invalid.errors(include_url=False)
+    else:
+        return
+    fields = keys()
+    kinds: dict[str, str] = {}
+    for error in errors:
+        kinds.setdefault(".".join(str(part) for part in error["loc"][:2]), error["type"])
+    for key, kind in kinds.items():
+        section, _, name = key.partition(".")
+        if key not in fields:
+            text = f"must be a table, got {_shown(tables[key])}. Write [{key}] and its keys on lines of their own"
+            yield Mistake(f"{key}: {text}", (key, *(f"{key}.{field}" for field in sections()[key].model_fields)))
+        elif name not in tables.get(section, {}):
+            yield Mistake(f"{key}: missing, and every run needs it. {fields[key].description}", (key,))
+        else:
+            found = knobs.find(key)
+            note = f". {found[0].note}" if kind == "literal_error" and found and found[0].note else ""
+            yield Mistake(f"{key}: must be {legal_values(fields[key])}, got {_shown(tables[section][name])}{note}", (key,))
+
+
+def _with_stand_ins(tables: Mapping[str, Any], wrong: set[str]) -> Config:
+    """The configuration with defaults in place of wrong values, so that the rules that do not read them can still be asked."""
+    clean: dict[str, dict[str, Any]] = {
+        name: {} if name in wrong else {key: value for key, value in tables.get(name, {}).items() if f"{name}.{key}" not in wrong}
+        for name in sections()
+    }
+    clean["model"].setdefault("path", ".")
+    clean["data"].setdefault("train", ".")
+    return Config.model_validate(clean)
+
+
+_BOUNDS = (("gt", "greater than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most"))
+_PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "any value"}
+
+
+def legal_values(field: FieldInfo) -> str:
+    """The values a key takes, in words: `"auto" or a whole number greater than 0`."""
+    return _legal(field.annotation, field.metadata)
+
+
+def _legal(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _legal(arguments[0], [bound for extra in arguments[1:] for bound in getattr(extra, "metadata", [extra])])
+    if origin is Literal:
+        return _either([_shown(value) for value in arguments])
+    if origin in (Union, types.UnionType):
+        choices = [_legal(kind, metadata) for kind in arguments if kind is not type(None)]
+        return _either(sorted(choices, key=lambda words: not words.startswith('"')))
+    if origin is list:
+        return f"a list of {_legal(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {_legal(arguments[0])}"
+    if origin is dict:
+        return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}"
+    bounds = [f"{words} {getattr(bound, name)}" for bound in metadata for name, words in _BOUNDS if hasattr(bound, name)]
+    filled = " that is not empty" if any(getattr(bound, "min_length", 0) for bound in metadata) else ""
+    return " ".join([_PLAIN[annotation] + filled, *filter(None, [" and ".join(bounds)])])
+
+
+def _either(choices: Sequence[str]) -> str:
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+def _shown(value: Any) -> str:
+    text = toml_value(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        text += " (not a finite number)"
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+# ---- rules between keys ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    keys: tuple[str, ...]  # all that it reads: it is not asked when one of them is reported already
+    check: Check
+
+
+def _steps_or_epochs(config: Config) -> Iterator[str]:
+    steps, epochs = config.run.steps, config.run.epochs
+    if steps is None and epochs is None:
+        yield "run.steps: neither run.steps nor run.epochs is given. Set one of them, for example run.steps = 100"
+    if steps is not None and epochs is not None:
+        yield f"run.steps: given together with run.epochs ({steps} and {epochs}). Remove one of them"
+
+
+def _validation_data(config: Config) -> Iterator[str]:
+    asked = [key for key, on in (("run.eval_every", config.run.eval_every > 0), ("run.eval_before", config.run.eval_before)) if on]
+    if asked and config.data.val is None:
+        yield f"data.val: missing, but {' and '.join(asked)} asks for validation. Set data.val, or remove {' and '.join(asked)}"
+
+
+def _one_kv_size(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.kv_bytes != "auto" and rollout.memory_fraction != "auto":
+        yield (
+            f"rollout.kv_bytes: given together with rollout.memory_fraction ({rollout.kv_bytes} and {rollout.memory_fraction}); "
+            "both set the size of the KV cache. Remove one of them"
+        )
+
+
+def _batching_of(role: str) -> Callable[[Config], Iterator[str]]:
+    def check(config: Config) -> Iterator[str]:
+        settings = getattr(config, role)
+        if settings.dynamic_batch and settings.micro_batch is not None:
+            yield (
+                f"{role}.micro_batch: {settings.micro_batch} has no effect while {role}.dynamic_batch is on. "
+                f"Remove it, or set {role}.dynamic_batch = false"
+            )
+        if settings.dynamic_batch:
+            return
+        if settings.micro_batch is None:
+            yield f"{role}.micro_batch: missing, but {role}.dynamic_batch is off. Set {role}.micro_batch, the samples of a micro-batch"
+        for key in ("token_budget", "forward_token_budget"):
+            if getattr(settings, key, "auto") != "auto":
+                yield (
+                    f"{role}.{key}: {getattr(settings, key)} has no effect while {role}.dynamic_batch is off. "
+                    f"Remove it, or remove {role}.dynamic_batch"
+                )
+
+    return check
+
+
+def _enough_prompts(config: Config) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.minibatches_per_step > algorithm.prompts_per_step:
+        yield (
+            f"algorithm.minibatches_per_step: {algorithm.minibatches_per_step} is more than algorithm.prompts_per_step "
+            f"({algorithm.prompts_per_step}); a mini-batch holds at least one prompt. Lower it, or raise prompts_per_step"
+        )
+
+
+def _room_to_decode(config: Config) -> Iterator[str]:
+    tokens, seqs = config.rollout.max_batched_tokens, config.rollout.max_seqs
+    if tokens != "auto" and seqs != "auto" and tokens < seqs:
+        yield (
+            f"rollout.max_batched_tokens: {tokens} is less than rollout.max_seqs ({seqs}); every sample being decoded takes one token of a "
+            "pass. Raise it, or lower max_seqs"
+        )
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def _offline() -> bool:
+    given = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    return given.upper() in {"1", "ON", "YES", "TRUE"}
+
+
+def _model_folder(key: str, path: str | None) -> Iterator[str]:
+    if path is None:
+        return
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            yield f"{key}: {_shown(path)} has no config.json. Give the folder of a Hugging Face model"
+    elif folder.exists():
+        yield f"{key}: {_shown(path)} is a file. Give the folder of a Hugging Face model"
+    elif not _HUB_NAME.fullmatch(path):
+        yield f"{key}: no such folder: {_shown(path)}{_tilde(path)}. Give the folder of a Hugging Face model, or a hub name like org/name"
+    elif _offline():
+        yield (
+            f"{key}: no such folder: {_shown(path)}, and HF_HUB_OFFLINE forbids asking the hub for it. "
+            "Give the folder of a Hugging Face model, or unset HF_HUB_OFFLINE"
+        )
+
+
+def _tilde(path: str) -> str:
+    return " (~ is not expanded)" if path.startswith("~") else ""
+
+
+def _revision_of_a_hub_name(config: Config) -> Iterator[str]:
+    if config.model.revision is not None and Path(config.model.path).is_dir():
+        yield f"model.revision: {_shown(config.model.revision)} has no effect, since model.path is a folder. Remove it"
+
+
+def _data_exists(key: str, given: str | list[str] | None) -> Iterator[str]:
+    paths = [given] if isinstance(given, str) else given or []
+    for path in paths:
+        if not path or not Path(path).exists():
+            yield f"{key}: no such file or folder: {_shown(path)}{_tilde(path)}. Paths are relative to the current directory"
+
+
+def _chat_template_exists(config: Config) -> Iterator[str]:
+    path = config.model.chat_template
+    if path is not None and not Path(path).is_file():
+        yield f"model.chat_template: no such file: {_shown(path)}{_tilde(path)}. Paths are relative to the current directory"
+
+
+REWARDS = ("gsm8k", "gsm8k_flexible")
+
+
+def _reward_exists(key: str, function: str) -> Iterator[str]:
+    if function in REWARDS:
+        return
+    file, _, name = function.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        yield f"{key}: {_shown(function)} names no reward. Use {_either([_shown(known) for known in REWARDS])}, or write FILE.py:NAME"
+    elif not Path(file).is_file():
+        yield f"{key}: no such file: {_shown(file)}{_tilde(file)}. Paths are relative to the current directory"
+
+
+def _rewards_exist(config: Config) -> Iterator[str]:
+    yield from _reward_exists("reward.function", config.reward.function)
+    for source, function in config.reward.sources.items():
+        yield from _reward_exists(f"reward.sources.{source}", function)
+
+
+def _run_folder(config: Config) -> Iterator[str]:
+    if Path(config.run.dir).is_file():
+        yield f"run.dir: {_shown(config.run.dir)} is a file. Name a folder, which need not exist"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(("model.path",), lambda config: _model_folder("model.path", config.model.path)),
+    Rule(("model.path", "model.revision"), _revision_of_a_hub_name),
+    Rule(("model.chat_template",), _chat_template_exists),
+    Rule(("data.train",), lambda config: _data_exists("data.train", config.data.train)),
+    Rule(("data.val",), lambda config: _data_exists("data.val", config.data.val)),
+    Rule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
+    Rule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
+    Rule(("rollout.kv_bytes", "rollout.memory_fraction"), _one_kv_size),
+    Rule(("rollout.max_batched_tokens", "rollout.max_seqs"), _room_to_decode),
+    Rule(("reward.function", "reward.sources"), _rewards_exist),
+    Rule(("actor.dynamic_batch", "actor.micro_batch", "actor.token_budget", "actor.forward_token_budget"), _batching_of("actor")),
+    Rule(("ref.dynamic_batch", "ref.micro_batch", "ref.forward_token_budget"), _batching_of("ref")),
+    Rule(("ref.path",), lambda config: _model_folder("ref.path", config.ref.path)),
+    Rule(("run.steps", "run.epochs"), _steps_or_epochs),
+    Rule(("run.dir",), _run_folder),
+)
+
+
+def warnings(config: Config) -> list[str]:
+    """What is allowed but may not be what the user meant."""
+    rollout = config.rollout
+    not_applied = "the trainer does not apply it, its log-probs are those of the full softmax"
+    conditions = (
+        (rollout.top_p < 1, f"rollout.top_p = {rollout.top_p}: {not_applied}"),
+        (rollout.top_k > 0, f"rollout.top_k = {rollout.top_k}: {not_applied}"),
+        (
+            config.train.min_lr_ratio > 0 and config.train.schedule == "constant",
+            'train.min_lr_ratio has no effect with train.schedule = "constant"',
+        ),
+        (
+            config.reward.error_score != 0 and config.reward.on_error == "exclude",
+            'reward.error_score has no effect with reward.on_error = "exclude"',
+        ),
+    )
+    return [text for holds, text in conditions if holds]
+
+
+# ---- writing and comparing ---------------------------------------------------------------------------------------------------------
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every dotted key with its value, defaults included."""
+    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys()}
+
+
+def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """The dotted keys in which two flattened configurations differ, those of FREE_ON_RESUME left out. One may have been through JSON, or
+    come from a version that had fewer keys: what only one of them has is not compared."""
+    plain_a, plain_b = (json.loads(json.dumps(dict(values))) for values in (a, b))
+    return [key for key in plain_a if key in plain_b and plain_a[key] != plain_b[key] and key not in FREE_ON_RESUME]
+
+
+def to_toml(config: Config) -> str:
+    """A TOML file that parses to an equal configuration. Keys that were left out stand as comments, with their defaults: some keys
+    count as used when they are present."""
+    lines: list[str] = []
+    for name, schema in sections().items():
+        section = getattr(config, name)
+        lines += ["", f"[{name}]"]
+        for key in schema.model_fields:
+            value = getattr(section, key)
+            if value is not None:
+                lines.append(f"{'' if key in section.model_fields_set else '# '}{key} = {toml_value(value)}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML writes it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # TOML's basic strings are JSON's, but for the one control character that JSON leaves bare.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(toml_value(item) for item in value)}]"
+        case Mapping():
+            inside = ", ".join(f"{_toml_key(str(key))} = {toml_value(item)}" for key, item in value.items())
+            return f"{{ {inside} }}" if inside else "{}"
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case _:
+            return str(value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)

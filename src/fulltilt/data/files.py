@@ -1,0 +1,241 @@
+"""Reading rows from the files people have.
+
+Enters: the path of a parquet file, a JSON-lines file, an arrow stream, a folder written by Hugging Face's `Dataset.save_to_disk`, or a
+folder of data files as the hub keeps them. Leaves: rows as plain dictionaries, one at a time, each with its place for messages. Guaranteed:
+rows come in the order of the file (and files in the order of their shards); a missing, broken, incomplete or empty file is a `UserError`
+that names the file, the line where there is one, and the remedy; a folder is never read by guessing between several data sets.
+
+Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow do.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fulltilt.records import UserError
+
+PlacedRow = tuple[dict[str, Any], str]
+
+_SPLIT_NAMES = frozenset({"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
+_TRAIN_NAMES = frozenset({"train", "training"})
+# Written beside the data by `datasets` and by the hub; they describe the data and hold none of it.
+_DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
+_BATCH_ROWS = 1024
+
+
+def read_rows(path: str | Path) -> Iterator[PlacedRow]:
+    """The rows of a file or folder, each with its place, e.g. `({"prompt": "2+3="}, "train.jsonl:17")`."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        files = _files_of_folder(path)
+    elif path.exists():
+        files = [path]
+    else:
+        raise UserError(f"{path}: no such file or folder. Check data.train and data.val; paths are relative to the folder you start from.")
+    # Looked up before the first row is read: a wrong name among the last shards must not cost the time of the first.
+    readers = [(file, _reader(file)) for file in files]
+    return _read_files(path, readers)
+
+
+def _read_files(path: Path, readers: list[tuple[Path, Callable[[Path], Iterator[PlacedRow]]]]) -> Iterator[PlacedRow]:
+    empty = True
+    for file, reader in readers:
+        for placed in reader(file):
+            empty = False
+            yield placed
+    if empty:
+        raise UserError(f"{path}: holds no rows. Write the data again, or take this path out of the configuration.")
+
+
+def _reader(file: Path) -> Callable[[Path], Iterator[PlacedRow]]:
+    reader = _READERS.get(file.suffix.lower())
+    if reader is None:
+        raise UserError(
+            f"{file}: unknown kind of file '{file.suffix}'. Known: {', '.join(_READERS)}, and Hugging Face dataset folders. "
+            "Convert it, e.g. with pandas: frame.to_parquet('train.parquet')."
+        )
+    return reader
+
+
+def _read_json_lines(file: Path) -> Iterator[PlacedRow]:
+    # Read as bytes, so that text in another encoding is reported with its line.
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{file}:{number}"
+            text = _decoded(line, place, first=number == 1)
+            if text.strip():
+                yield _json_row(text, place), place
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise UserError(f"{file}: cannot be opened ({error.strerror}). Check its permissions.") from error
+
+
+def _decoded(line: bytes, place: str, first: bool) -> str:
+    try:
+        # Some editors put a byte-order mark before the first line.
+        return line.decode("utf-8-sig" if first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}). Save the file as UTF-8.") from error
+
+
+def _json_row(text: str, place: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{place}: not valid JSON ({error}). Each line must be one whole JSON object; a JSON list or an indented file must be "
+            "rewritten as one object a line."
+        ) from error
+    if not isinstance(row, dict):
+        raise UserError(f'{place}: a JSON {type(row).__name__}, not an object. Each line must be an object such as {{"prompt": ...}}.')
+    return row
+
+
+def _read_parquet(file: Path) -> Iterator[PlacedRow]:
+    def batches() -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(file) as parquet:
+            yield from parquet.iter_batches(batch_size=_BATCH_ROWS)
+
+    return _batch_rows(file, batches())
+
+
+def _read_arrow_stream(file: Path) -> Iterator[PlacedRow]:
+    def batches() -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+            yield from stream
+
+    return _batch_rows(file, batches())
+
+
+def _batch_rows(file: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[PlacedRow]:
+    number = 0
+    while True:
+        try:
+            batch = next(batches, None)
+            rows = [] if batch is None else batch.to_pylist()
+        except (pa.ArrowException, OSError, ValueError) as error:
+            raise UserError(
+                f"{file}: cannot be read after row {number} ({error}). The file is damaged, incomplete or of another kind than its name "
+                "says: download or write it again."
+            ) from error
+        if batch is None:
+            return
+        for row in rows:
+            yield row, f"{file} row {number} (counted from 0)"
+            number += 1
+
+
+_READERS: Mapping[str, Callable[[Path], Iterator[PlacedRow]]] = {
+    ".parquet": _read_parquet,
+    ".jsonl": _read_json_lines,
+    ".json": _read_json_lines,
+    ".arrow": _read_arrow_stream,
+}
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
+    if (folder / "dataset_dict.json").is_file():
+        return _files_of_folder(_train_split(folder))
+    if (folder / "state.json").is_file():
+        return _saved_files(folder)
+    return _hub_files(folder)
+
+
+def _train_split(folder: Path) -> Path:
+    description = folder / "dataset_dict.json"
+    splits = _json_file(description).get("splits")
+    if not isinstance(splits, list) or not splits:
+        raise UserError(f"{description}: names no splits. Save the data set again with DatasetDict.save_to_disk.")
+    if "train" not in splits:
+        raise UserError(
+            f"{folder}: has no split 'train', but {_listed(splits)}. Give the folder of the split you mean, e.g. {folder / str(splits[0])}."
+        )
+    return folder / "train"
+
+
+def _saved_files(folder: Path) -> list[Path]:
+    description = folder / "state.json"
+    state = _json_file(description)
+    if state.get("_indices_data_files"):
+        raise UserError(
+            f"{folder}: saved by an old version of `datasets` with a selection of rows kept aside. Load it and call save_to_disk again "
+            "with version 2.0 or later."
+        )
+    try:
+        files = [folder / entry["filename"] for entry in state["_data_files"]]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{description}: does not list its data files. Save the data set again with Dataset.save_to_disk.") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise UserError(f"{folder}: data files named in state.json are missing: {_listed(missing)}. Copy or save the whole folder again.")
+    return files
+
+
+def _json_file(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file}: cannot be read ({error}). Copy or save the data set again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: not a JSON object. Copy or save the data set again.")
+    return content
+
+
+def _hub_files(folder: Path) -> list[Path]:
+    """The data files of a folder as the hub keeps them: those of the training split where files are named by split, otherwise all."""
+    found = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
+    if not found:
+        raise UserError(f"{folder}: no data files inside ({', '.join(_READERS)}). Give a data file, or a folder that holds some.")
+    training = [file for file in found if _words(file, folder) & _TRAIN_NAMES]
+    chosen = training or found
+    if not training and any(_words(file, folder) & _SPLIT_NAMES for file in found):
+        raise UserError(f"{folder}: no file of a split 'train', but {_relative(found, folder)}. Give the file you mean.")
+    if len({_series(file) for file in chosen}) > 1:
+        raise UserError(f"{folder}: holds several data sets: {_relative(chosen, folder)}. Give the file you mean, or a list of files.")
+    _refuse_missing_shards(folder, chosen)
+    return sorted(chosen, key=_shard_order)
+
+
+def _is_data(file: Path, folder: Path) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return file.is_file() and not hidden and file.suffix.lower() in _READERS and file.name not in _DESCRIPTIONS
+
+
+def _words(file: Path, folder: Path) -> set[str]:
+    return set(re.findall(r"[a-z]+", str(file.relative_to(folder).with_suffix("")).lower()))
+
+
+def _series(file: Path) -> tuple[Path, str]:
+    """Equal for files that are shards of one data set: the same folder, and the same name but for numbers."""
+    return file.parent, re.sub(r"\d+", "#", file.name)
+
+
+def _shard_order(file: Path) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", file.name)]
+
+
+def _refuse_missing_shards(folder: Path, files: list[Path]) -> None:
+    counts = {int(match[1]) for file in files if (match := re.search(r"-\d+-of-(\d+)$", file.stem))}
+    if counts and counts != {len(files)}:
+        wanted = " or ".join(str(count) for count in sorted(counts))
+        raise UserError(f"{folder}: by their names {wanted} files make the data set, {len(files)} are here. Download the folder again.")
+
+
+def _relative(files: list[Path], folder: Path) -> str:
+    return _listed([str(file.relative_to(folder)) for file in files])
+
+
+def _listed(names: list[Any]) -> str:
+    shown = ", ".join(str(name) for name in names[:8])
+    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")

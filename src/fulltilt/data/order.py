@@ -1,0 +1,81 @@
+"""The order in which a run goes through its data: batches, epochs, and the place to resume from.
+
+Enters: the items of a data set, a `Cursor`, the seed. Leaves: the next batch and the next cursor. Guaranteed: pure functions of their
+arguments, so a run that resumes from a saved cursor sees exactly the batches of an uninterrupted one; no item comes twice in an epoch;
+no batch is ever partial or spans two epochs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from fulltilt.records import UserError
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """How far a run has come in its data. Two numbers, saved with every checkpoint."""
+
+    epoch: int = 0
+    offset: int = 0  # items of this epoch already taken
+
+    def __post_init__(self) -> None:
+        assert self.epoch >= 0 and self.offset >= 0, f"no such place in the data: {self}"
+
+
+# A step asks for one batch of an order that holds for the whole epoch.
+@lru_cache(maxsize=4)
+def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    """The order of `size` items in an epoch: a permutation by (seed, epoch), or the order of the files."""
+    order = np.arange(size)
+    if shuffle:
+        order = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch]))).permutation(size)
+    order.flags.writeable = False
+    return order
+
+
+class InEpochs(ABC, Generic[Item]):
+    """A data set that is gone through in epochs of whole batches. `items` and `noun` are the subclass's."""
+
+    noun: ClassVar[str]  # what an item is called in messages, in the plural
+
+    @property
+    @abstractmethod
+    def items(self) -> tuple[Item, ...]: ...
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def take(self, cursor: Cursor, count: int, seed: int, shuffle: bool) -> tuple[tuple[Item, ...], Cursor]:
+        """The next `count` items from `cursor`, and the cursor after them. Where an epoch has fewer left, the next one begins."""
+        self._refuse_too_few(count)
+        if cursor.offset + count > len(self):
+            cursor = Cursor(cursor.epoch + 1, 0)
+        order = epoch_order(len(self), seed, cursor.epoch, shuffle)
+        end = cursor.offset + count
+        return tuple(self.items[index] for index in order[cursor.offset : end]), Cursor(cursor.epoch, end)
+
+    def steps_per_epoch(self, count: int) -> int:
+        self._refuse_too_few(count)
+        return len(self) // count
+
+    def describe_epoch(self, count: int) -> str:
+        steps = self.steps_per_epoch(count)
+        left_out = len(self) - steps * count
+        rest = f"each epoch leaves out {left_out} of its {len(self)}, too few for a full batch" if left_out else "none is left out"
+        return f"an epoch is {steps} step{'s' if steps > 1 else ''} of {count} {self.noun}; {rest}"
+
+    def _refuse_too_few(self, count: int) -> None:
+        assert count > 0, "a batch holds at least one item"
+        if len(self) < count:
+            raise UserError(
+                f"a step takes {count} {self.noun}, but the data set has only {len(self)}. Lower algorithm.prompts_per_step to at most "
+                f"{len(self)}, or give more data."
+            )

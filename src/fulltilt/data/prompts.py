@@ -1,0 +1,90 @@
+"""Prompts for rollout.
+
+Enters: data files, the tokenizer, the `data` section. Leaves: a `PromptSet`. Guaranteed: the rows of verl's layout and plain rows give the
+same `Prompt`s from every file format; a prompt's `uid` is its row number over all files, whatever is left out.
+
+Columns: the prompt (`data.prompt_key`); the ground truth from `reward_model.ground_truth`, else `ground_truth`, else `answer`; and, if
+there, `data_source`, `ability` (kept inside `extra_info`) and `extra_info`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fulltilt.data.load import Columns, describe_loaded, load_items
+from fulltilt.data.order import InEpochs
+from fulltilt.data.template import PromptEncoder, without_missing
+from fulltilt.records import Prompt, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fulltilt.config import DataConfig
+
+
+@dataclass(frozen=True, eq=False)
+class PromptSet(InEpochs[Prompt]):
+    """The prompts of a data set, in the order of its files, and what was counted while they were read."""
+
+    noun: ClassVar[str] = "prompts"
+
+    prompts: tuple[Prompt, ...]
+    rows_read: int
+    too_long: int
+    longest: int  # tokens of the longest prompt kept
+    limit: int  # data.max_prompt_tokens
+
+    @property
+    def items(self) -> tuple[Prompt, ...]:
+        return self.prompts
+
+    def describe(self) -> str:
+        return describe_loaded(self.rows_read, self.too_long, self.limit, f"the longest prompt kept has {self.longest} tokens")
+
+
+def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
+    """Read, encode and filter the prompts of all `paths`, as one data set."""
+    encoder = PromptEncoder(tokenizer, config)
+
+    def parse(number: int, row: Columns) -> Prompt:
+        ids, text = encoder.encode(_prompt_column(row, config.prompt_key))
+        return Prompt(number, ids, text, _data_source(row), _ground_truth(row), _extra_info(row))
+
+    loaded = load_items(paths, config.max_prompt_tokens, parse, lambda prompt: len(prompt.ids))
+    longest = max(len(prompt.ids) for prompt in loaded.items)
+    return PromptSet(loaded.items, loaded.rows_read, loaded.too_long, longest, config.max_prompt_tokens)
+
+
+def _prompt_column(row: Columns, key: str) -> Any:
+    if row.get(key) is None:
+        raise UserError(f"the row has no '{key}'. Set data.prompt_key to the column with the prompt, or mend the row.")
+    return row[key]
+
+
+def _data_source(row: Columns) -> str:
+    source = row.get("data_source")
+    if source is None:
+        return "unknown"
+    if not isinstance(source, str):
+        raise UserError(f"'data_source' is of type {type(source).__name__}; it must be a string.")
+    return source
+
+
+def _ground_truth(row: Columns) -> Any:
+    reward_model = row.get("reward_model")
+    if reward_model is not None and not isinstance(reward_model, Mapping):
+        raise UserError(f"'reward_model' is of type {type(reward_model).__name__}; it must be an object with a 'ground_truth'.")
+    candidates = ((reward_model or {}).get("ground_truth"), row.get("ground_truth"), row.get("answer"))
+    return next((candidate for candidate in candidates if candidate is not None), None)
+
+
+def _extra_info(row: Columns) -> dict[str, Any]:
+    extra_info = row.get("extra_info")
+    if extra_info is not None and not isinstance(extra_info, Mapping):
+        raise UserError(f"'extra_info' is of type {type(extra_info).__name__}; it must be an object.")
+    kept: dict[str, Any] = without_missing(extra_info or {})
+    if row.get("ability") is not None:
+        kept.setdefault("ability", row["ability"])
+    return kept

@@ -1,0 +1,190 @@
+"""Turning a prompt as a person wrote it into the token ids the model reads.
+
+Enters: a string or a list of messages. Leaves: int64 ids and the text they stand for. Guaranteed: one beginning-of-sequence token at
+most at the front; no end-of-sequence token that the tokenizer appended by itself (the model would answer an ended text); messages always
+end with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`. Errors carry no place:
+the caller, who knows file and line, puts it before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from fulltilt.records import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fulltilt.config import DataConfig
+
+Message = dict[str, Any]
+
+# Arguments of apply_chat_template that say how ids are made, not what the template writes; these are ours to set.
+_RESERVED_ARGUMENTS = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages", "padding",
+        "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+    }
+)  # fmt: skip
+
+
+class PromptEncoder:
+    """Encodes the prompts of a data set, all in the same way, for rollout and for SFT alike."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
+        self._tokenizer = tokenizer
+        self._system = config.system
+        self._template_args = config.template_args
+        self._refuse_arguments_without_effect()
+        self._messages_of_string: Callable[[str], list[Message] | None] = self._plain_string
+        self._messages_of_list: Callable[[object], list[Message]] = checked_messages
+        if config.apply_template == "always":
+            self._template()
+            self._messages_of_string = _as_user_message
+        elif config.apply_template == "never":
+            self._refuse_settings_of_templates("data.apply_template is 'never'")
+            self._messages_of_list = _refuse_messages
+
+    def encode(self, prompt: object) -> tuple[np.ndarray, str]:
+        """The prompt's ids (int64) and the same decoded."""
+        messages = self.messages(prompt)
+        ids = self._encode_string(str(prompt)) if messages is None else self.encode_messages(messages, add_generation_prompt=True)
+        if not ids:
+            raise UserError("the prompt has no tokens. Take the row out, or give it a prompt.")
+        array = np.asarray(ids, dtype=np.int64)
+        return array, self.decode(ids)
+
+    def messages(self, prompt: object) -> list[Message] | None:
+        """The prompt as the messages that go through the template, the system message included; None for a string that stays plain."""
+        messages = self._messages_of_string(prompt) if isinstance(prompt, str) else self._messages_of_list(prompt)
+        if messages is None:
+            return None
+        if messages[-1]["role"] == "assistant":
+            raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Leave it out.")
+        if self._system is not None and all(message["role"] != "system" for message in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        return messages
+
+    def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+        """A conversation as the chat template writes it."""
+        self._template()
+        try:
+            # The template writes its own special tokens; transformers adds none when it tokenises a template's text.
+            encoded = self._tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False, **self._template_args
+            )
+        except (TemplateError, TypeError, ValueError) as error:
+            remedy = "Change the messages, or set model.chat_template."
+            raise UserError(f"the chat template cannot write this conversation: {error}. {remedy}") from error
+        return self._without_double_bos([int(token) for token in encoded])
+
+    def encode_text(self, text: str) -> list[int]:
+        """Text in the middle of a sequence: no special token is added."""
+        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _encode_string(self, text: str) -> list[int]:
+        plain = self.encode_text(text)
+        full = [int(token) for token in self._tokenizer(text)["input_ids"]]
+        # Whatever the tokenizer puts after the text (an end of sequence, a separator) would end the prompt before the answer.
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return self._without_double_bos(full[:start] + plain)
+        raise UserError("the tokenizer writes this text differently when it adds special tokens. Use messages and a chat template instead.")
+
+    def _without_double_bos(self, ids: list[int]) -> list[int]:
+        bos = self._tokenizer.bos_token_id
+        while bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        return ids
+
+    def _plain_string(self, text: str) -> None:
+        if not text.strip():
+            raise UserError("the prompt is empty. Take the row out, or give it a prompt.")
+        self._refuse_settings_of_templates("the prompt is a plain string and data.apply_template is not 'always'")
+
+    def _refuse_settings_of_templates(self, reason: str) -> None:
+        if self._system is not None:
+            raise UserError(f"data.system needs a chat template, and {reason}. Set data.apply_template = 'always', or remove data.system.")
+        if self._template_args:
+            raise UserError(f"data.template_args need a chat template, and {reason}. Set data.apply_template = 'always', or remove them.")
+
+    def _template(self) -> str:
+        try:
+            return str(self._tokenizer.get_chat_template(tools=self._template_args.get("tools")))
+        except ValueError as error:
+            raise UserError(
+                "the prompt is to go through a chat template, and the model's tokenizer has none. Set model.chat_template to a file with "
+                "one, or write prompts as plain strings with data.apply_template = 'auto'."
+            ) from error
+
+    def _refuse_arguments_without_effect(self) -> None:
+        reserved = sorted(_RESERVED_ARGUMENTS & set(self._template_args))
+        if reserved:
+            raise UserError(f"data.template_args cannot set {', '.join(reserved)}: fulltilt sets it itself. Remove it.")
+        if not self._template_args or not self._tokenizer.chat_template:
+            return
+        template = self._template()
+        unread = sorted(name for name in self._template_args if name not in template)
+        if unread:
+            raise UserError(f"data.template_args: the chat template does not read {', '.join(unread)}. Remove it, or check its spelling.")
+
+
+def checked_messages(value: object) -> list[Message]:
+    """The messages of a conversation as plain dictionaries, or a `UserError` that says which of them is wrong."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        raise UserError(f"expected a string or a list of messages, found {type(value).__name__}. Check data.prompt_key.")
+    messages = [_checked_message(number, message) for number, message in enumerate(value, start=1)]
+    if not any(message.get("content") or message.get("tool_calls") for message in messages):
+        raise UserError("the prompt is empty. Take the row out, or give it a prompt.")
+    return messages
+
+
+def without_missing(value: Any) -> Any:
+    """The value without the keys that are None: a parquet column gives every struct the keys of all the others."""
+    if isinstance(value, Mapping):
+        return {key: without_missing(entry) for key, entry in value.items() if entry is not None}
+    if isinstance(value, list | tuple):
+        return [without_missing(entry) for entry in value]
+    return value
+
+
+def _as_user_message(text: str) -> list[Message]:
+    return checked_messages([{"role": "user", "content": text}] if text.strip() else [])
+
+
+def _refuse_messages(prompt: object) -> list[Message]:
+    checked_messages(prompt)
+    raise UserError("the prompt is a list of messages, but data.apply_template is 'never'. Set it to 'auto', or write prompts as strings.")
+
+
+def _checked_message(number: int, message: object) -> Message:
+    if not isinstance(message, Mapping):
+        raise UserError(
+            f'message {number} is of type {type(message).__name__}, not an object such as {{"role": "user", "content": "..."}}.'
+        )
+    present: Message = without_missing(message)
+    role, content = present.get("role"), present.get("content")
+    if not isinstance(role, str) or not role:
+        raise UserError(f"message {number} has no 'role' (a string such as 'user'); its keys are: {', '.join(present) or 'none'}.")
+    if content is None and not present.keys() - {"role", "content"}:
+        raise UserError(f"message {number} ({role}) has no 'content'.")
+    if content is not None and not isinstance(content, str | list):
+        raise UserError(f"message {number} ({role}) has a 'content' of type {type(content).__name__}; it must be a string.")
+    if isinstance(content, list):
+        _check_parts(number, content)
+    return present
+
+
+def _check_parts(number: int, parts: list[Any]) -> None:
+    for part in parts:
+        if not isinstance(part, Mapping) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
+            raise UserError(f"message {number} has a part that is not text. Only text is supported: write 'content' as a string.")

@@ -1,0 +1,191 @@
+"""The demo: a small random model learns to add, on this machine alone.
+
+Enters: a folder. Leaves: in it a model with its own tokenizer, data, two run folders (SFT warm-up, then GRPO) and `summary.json`. It uses
+what any run uses: files on disk, the same configuration, the same loop; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulltilt import config as configuration
+from fulltilt import loop
+from fulltilt.algo import presets
+from fulltilt.observe.console import Console
+from fulltilt.records import UserError
+
+LARGEST = 19  # numbers to add go from 0 to this
+SFT_STEPS = 60
+GRPO_STEPS = 60
+MARK = ".fulltilt-demo"  # a folder with this file is ours to replace
+
+REWARD = '''"""1 for the right sum, 0 otherwise."""
+
+
+def score(solution_str, ground_truth):
+    return float(solution_str.strip() == str(ground_truth))
+'''
+
+SFT = """[model]
+path = "{folder}/model"
+
+[data]
+train = "{folder}/data/sft.jsonl"
+max_prompt_tokens = 16
+
+[algorithm]
+name = "sft"
+prompts_per_step = 64
+
+[train]
+lr = 3e-3
+warmup_steps = 10
+schedule = "cosine"
+
+[run]
+dir = "{folder}/sft"
+steps = {sft_steps}
+device = "cpu"
+"""
+
+GRPO = """[model]
+path = "{folder}/warm"
+
+[data]
+train = "{folder}/data/train.jsonl"
+max_prompt_tokens = 16
+
+[algorithm]
+name = "grpo"
+prompts_per_step = 64
+samples_per_prompt = 8
+
+[rollout]
+max_new_tokens = 6
+
+[reward]
+function = "{folder}/reward.py:score"
+
+[train]
+lr = 1e-3
+warmup_steps = 5
+
+[run]
+dir = "{folder}/grpo"
+steps = {grpo_steps}
+device = "cpu"
+save_rollouts = 64
+"""
+
+
+@dataclass(frozen=True)
+class DemoSummary:
+    reward_first: float
+    reward_last: float
+    seconds: float  # both stages, set-up left out
+    tokens_per_s: float
+
+    def line(self) -> str:
+        return f"reward {self.reward_first:.2f} -> {self.reward_last:.2f} in {self.seconds:.0f} s"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "reward_first": self.reward_first,
+            "reward_last": self.reward_last,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+        }
+
+
+def run(folder: Path, console: Console) -> DemoSummary:
+    prepare(folder)
+    values = {"folder": folder.as_posix(), "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS}
+    (folder / "sft.toml").write_text(SFT.format(**values), encoding="utf-8")
+    (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
+    begin = time.perf_counter()
+
+    console.note(f"1. supervised warm-up: a random model sees sums written out ({folder / 'sft.toml'})")
+    warm = loop.train(read(folder / "sft.toml"), console)
+    stop_if(warm.interrupted)
+    shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")
+
+    console.note(f"2. GRPO: it tries, and is told only right or wrong ({folder / 'grpo.toml'})")
+    learned = loop.train(read(folder / "grpo.toml"), console)
+    stop_if(learned.interrupted)
+    assert learned.reward_first is not None and learned.reward_last is not None
+
+    seconds = time.perf_counter() - begin
+    summary = DemoSummary(learned.reward_first, learned.reward_last, seconds, (warm.tokens + learned.tokens) / seconds)
+    (folder / "summary.json").write_text(json.dumps(summary.as_json(), indent=1) + "\n", encoding="utf-8")
+    for line in what_it_learned(folder / "grpo" / "rollouts"):
+        console.note(line)
+    return summary
+
+
+def read(path: Path) -> configuration.Config:
+    return configuration.load(path, extra_checks=[presets.mistakes])
+
+
+def stop_if(interrupted: bool) -> None:
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def prepare(folder: Path) -> None:
+    """Model, tokenizer, data and reward, as a user would bring them."""
+    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
+        raise UserError(f"--dir: {folder} is not empty and not from a demo. Choose another folder")
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        (folder / "data").mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"--dir: {folder} cannot be made: {error.strerror}. Choose another folder") from error
+    (folder / MARK).touch()
+    make_model(folder / "model")
+    pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    random.Random(0).shuffle(pairs)
+    write_lines(folder / "data" / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in pairs])
+    tasks = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "addition"} for a, b in pairs]
+    write_lines(folder / "data" / "train.jsonl", tasks)
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def make_model(folder: Path) -> None:
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    tokens = ["<s>", "</s>", "<unk>", *"0123456789+="]
+    inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=len(tokens), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(shape).save_pretrained(folder)
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def what_it_learned(rollouts: Path) -> list[str]:
+    """A few samples of the first step and of the last, side by side."""
+    files = sorted(rollouts.glob("step-*.jsonl"))
+    lines = []
+    for title, path in (("first step", files[0]), ("last step ", files[-1])):
+        samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        shown = {sample["uid"]: sample for sample in samples}
+        answers = [f"{s['prompt'].removeprefix('<s>')}{s['response']}{' ' if s['reward'] else ' (wrong) '}" for s in shown.values()]
+        lines.append(f"{title}:  " + " ".join(answers[:8]))
+    return lines

@@ -1,0 +1,323 @@
+"""What is installed and usable on this computer, and why not.
+
+Enters: nothing but this computer. Leaves: a `Report` of findings, each with a status, what was found and the remedy. Guaranteed: no
+network, nothing written, and no exception: a part that cannot even be imported is a finding. torch and transformers are imported here
+only while examining, so that the report comes out when they are what is broken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import itertools
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "missing", "broken"]
+
+# From the first version to below the second. A test compares them with pyproject.toml.
+PYTHON_RANGE = ("3.11", "3.14")
+CORE: dict[str, tuple[str, str] | None] = {
+    "torch": ("2.11", "2.14"),
+    "transformers": ("5.17", "5.20"),
+    "safetensors": None,
+    "pydantic": ("2", "3"),
+    "pyarrow": None,
+    "rich": None,
+    "typer": None,
+    "numpy": None,
+}
+
+
+@dataclass(frozen=True)
+class Extra:
+    """An optional package. `probe`: importing it takes moments, so it is tried; the others' imports can take half a minute."""
+
+    package: str
+    extra: str
+    module: str
+    purpose: str
+    probe: bool = False
+    linux_only: bool = False
+
+
+EXTRAS = (
+    Extra("triton", "gpu", "triton", "kernels on CUDA", probe=True, linux_only=True),
+    Extra("liger-kernel", "gpu", "liger_kernel", "fused layers on CUDA", linux_only=True),
+    Extra("ray", "ray", "ray", "more than one device"),
+    Extra("vllm", "vllm", "vllm", "rollout with vLLM"),
+    Extra("math-verify", "math", "math_verify", "rewards that compare mathematical expressions", probe=True),
+    Extra("tensorboard", "tensorboard", "tensorboard", "metrics to TensorBoard", probe=True),
+    Extra("wandb", "wandb", "wandb", "metrics to Weights & Biases"),
+    Extra("mlflow", "mlflow", "mlflow", "metrics to MLflow"),
+    Extra("trackio", "trackio", "trackio", "metrics to Trackio"),
+    Extra("peft", "peft", "peft", "LoRA adapters"),
+)
+PROBE_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Example: Finding("ray", "missing", "not installed; for more than one device", 'pip install "fulltilt[ray]"')"""
+
+    name: str
+    status: Status
+    detail: str
+    remedy: str = ""
+    core: bool = False  # nothing runs without it
+
+
+@dataclass(frozen=True)
+class Report:
+    findings: tuple[Finding, ...]
+
+    @property
+    def broken(self) -> bool:
+        """A part that every run needs is missing or broken."""
+        return any(finding.core and finding.status != "ok" for finding in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"broken": self.broken, "findings": [asdict(finding) for finding in self.findings]}
+
+    def lines(self) -> list[str]:
+        name_width = max(len(finding.name) for finding in self.findings)
+        lines = []
+        for finding in self.findings:
+            remedy = f"  ->  {finding.remedy}" if finding.remedy else ""
+            lines.append(f"{finding.name:<{name_width}}  {finding.status:<7}  {finding.detail}{remedy}")
+        return lines
+
+
+def examine() -> Report:
+    core = tuple(examine_core(package, limits) for package, limits in CORE.items())
+    devices = tuple(examine_devices()) if imports("torch") is None else ()
+    extras = tuple(examine_extra(extra) for extra in EXTRAS)
+    return Report((examine_python(), *examine_computer(), *core, *devices, *extras))
+
+
+def examine_python() -> Finding:
+    version = platform.python_version()
+    detail = f"{version} ({platform.python_implementation()}, {sys.executable})"
+    if in_range(version, PYTHON_RANGE):
+        return Finding("python", "ok", detail, core=True)
+    return Finding("python", "broken", f"{detail}; supported: {in_words(PYTHON_RANGE)}", "make .venv with a supported Python", core=True)
+
+
+def examine_computer() -> Iterator[Finding]:
+    system = f"{platform.system()} {platform.release()} on {platform.machine()}"
+    if platform.system() in ("Linux", "Darwin"):
+        yield Finding("platform", "ok", system, core=True)
+    else:
+        yield Finding("platform", "broken", f"{system} is not supported", "use Linux (on Windows: WSL 2) or macOS", core=True)
+    yield Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}")
+    yield Finding("memory", "ok", memory_in_words())
+    disk = shutil.disk_usage(Path.cwd())
+    yield Finding("disk", "ok", f"{gibibytes(disk.free)} free of {gibibytes(disk.total)} in {Path.cwd()}")
+
+
+def examine_core(package: str, limits: tuple[str, str] | None) -> Finding:
+    version, install = installed_version(package), f'pip install "{requirement(package, limits)}"'
+    if version is None:
+        return Finding(package, "missing", "not installed", install, core=True)
+    failure = imports(package)
+    if failure is not None:
+        detail = f"{version} is installed but cannot be imported: {failure}"
+        return Finding(package, "broken", detail, f"{install} --force-reinstall", core=True)
+    if limits and not in_range(version, limits):
+        return Finding(package, "broken", f"{version}; supported: {in_words(limits)}", install, core=True)
+    return Finding(package, "ok", version + (f" (supported: {in_words(limits)})" if limits else ""), core=True)
+
+
+def examine_extra(extra: Extra) -> Finding:
+    version = installed_version(extra.package)
+    remedy = f'pip install "fulltilt[{extra.extra}]"'
+    if version is None:
+        if extra.linux_only and platform.system() != "Linux":
+            return Finding(extra.package, "missing", f"for {extra.purpose}; it exists for Linux only")
+        return Finding(extra.package, "missing", f"not installed; for {extra.purpose}", remedy)
+    failure = imports_in_child(extra.module) if extra.probe else findable(extra.module)
+    if failure is not None:
+        return Finding(extra.package, "broken", f"{version} is installed but cannot be imported: {failure}", f"{remedy} --force-reinstall")
+    return Finding(extra.package, "ok", f"{version}; for {extra.purpose}" + ("" if extra.probe else " (its import was not tried)"))
+
+
+def examine_devices() -> Iterator[Finding]:
+    import torch
+
+    if not torch.cuda.is_available():
+        yield no_cuda()
+        yield examine_varlen_on_cpu()
+        yield Finding("bfloat16", "ok", "works on CPU, slower than float32; model.dtype = auto takes float32 here")
+        return
+    driver = driver_version()
+    for index in range(torch.cuda.device_count()):
+        name = f"cuda:{index}"
+        try:
+            facts = torch.cuda.get_device_properties(index)
+            detail = f"{facts.name}, {gibibytes(facts.total_memory)}, compute capability {facts.major}.{facts.minor}, {driver}"
+            torch.ones(8, device=name).sum().item()
+            yield Finding(name, "ok", detail, core=True)
+            yield examine_varlen_on_cuda(name)
+        except Exception as error:
+            remedy = "free the device (nvidia-smi shows who holds it), or set run.device = cpu"
+            yield Finding(name, "broken", f"a first computation failed: {first_line(error)}", remedy, core=True)
+    if torch.cuda.is_bf16_supported():
+        yield Finding("bfloat16", "ok", "on CUDA; model.dtype = auto takes it")
+    else:
+        yield Finding("bfloat16", "missing", "this GPU has no bfloat16", "set model.dtype = float32, or use a GPU from Ampere on")
+
+
+def no_cuda() -> Finding:
+    import torch
+
+    if torch.version.cuda is None:
+        seen = shutil.which("nvidia-smi") is not None
+        remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally" if seen else ""
+        return Finding("cuda", "missing", f"this torch ({torch.__version__}) is built without CUDA; runs use the CPU", remedy)
+    detail = f"this torch is built for CUDA {torch.version.cuda}, but no device answers ({driver_version()}); runs use the CPU"
+    return Finding("cuda", "missing", detail, "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be a GPU")
+
+
+def examine_varlen_on_cpu() -> Finding:
+    failure = imports("torch.nn.attention.varlen")
+    if failure is not None:
+        return Finding("varlen_attn", "missing", f"{failure}; CPU runs do not need it", "install a supported torch")
+    return Finding("varlen_attn", "ok", "present; it has no CPU kernel, and CPU runs use scaled_dot_product_attention instead")
+
+
+def examine_varlen_on_cuda(device: str) -> Finding:
+    """Two documents with grouped heads, as training calls it, against plain attention on each document alone."""
+    name = f"varlen_attn on {device}"
+    try:
+        gap = varlen_gap(device)
+    except Exception as error:
+        remedy = "install a supported torch; the kernel wants a GPU from Ampere on. Or set run.device = cpu"
+        return Finding(name, "broken", f"a small call failed: {first_line(error)}", remedy, core=True)
+    if gap > 0.02:
+        remedy = "install another supported torch; this one computes wrongly here"
+        return Finding(name, "broken", f"a small call is off by {gap:.3g}", remedy, core=True)
+    return Finding(name, "ok", f"a small call agrees with plain attention to {gap:.1g}", core=True)
+
+
+def varlen_gap(device: str) -> float:
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    generator = torch.Generator(device).manual_seed(0)
+    heads, key_heads, width, bounds = 4, 2, 64, [0, 5, 16]
+    shapes = [(bounds[-1], count, width) for count in (heads, key_heads, key_heads)]
+    query, key, value = (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16) for shape in shapes)
+    offsets = torch.tensor(bounds, dtype=torch.int32, device=device)
+    # torch 2.11 takes grouped heads as they are; later ones want to be told.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    found = varlen_attn(query, key, value, offsets, offsets, 11, 11, window_size=(-1, 0), **grouped)
+    assert isinstance(found, torch.Tensor)  # a pair only where log-sum-exps are asked for
+    gap = 0.0
+    for start, end in itertools.pairwise(bounds):
+        q, k, v = (states[start:end].transpose(0, 1).float() for states in (query, key, value))
+        plain = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
+        gap = max(gap, (found[start:end].transpose(0, 1).float() - plain).abs().max().item())
+    return gap
+
+
+def imports(module: str) -> str | None:
+    """Why the module cannot be imported into this process, or None. A broken package raises what it likes."""
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}"
+    return None
+
+
+def imports_in_child(module: str) -> str | None:
+    """The same in a process of its own: a package whose library does not fit can end the process, and importing it has side effects."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, errors="replace", timeout=PROBE_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"its import did not end within {PROBE_SECONDS} s"
+    if child.returncode == 0:
+        return None
+    last = child.stderr.strip().splitlines()[-1:] or [""]
+    return last[0][:300] or f"the importing process ended with status {child.returncode}"
+
+
+def findable(module: str) -> str | None:
+    return None if importlib.util.find_spec(module) is not None else f"there is no module {module}"
+
+
+def installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def in_range(version: str, limits: tuple[str, str]) -> bool:
+    return release(limits[0]) <= release(version) < release(limits[1])
+
+
+def release(version: str) -> tuple[int, ...]:
+    """'2.13.0+cpu' -> (2, 13, 0); '5.20.0rc1' -> (5, 20)."""
+    numbers: list[int] = []
+    for part in version.split("+")[0].split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def in_words(limits: tuple[str, str]) -> str:
+    return f"{limits[0]} to below {limits[1]}"
+
+
+def requirement(package: str, limits: tuple[str, str] | None) -> str:
+    return f"{package}>={limits[0]},<{limits[1]}" if limits else package
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_in_words() -> str:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    words = gibibytes(total)
+    facts = Path("/proc/meminfo")
+    if facts.exists():
+        available = next((line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:")), None)
+        words = f"{gibibytes(int(available.split()[1]) * 1024)} available of {words}" if available else words
+    # A container's limit is what the kernel enforces, whatever the machine has.
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return f"{words}, limited to {gibibytes(int(text))} here" if text.isdigit() and int(text) < total else words
+
+
+def driver_version() -> str:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return "no NVIDIA driver seen"
+    try:
+        query = [command, "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except (subprocess.TimeoutExpired, OSError) as error:
+        return f"nvidia-smi failed: {first_line(error)}"
+    first = (answer.stdout.strip() or answer.stderr.strip()).splitlines()[:1]
+    return f"driver {first[0]}" if answer.returncode == 0 and first else f"nvidia-smi failed: {first[0] if first else answer.returncode}"
+
+
+def gibibytes(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

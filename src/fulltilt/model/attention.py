@@ -1,0 +1,258 @@
+"""The one attention function: packed training and paged decoding of every model go through it.
+
+Enters: queries, keys and values of one layer as transformers hands them over, and a context (`Packed` or `Paged`) that travels in the
+keyword argument `fulltilt`. Leaves: the layer's attention output. Guaranteed: attention is causal inside each document and nowhere else;
+a feature this function does not implement raises `UnsupportedModel` by name instead of being computed wrongly. transformers builds no
+mask for an attention name it does not know, so windows are applied here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from fulltilt.records import UserError
+
+NAME = "fulltilt"
+
+# Arguments that models pass along and that change nothing here: positions are already in the rotated queries and keys.
+HARMLESS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict", "past_key_values",
+     "position_embeddings", "logits_to_keep", "deterministic", "num_items_in_batch", "output_router_logits"}
+)  # fmt: skip
+REFUSED = {
+    "softcap": "soft-capped attention scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a position bias on attention scores",
+    "head_mask": "a mask over heads",
+}
+
+
+class UnsupportedModel(UserError):
+    """The model needs something of attention that is not implemented here."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer keeps for each token, as seen in a real pass."""
+
+    key_heads: int
+    head_width: int
+    window: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Documents side by side in one stream of tokens; each attends to itself only.
+
+    Documents of one length share a call on CPU, where a call costs more than a short document: `buckets` holds their token indices and
+    `unsort` puts the results back into stream order.
+    """
+
+    cu_seqlens: torch.Tensor  # int32 [documents + 1]
+    longest: int
+    buckets: tuple[torch.Tensor, ...]  # int64 [documents of that length, length]
+    unsort: torch.Tensor  # int64 [T]
+    seen: dict[int, LayerShape] = field(default_factory=dict)  # layer index -> shape, filled as layers pass through
+
+    @staticmethod
+    def of(cu_seqlens: np.ndarray | Sequence[int], device: torch.device) -> Packed:
+        bounds = np.asarray(cu_seqlens, dtype=np.int64)
+        starts, lengths = bounds[:-1], np.diff(bounds)
+        buckets = [starts[lengths == length][:, None] + np.arange(length)[None, :] for length in np.unique(lengths) if length]
+        order = np.concatenate([bucket.ravel() for bucket in buckets]) if buckets else np.zeros(0, np.int64)
+        unsort = np.empty_like(order)
+        unsort[order] = np.arange(len(order))
+        return Packed(
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
+            longest=int(lengths.max(initial=0)),
+            buckets=tuple(torch.from_numpy(bucket).to(device) for bucket in buckets),
+            unsort=torch.from_numpy(unsort).to(device),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Paged:
+    """New tokens of several sequences whose earlier keys and values lie in a paged cache.
+
+    Sequences with a single new token come first, so that decoding is one batched call.
+    """
+
+    keys: Sequence[torch.Tensor]  # per layer [slots, key heads, head width]; slot = block * block_tokens + place in the block
+    values: Sequence[torch.Tensor]
+    slots: torch.Tensor  # int64 [T]: where the new tokens' keys and values go
+    query_lengths: tuple[int, ...]  # new tokens of each sequence
+    key_lengths: tuple[int, ...]  # tokens of each sequence, new ones included
+    read: torch.Tensor  # int64 [sequences, longest]: slots of each sequence's tokens; beyond its length any legal slot
+    read_flat: torch.Tensor  # int64 [sum of key_lengths]
+    cu_queries: torch.Tensor  # int32 [sequences + 1]
+    cu_keys: torch.Tensor  # int32 [sequences + 1]
+
+
+Context = Packed | Paged
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,  # [1, heads, T, width]
+    key: torch.Tensor,  # [1, key heads, T, width]
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    fulltilt: Context | None = None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    refuse_unknown(module, query, key, value, attention_mask, dropout, fulltilt, features)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, width]
+    if isinstance(fulltilt, Packed):
+        fulltilt.seen[layer_of(module)] = LayerShape(k.shape[1], k.shape[2], sliding_window)
+        out = packed(q, k, v, fulltilt, scale, sliding_window)
+    else:
+        assert fulltilt is not None
+        out = paged(q, k, v, fulltilt, layer_of(module), scale, sliding_window)
+    return out.unsqueeze(0), None  # [1, T, heads, width]
+
+
+def register() -> str:
+    """Make the function known to transformers under its name."""
+    AttentionInterface.register(NAME, attention)
+    return NAME
+
+
+def layer_of(module: torch.nn.Module) -> int:
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise UnsupportedModel(f"{type(module).__name__} does not number its layers (layer_idx): its keys and values cannot be cached")
+    return int(index)
+
+
+def refuse_unknown(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    context: Context | None,
+    features: dict[str, Any],
+) -> None:
+    who = type(module).__name__
+    if context is None:
+        raise UnsupportedModel(f"{who} does not hand keyword arguments on to its attention: documents cannot be kept apart")
+    if attention_mask is not None:
+        raise UnsupportedModel(f"{who} builds an attention mask of its own, which packed documents cannot honour")
+    if dropout:
+        raise UnsupportedModel(f"{who} applies dropout ({dropout}) to attention weights: rollout and training would disagree")
+    if features.get("is_causal", getattr(module, "is_causal", True)) is False:
+        raise UnsupportedModel(f"{who} is not causal")
+    if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
+        raise UnsupportedModel(f"{who} has values of width {value.shape[-1]} and keys of width {key.shape[-1]}: unequal widths are not built")
+    for name, given in features.items():
+        if given is None or name in HARMLESS or name == "is_causal":
+            continue
+        what = REFUSED.get(name, "an attention feature that is not built")
+        raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
+
+
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, scale: float, window: int | None) -> torch.Tensor:
+    if flash_runs(q):
+        bounds = context.cu_seqlens
+        return flash(q, k, v, bounds, bounds, context.longest, context.longest, scale, window)
+    outputs = []
+    for index in context.buckets:
+        length = index.shape[1]
+        qs, ks, vs = (states[index].transpose(1, 2) for states in (q, k, v))  # [documents, heads, length, width]
+        mask = causal_mask(length, length, window, q.device) if window is not None and window < length else None
+        out = F.scaled_dot_product_attention(qs, repeat(ks, q), repeat(vs, q), attn_mask=mask, is_causal=mask is None, scale=scale)
+        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    return torch.cat(outputs)[context.unsort] if outputs else q
+
+
+def paged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, layer: int, scale: float, window: int | None
+) -> torch.Tensor:
+    keys, values = context.keys[layer], context.values[layer]
+    keys.index_copy_(0, context.slots, k)
+    values.index_copy_(0, context.slots, v)
+    if flash_runs(q):
+        longest_query, longest_key = max(context.query_lengths), max(context.key_lengths)
+        k_all, v_all = keys[context.read_flat], values[context.read_flat]
+        return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scale, window)
+    single = sum(1 for length in context.query_lengths if length == 1)
+    parts = [decode(q[:single], keys, values, context, single, scale, window)] if single else []
+    start = single
+    for sequence in range(single, len(context.query_lengths)):
+        queries, length = context.query_lengths[sequence], context.key_lengths[sequence]
+        slots = context.read[sequence, :length]
+        mask = causal_mask(queries, length, window, q.device)
+        qs, ks, vs = (states.transpose(0, 1).unsqueeze(0) for states in (q[start : start + queries], keys[slots], values[slots]))
+        out = F.scaled_dot_product_attention(qs, repeat(ks, q), repeat(vs, q), attn_mask=mask, scale=scale)
+        parts.append(out[0].transpose(0, 1))
+        start += queries
+    return torch.cat(parts)
+
+
+def decode(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: Paged, count: int, scale: float, window: int | None
+) -> torch.Tensor:
+    """One new token for each of the first `count` sequences: heads that share keys become rows of one query, so keys are not repeated."""
+    longest = max(context.key_lengths[:count])
+    lengths = torch.tensor(context.key_lengths[:count], device=q.device)[:, None]
+    place = torch.arange(longest, device=q.device)[None, :]
+    mask = place < lengths
+    if window is not None:
+        mask &= place >= lengths - window
+    slots = context.read[:count, :longest]
+    ks, vs = keys[slots].transpose(1, 2), values[slots].transpose(1, 2)  # [count, key heads, longest, width]
+    grouped = q.view(count, ks.shape[1], -1, q.shape[-1])
+    out = F.scaled_dot_product_attention(grouped, ks, vs, attn_mask=mask[:, None, None, :], scale=scale)
+    return out.reshape(q.shape)
+
+
+def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """True where a query may look; the last query stands at the last key."""
+    gap = (torch.arange(queries, device=device) + (keys - queries))[:, None] - torch.arange(keys, device=device)[None, :]
+    return gap >= 0 if window is None else (gap >= 0) & (gap < window)
+
+
+def repeat(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values [.., key heads, T, width] once for each query head."""
+    times = q.shape[1] // states.shape[1]
+    return states if times == 1 else states.repeat_interleave(times, dim=1)
+
+
+def flash_runs(q: torch.Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
+@cache
+def flash_options() -> dict[str, bool]:
+    """torch 2.11 takes grouped heads as they are; later releases want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
+    longest_query: int, longest_key: int, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key,
+        scale=scale, window_size=(left, 0), **flash_options(),
+    )  # fmt: skip

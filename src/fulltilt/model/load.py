@@ -1,0 +1,123 @@
+"""Loading Hugging Face models and tokenizers as they are.
+
+Enters: a folder or hub name. Leaves: the model in evaluation mode with our attention function, its tokenizer, its end tokens.
+Guaranteed: every weight came from the files (a missing one is refused, never invented); remote code runs only if asked for; an end token
+is every one that the generation config, the model config or the tokenizer names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from fulltilt.config import ModelConfig
+from fulltilt.model import attention
+from fulltilt.records import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+def load_model(config: ModelConfig, device: torch.device, path: str | Path | None = None) -> PreTrainedModel:
+    """The model of `config`, or of another folder with the same settings (a checkpoint, the reference role)."""
+    source = str(path or config.path)
+    transformers_logging.disable_progress_bar()
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if source == config.path and config.revision:
+        options["revision"] = config.revision
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source, dtype=choose_dtype(config.dtype, device), attn_implementation=attention.register(), output_loading_info=True, **options
+        )
+    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError, RuntimeError) as error:
+        if isinstance(error, KeyError) and attention.NAME in str(error):
+            raise attention.UnsupportedModel(
+                f"model.path: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention interface, "
+                "so packed documents would mix. It cannot be trained here"
+            ) from error
+        remedy = ". Read that code, then set model.trust_remote_code = true" if "trust_remote_code" in str(error) else ""
+        raise UserError(f"model.path: {source} could not be loaded as a causal language model: {first_line(error)}{remedy}") from error
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
+    if missing:
+        raise UserError(
+            f"model.path: {source} lacks weights that its architecture ({type(model).__name__}) needs, or has them in another shape: "
+            f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}. Use a complete checkpoint"
+        )
+    # Evaluation mode throughout: dropout would make training disagree with the rollout that runs these very weights.
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(config: ModelConfig, path: str | Path | None = None) -> PreTrainedTokenizerBase:
+    source = str(path or config.path)
+    try:
+        options = {"revision": config.revision} if config.revision and source == config.path else {}
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
+    except (OSError, ValueError, KeyError, ImportError, TypeError, json.JSONDecodeError) as error:
+        raise UserError(f"model.path: the tokenizer of {source} could not be loaded: {first_line(error)}") from error
+    if config.chat_template:
+        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+    return tokenizer  # type: ignore[no-any-return]
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A vocabulary padded beyond the tokenizer is usual; a tokenizer beyond the vocabulary would read outside the embedding."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens but the model's embedding only {rows} rows: "
+            "they do not belong together; use the tokenizer that came with the model"
+        )
+
+
+def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends a response, read from the model's small files only."""
+    named: list[Any] = [tokenizer.eos_token_id]
+    options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
+    with contextlib.suppress(OSError):  # many models have no generation config
+        named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
+    try:
+        text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: the config of {config.path} could not be loaded: {first_line(error)}") from error
+    named.append(getattr(text, "eos_token_id", None))
+    ids: set[int] = set()
+    for entry in named:
+        ids.update(entry if isinstance(entry, list | tuple) else [] if entry is None else [entry])
+    return frozenset(int(token) for token in ids)
+
+
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write model and tokenizer so that transformers loads them without knowing of us."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def context_limit(model: PreTrainedModel) -> int | None:
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit else None
+
+
+def architecture(source: str, options: dict[str, Any]) -> str:
+    return ", ".join(AutoConfig.from_pretrained(source, **options).architectures or ["unnamed"])
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+

@@ -1,0 +1,211 @@
+"""What a run says while it runs, to people and to machines.
+
+Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: on a terminal one
+progress bar with the phase in progress, elapsed time, what is left and the last reward; elsewhere one plain line per step; with `json`, one
+JSON object per step on standard output and all that is for people on standard error. Guaranteed: no thread and nothing redirected, so
+`breakpoint()`, `print` and child processes work as ever; `quiet` silences all but warnings and JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from typing import TextIO
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from fulltilt.observe.metrics import TIMING_NAMES, Number, encode_line
+
+_REDRAW_S = 0.1
+
+
+class Phases:
+    """Seconds spent in each phase of a step, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begin = time.perf_counter()
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Adds to what the phase already has: a phase may come twice in a step."""
+        assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
+        self.seconds.setdefault(name, 0.0)
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
+
+    @property
+    def total(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._begin
+
+
+class Console:
+    """Example:
+
+    with console.run(total=100, done=0):
+        phases = console.begin_step(1)
+        with console.phase("rollout"):
+            console.phase_progress(3, 64)
+        console.end_step({"critic/score/mean": 0.5, "response_length/mean": 40.0})
+    """
+
+    def __init__(
+        self,
+        json: bool = False,
+        quiet: bool = False,
+        *,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+        terminal: bool | None = None,
+    ) -> None:
+        """`stdout` and `stderr` default to the process's own; `terminal` says whether people read on one, and is found out if left out."""
+        self._json = json
+        self._quiet = quiet
+        self._out = stdout or sys.stdout
+        error = stderr or sys.stderr
+        people = error if json else self._out
+        self._people = rich.console.Console(file=people, force_terminal=terminal)
+        self._live = self._people.is_terminal and not self._people.is_dumb_terminal
+        # Beside a bar, only what goes through the bar's own console leaves it whole.
+        self._warnings = self._people if self._live else rich.console.Console(file=error)
+        self._bar: _Bar | None = None
+        self._total = 0
+        self._step = 0
+        self._running: list[str] = []
+        self.phases = Phases()
+
+    @contextlib.contextmanager
+    def run(self, total: int, done: int = 0) -> Iterator[None]:
+        """Shows progress over steps; `done` of them were made before a resume."""
+        self._total = total
+        if self._live and not self._quiet:
+            self._bar = _Bar(self._people, total, done)
+        try:
+            yield
+        finally:
+            bar, self._bar = self._bar, None
+            if bar:
+                bar.stop()
+
+    def begin_step(self, step: int) -> Phases:
+        self._step = step
+        self.phases = Phases()
+        return self.phases
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Shows and measures a phase. Phases may nest; the innermost is shown."""
+        self._running.append(name)
+        self._show_phase()
+        try:
+            with self.phases.measure(name):
+                yield
+        finally:
+            self._running.pop()
+            self._show_phase()
+
+    def phase_progress(self, done: int, total: int) -> None:
+        """How far the phase in progress is; cheap enough to be called often."""
+        if self._bar and self._running:
+            self._bar.show_phase(f"{self._running[-1]} {done}/{total}", at_once=done >= total)
+
+    def end_step(self, metrics: Mapping[str, Number]) -> None:
+        if self._json:
+            print(encode_line(self._step, metrics), file=self._out, flush=True)
+        if self._bar:
+            self._bar.finish_step(self._step, self.phases.total, metrics.get("critic/score/mean"))
+        elif not self._quiet:
+            self._say(self._people, self._step_line(metrics))
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._say(self._people, text)
+
+    def warn(self, text: str) -> None:
+        self._say(self._warnings, f"warning: {text}", style="yellow")
+
+    def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:
+        # Paths and errors hold brackets, which are not markup here.
+        where.print(Text(text, style), soft_wrap=True)
+        where.file.flush()
+
+    def _show_phase(self) -> None:
+        if self._bar:
+            self._bar.show_phase(self._running[-1] if self._running else "", at_once=True)
+
+    def _step_line(self, metrics: Mapping[str, Number]) -> str:
+        shown = (
+            ("reward", "critic/score/mean", "{:.3f}"),
+            ("length", "response_length/mean", "{:.1f}"),
+            ("loss", "actor/loss", "{:.4f}"),
+        )
+        numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.seconds.items())
+        return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.phases.total:.1f} s", *([f"({phases})"] if phases else [])])
+
+
+class _Bar:
+    """The progress bar. It is drawn when something changed, never by a thread of its own: a debugger's prompt stays readable, and a forked
+    child cannot inherit a lock that a thread of ours held."""
+
+    def __init__(self, console: rich.console.Console, total: int, done: int) -> None:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[times]}"),
+            TextColumn("{task.fields[reward]}"),
+        )
+        self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._task: TaskID = self._progress.add_task("", total=total, completed=done, times="", reward="")
+        self._total = total
+        self._done = done
+        self._seconds = 0.0
+        self._steps = 0
+        self._begin = time.perf_counter()
+        self._drawn = 0.0
+        self._progress.start()
+        self._draw(at_once=True)
+
+    def show_phase(self, words: str, at_once: bool) -> None:
+        self._progress.update(self._task, description=words)
+        self._draw(at_once)
+
+    def finish_step(self, step: int, seconds: float, reward: Number | None) -> None:
+        self._done = step
+        self._seconds += seconds
+        self._steps += 1
+        self._progress.update(self._task, completed=step, reward="" if reward is None else f"reward {reward:.3f}")
+        self._draw(at_once=True)
+
+    def stop(self) -> None:
+        self._draw(at_once=True)
+        self._progress.stop()
+
+    def _draw(self, at_once: bool) -> None:
+        now = time.perf_counter()
+        if not at_once and now - self._drawn < _REDRAW_S:
+            return
+        self._drawn = now
+        self._progress.update(self._task, times=self._times(now), refresh=True)
+
+    def _times(self, now: float) -> str:
+        elapsed = f"{clock(now - self._begin)} elapsed"
+        if not self._steps or self._done >= self._total:
+            return elapsed
+        return f"{elapsed}, {clock((self._total - self._done) * self._seconds / self._steps)} left"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as people read them: 0:07, 12:40, 3:02:05."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,247 @@
+"""Numbers of a run, under verl's names, on disk.
+
+Enters: groups, scores and rows of a step, seconds of its phases. Leaves: `metrics.jsonl`, one object per step, and `rollouts/`, one file of
+sampled rollouts per step. Guaranteed: a line is whole or not there once `truncate` has run; what is not finite is written as null and named
+under "nonfinite"; after a resume nothing of a step that the checkpoint does not know is left. Free of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fulltilt.records import Group, Row, Sample, Score, UserError
+
+Number = float | int
+
+# The design's words for the phases, and what verl calls their seconds.
+TIMING_NAMES: Mapping[str, str] = {
+    "rollout": "gen",
+    "reward": "reward",
+    "old-logprob": "old_log_prob",
+    "ref-logprob": "ref",
+    "values": "values",
+    "advantage": "adv",
+    "update-critic": "update_critic",
+    "update-actor": "update_actor",
+    "sync": "sync",
+    "save": "save_checkpoint",
+    "eval": "testing",
+}
+_PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+
+
+def encode_line(step: int, values: Mapping[str, Number]) -> str:
+    """One step as one JSON object, `step` first. Numbers that are not finite become null and are named: JSON has no word for them."""
+    plain = {name: _plain(value) for name, value in values.items()}
+    nonfinite = [name for name, value in plain.items() if value is None]
+    return json.dumps({"step": step, **plain, **({"nonfinite": nonfinite} if nonfinite else {})})
+
+
+def _plain(value: Number) -> Number | None:
+    # numpy's scalars are numbers to us but not to json.
+    if isinstance(value, (bool, int, np.integer, np.bool_)):
+        return int(value)
+    return float(value) if math.isfinite(value) else None
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written: {error.strerror}. Free some space or mend the permissions, then resume the run."
+        ) from error
+
+
+class MetricsFile:
+    """`metrics.jsonl`: one line per step, flushed as it is written."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        with _writing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab")  # noqa: SIM115
+
+    def append(self, step: int, values: Mapping[str, Number]) -> None:
+        with _writing(self.path):
+            self._file.write(encode_line(step, values).encode() + b"\n")
+            self._file.flush()
+
+    def offset(self) -> int:
+        """Bytes written so far: what a checkpoint keeps, to cut the file back to."""
+        return os.fstat(self._file.fileno()).st_size
+
+    def truncate(self, offset: int) -> str | None:
+        """Drop all lines after a checkpoint's `offset`. A warning if the file no longer holds what the checkpoint saw: the run can go on
+        without those lines, so it does."""
+        with _writing(self.path):
+            size = self.offset()
+            keep = min(offset, size)
+            whole = self._last_line_end(keep)
+            os.truncate(self.path, whole)
+        if size < offset:
+            return f"{self.path} is shorter ({size} bytes) than when the checkpoint was saved ({offset} bytes): lines before it are missing"
+        if whole < keep:
+            return f"{self.path} was changed since the checkpoint was saved: a line that was cut in two is dropped"
+        return None
+
+    def _last_line_end(self, size: int) -> int:
+        with open(self.path, "rb") as file:
+            return file.read(size).rfind(b"\n") + 1
+
+    def sync(self) -> None:
+        """Returns when the lines are on the disk."""
+        with _writing(self.path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        # Every line was flushed when it was written; only one whose writing failed, and was reported, can be left.
+        with contextlib.suppress(OSError):
+            self._file.close()
+
+
+class RolloutFiles:
+    """`rollouts/step-000012.jsonl`: sampled rollouts of a step, one sample a line, for people to read."""
+
+    def __init__(self, folder: Path | str, per_step: int) -> None:
+        self.folder = Path(folder)
+        self.per_step = per_step
+
+    def write(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
+        """`scores` holds, for each group, the score of each of its samples. Whole groups are written, from the first on, as many as
+        `per_step` samples allow, and at least one unless `per_step` is 0."""
+        if self.per_step == 0:
+            return
+        lines: list[str] = []
+        for group, group_scores in zip(groups, scores, strict=True):
+            if lines and len(lines) + len(group.samples) > self.per_step:
+                break
+            lines += [
+                json.dumps(_rollout(group, sample, score), ensure_ascii=False, default=str)
+                for sample, score in zip(group.samples, group_scores, strict=True)
+            ]
+        self._replace(self._path(step), "".join(f"{line}\n" for line in lines))
+
+    def truncate(self, step: int) -> None:
+        """Remove the files of steps after `step`, and what a killed run left half-written."""
+        if not self.folder.is_dir():
+            return
+        with _writing(self.folder):
+            for path in self.folder.iterdir():
+                found = re.fullmatch(r"step-(\d+)\.jsonl(\.partial)?", path.name)
+                if found and (found.group(2) or int(found.group(1)) > step):
+                    path.unlink()
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.jsonl"
+
+    def _replace(self, path: Path, text: str) -> None:
+        partial = path.with_name(f"{path.name}.partial")
+        with _writing(path):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            # A lone surrogate, which some byte-level tokens decode to, is no UTF-8.
+            partial.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+            partial.replace(path)
+
+
+def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
+    prompt = group.prompt
+    return {
+        "uid": prompt.uid,
+        "sample": sample.index,
+        "prompt": prompt.text,
+        "response": sample.text,
+        "reward": _plain(score.value),
+        "parts": {name: _plain(value) for name, value in score.parts.items()},
+        "error": score.error,
+        "finish": sample.finish,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "response_tokens": len(sample.ids),
+        "logprob_mean": _plain(float(np.mean(sample.logprobs))) if len(sample.logprobs) else None,
+    }
+
+
+def summarise_scores(scores: Sequence[Score], *, timeouts: int, excluded: int) -> dict[str, Number]:
+    """What the rewards said of a step's samples. `reward/errors` counts every failed call, those that ran out of time included;
+    `excluded` are the samples left out of the batch. Failed calls have no part in the means."""
+    good = [score for score in scores if score.error is None]
+    parts: dict[str, list[float]] = {}
+    for score in good:
+        for name, value in score.parts.items():
+            parts.setdefault(name, []).append(value)
+    return {
+        **_spread("critic/score", [score.value for score in good]),
+        **{f"reward/parts/{name}": float(np.mean(values)) for name, values in parts.items()},
+        "reward/errors": len(scores) - len(good),
+        "reward/timeouts": timeouts,
+        "reward/excluded": excluded,
+    }
+
+
+def summarise_rows(rows: Sequence[Row]) -> dict[str, Number]:
+    """What the update learns from: rewards per row, advantages per trained token."""
+    advantages = [row.advantages[row.mask] for row in rows if row.advantages is not None]
+    return {
+        **_spread("critic/rewards", [row.reward for row in rows]),
+        **_spread("critic/advantages", np.concatenate(advantages) if advantages else ()),
+    }
+
+
+def summarise_lengths(groups: Sequence[Group], max_prompt_tokens: int) -> dict[str, Number]:
+    """Lengths of prompts and responses, each prompt counted once per sample, as verl does. A response is clipped when `max_new_tokens` cut
+    it; a prompt counts as clipped when it is as long as a prompt may be."""
+    samples = [sample for group in groups for sample in group.samples]
+    prompts = [len(group.prompt.ids) for group in groups for _ in group.samples]
+    return {
+        **_spread("response_length", [len(sample.ids) for sample in samples]),
+        **_share("response_length/clip_ratio", [sample.finish == "length" for sample in samples]),
+        **_spread("prompt_length", prompts),
+        **_share("prompt_length/clip_ratio", [length >= max_prompt_tokens for length in prompts]),
+    }
+
+
+def summarise_time(
+    seconds: Mapping[str, float], step_seconds: float, *, response_tokens: int, total_tokens: int, devices: int = 1
+) -> dict[str, Number]:
+    """Seconds of the phases and of the step, and tokens per second and device. The two token counts are those of `count_tokens`."""
+    timing = {TIMING_NAMES[phase]: spent for phase, spent in seconds.items()}
+    per_token = {name: (timing[name], total_tokens) for name in _PER_TOKEN if name in timing}
+    if "gen" in timing:
+        per_token["gen"] = (timing["gen"], response_tokens)
+    return {
+        **{f"timing_s/{name}": spent for name, spent in timing.items()},
+        "timing_s/step": step_seconds,
+        **{f"timing_per_token_ms/{name}": 1000 * spent / tokens for name, (spent, tokens) in per_token.items() if tokens},
+        "perf/total_num_tokens": total_tokens,
+        "perf/time_per_step": step_seconds,
+        **({"perf/throughput": total_tokens / step_seconds / devices} if step_seconds > 0 else {}),
+    }
+
+
+def count_tokens(groups: Sequence[Group]) -> tuple[int, int]:
+    """Response tokens, and prompt and response tokens together, of all samples."""
+    response = sum(len(sample.ids) for group in groups for sample in group.samples)
+    return response, response + sum(len(group.prompt.ids) * len(group.samples) for group in groups)
+
+
+def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, Number]:
+    # Of nothing there is no mean: the name is left out rather than written as a number that means nothing.
+    if len(values) == 0:
+        return {}
+    array = np.asarray(values, dtype=np.float64)
+    return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
+
+
+def _share(name: str, flags: Sequence[bool]) -> dict[str, Number]:
+    return {name: float(np.mean(flags))} if flags else {}

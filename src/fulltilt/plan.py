@@ -1,0 +1,159 @@
+"""The plan: every derived number of a run, worked out before its first step and printed once, in words.
+
+Enters: the configuration and a few facts about device, model and data. Leaves: a frozen `Plan`. Guaranteed: a number the user set is
+taken as it is or refused with the reason; `auto` becomes a number here and nowhere else; the numbers that execution depends on
+(`budgets`) go into every checkpoint, so that a resumed run computes in the same shapes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from fulltilt.config import Config
+from fulltilt.records import UserError
+
+# What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
+TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
+MOST_SEQS = {"cuda": 1024, "cpu": 256}
+BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
+KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known once model and data are loaded."""
+
+    device: str  # "cuda" or "cpu"
+    free_bytes: int  # on the device, with model and optimizer in place
+    context_limit: int | None  # positions the model was made for
+    kv_bytes_per_token: int
+    longest_prompt: int  # tokens, over training and validation
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Numbers that execution depends on and results do not. A checkpoint keeps them."""
+
+    kv_blocks: int
+    max_seqs: int
+    max_batched_tokens: int
+    token_budget: int
+    forward_token_budget: int
+    ref_token_budget: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    steps: int
+    samples_per_step: int
+    updates_per_step: int
+    budgets: Budgets
+    words: tuple[str, ...]
+
+
+def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, Any] | None = None) -> Plan:
+    """The plan of a run; `kept` are the budgets of the checkpoint it resumes from."""
+    algorithm = config.algorithm
+    steps = count_steps(config, facts.steps_per_epoch)
+    samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if rollout else 1)
+    if rollout:
+        check_context(config, facts)
+    budgets = Budgets(**kept) if kept else make_budgets(config, facts, samples if rollout else 0)
+    plan = Plan(steps, samples, updates_per_step(config), budgets, ())
+    return replace(plan, words=tuple(in_words(config, facts, plan, rollout=rollout)))
+
+
+def count_steps(config: Config, steps_per_epoch: int) -> int:
+    return config.run.steps or (config.run.epochs or 1) * steps_per_epoch
+
+
+def updates_per_step(config: Config) -> int:
+    """Optimizer steps made from one rollout."""
+    return config.algorithm.minibatches_per_step * config.algorithm.epochs
+
+
+def check_context(config: Config, facts: Facts) -> None:
+    longest = facts.longest_prompt + config.rollout.max_new_tokens
+    if facts.context_limit and longest > facts.context_limit:
+        raise UserError(
+            f"rollout.max_new_tokens: the longest prompt ({facts.longest_prompt} tokens) with a response of {config.rollout.max_new_tokens} "
+            f"needs {longest} positions, the model was made for {facts.context_limit}. Lower rollout.max_new_tokens or data.max_prompt_tokens"
+        )
+
+
+def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
+    rollout, actor = config.rollout, config.actor
+    token_budget = TOKEN_BUDGET[facts.device] if actor.token_budget == "auto" else actor.token_budget
+    forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
+    max_seqs = max(1, min(MOST_SEQS[facts.device], samples)) if rollout.max_seqs == "auto" else rollout.max_seqs
+    batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
+    return Budgets(
+        kv_blocks=kv_blocks(config, facts, max_seqs) if samples else 0,
+        max_seqs=max_seqs,
+        max_batched_tokens=batched,
+        token_budget=token_budget,
+        forward_token_budget=forward,
+        ref_token_budget=forward if config.ref.forward_token_budget == "auto" else config.ref.forward_token_budget,
+    )
+
+
+def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
+    rollout = config.rollout
+    block_bytes = facts.kv_bytes_per_token * rollout.block_tokens
+    per_sample = -(-(facts.longest_prompt + rollout.max_new_tokens) // rollout.block_tokens)
+    if rollout.kv_bytes != "auto":
+        blocks, source = rollout.kv_bytes // block_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
+    elif rollout.memory_fraction != "auto":
+        blocks = int(rollout.memory_fraction * facts.free_bytes) // block_bytes
+        source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(facts.free_bytes)} free"
+    else:
+        blocks = min(int(KV_SHARE[facts.device] * facts.free_bytes) // block_bytes, per_sample * max_seqs)
+        source = f"the {in_bytes(facts.free_bytes)} free on this device"
+    if blocks < per_sample:
+        raise UserError(
+            f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample may need "
+            f"{per_sample} (longest prompt plus rollout.max_new_tokens). Give it {in_bytes(per_sample * block_bytes)} or more, or lower "
+            "rollout.max_new_tokens"
+        )
+    return blocks
+
+
+def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list[str]:
+    algorithm, budgets = config.algorithm, plan.budgets
+    per_epoch = f"{facts.steps_per_epoch} steps an epoch"
+    if not rollout:
+        return [
+            f"each of {plan.steps} steps ({per_epoch}): {algorithm.prompts_per_step} rows, {many(plan.updates_per_step, 'optimizer step')}; "
+            f"micro-batches of at most {budgets.token_budget} tokens",
+        ]
+    cache = budgets.kv_blocks * config.rollout.block_tokens
+    return [
+        f"each of {plan.steps} steps ({per_epoch}): {many(algorithm.prompts_per_step, 'prompt')} x {many(algorithm.samples_per_prompt, 'sample')} "
+        f"= {plan.samples_per_step} samples, {many(plan.updates_per_step, 'optimizer step')}",
+        f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most {budgets.max_seqs} samples at once, "
+        f"{budgets.max_batched_tokens} tokens a pass",
+        f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}; "
+        f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}",
+    ]
+
+
+def micro(samples: int | None, tokens: int) -> str:
+    return many(samples, "sample") if samples else f"{tokens} tokens"
+
+
+def many(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def in_bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    return asdict(plan)

@@ -1,0 +1,143 @@
+"""The records that cross room walls, and the one exception that means "the user can fix this".
+
+What enters and leaves every room is one of these: frozen, typed, free of torch. Arrays are numpy; per-token arrays are aligned with
+`ids`: entry t speaks of token t (its log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
+
+    Prompt -> Group(Sample, ...) -> Score -> Row -> (batching, trainer)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import torch
+
+Finish = Literal["stop", "length"]
+
+
+class UserError(ValueError):
+    """A mistake only the user can mend: says what, where and the remedy. The command line exits with 2 and no traceback."""
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One row of the training or validation data, tokenised.
+
+    Example: Prompt(uid=17, ids=array([1, 45, 9]), text="<s>2+3=", data_source="arithmetic", ground_truth="5")
+    """
+
+    uid: int  # row number over all files of the data set: the same in every epoch and after a resume
+    ids: np.ndarray  # int64 [prompt tokens], exactly what the model reads
+    text: str  # the same, decoded, for people
+    data_source: str = "unknown"
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One completion of a prompt, as sampled."""
+
+    index: int  # 0 .. samples_per_prompt - 1 within its group
+    ids: np.ndarray  # int64 [response tokens], the sampled end-of-sequence token included
+    logprobs: np.ndarray  # float32 [response tokens], full softmax at the sampling temperature
+    finish: Finish  # "stop": an end token or a stop string; "length": cut by max_new_tokens
+    text: str  # decoded without special tokens and without the stop string; rewards read this, training never does
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """All samples of one prompt, in index order."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward said of one sample. `error` is set when it crashed, ran out of time or of memory."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One sample as the trainer sees it: prompt and response in one array, per-token numbers beside it.
+
+    Example, prompt [5, 6], response [7, 2]:  ids [5 6 7 2], mask [0 0 1 1], rollout_logprobs [0 0 -0.7 -0.1]
+    """
+
+    ids: np.ndarray  # int64 [tokens]
+    mask: np.ndarray  # bool [tokens]: True where the token is trained on; mask[0] is always False
+    group: int = 0  # which group of the step it belongs to
+    reward: float = 0.0
+    rollout_logprobs: np.ndarray | None = None  # float32 [tokens], from the engine
+    old_logprobs: np.ndarray | None = None  # float32 [tokens], from the trainer before the step's first update
+    ref_logprobs: np.ndarray | None = None  # float32 [tokens], from the reference role
+    advantages: np.ndarray | None = None  # float32 [tokens]
+
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Rows packed into one stream of tokens: one forward (and backward). There is no padding and no padded twin.
+
+    Example, rows [5 6 7 2] and [5 8 2] with masks [0 0 1 1] and [0 1 1]:
+    ids [5 6 7 2 5 8 2], positions [0 1 2 3 0 1 2], cu_seqlens [0 4 7], trained [2 3 5 6], trained_row [0 0 1 1]
+    """
+
+    ids: np.ndarray  # int64 [T]
+    positions: np.ndarray  # int64 [T], starting from 0 in each row
+    cu_seqlens: np.ndarray  # int32 [rows + 1]
+    rows: tuple[int, ...]  # which rows of the list that was packed, in this order
+    trained: np.ndarray  # int64 [R]: where in ids the trained tokens are; token trained[i] is predicted at trained[i] - 1
+    trained_row: np.ndarray  # int64 [R]: which row of this micro-batch each belongs to
+    weights: np.ndarray  # float64 [R]: share of each token in the mini-batch's loss, the global denominator included
+    rollout_logprobs: np.ndarray | None = None  # float32 [R]
+    old_logprobs: np.ndarray | None = None  # float32 [R]
+    ref_logprobs: np.ndarray | None = None  # float32 [R]
+    advantages: np.ndarray | None = None  # float32 [R]
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """The micro-batches of one optimizer step, largest first."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    trained_tokens: int  # over all micro-batches (and ranks): what per-token metrics are divided by
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTerms:
+    """What a loss sees: one number per trained token of a micro-batch, as torch tensors of shape [R]."""
+
+    logprobs: torch.Tensor  # with gradient
+    entropy: torch.Tensor  # with gradient if the algorithm asks for it
+    weights: torch.Tensor
+    rollout_logprobs: torch.Tensor | None
+    old_logprobs: torch.Tensor | None  # None: on policy, the old log-probs are the detached `logprobs`
+    ref_logprobs: torch.Tensor | None
+    advantages: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class LossParts:
+    """What a loss returns: the scalar to differentiate and, detached, the metrics of one micro-batch.
+
+    Both kinds are added up over the micro-batches of a mini-batch. `sums` are then divided by `trained_tokens`; `weighted` already hold
+    the tokens' weights, the global denominator included, and are not divided.
+    """
+
+    loss: torch.Tensor
+    sums: Mapping[str, torch.Tensor]
+    weighted: Mapping[str, torch.Tensor] = field(default_factory=dict)

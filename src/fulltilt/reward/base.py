@@ -1,0 +1,296 @@
+"""The reward pool: groups enter while generation goes on, one score for each sample leaves, in the order of groups and samples.
+
+Functions run in worker processes, one per core, each call with a deadline. Whatever a function does (hang, crash, exit, fork, print,
+eat memory) costs that one call: the run goes on, the failure is counted, shown and scored by the stated policy.
+
+Policy of `reward.on_error`: a failed call gives its samples a `Score` with `error` set. Under `exclude` its value is 0.0 and means
+nothing: the loop leaves rows whose score has an error out of the batch and of their group's baseline. Under `score` the value is
+`reward.error_score` and the row is trained on. A result that is no finite number is not a failure but the user's mistake: the next
+`submit` or `collect` raises UserError.
+
+Guaranteed: scores do not depend on timing, on the number of workers or on which of them ran a call.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import pickle
+import threading
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fulltilt.config import RewardConfig
+from fulltilt.records import Group, Score, UserError
+from fulltilt.reward import functions
+from fulltilt.reward.dispatch import Call, Dispatcher, Outcome
+from fulltilt.reward.worker import Request, Setup
+
+ERRORS_FILE = "reward_errors.jsonl"
+MOST_ERRORS_WRITTEN = 1000
+RECENT = 5
+TEXT_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class RewardStats:
+    """Counts since the pool started; `since` gives those of a step. A call is one sample, or one group for a batch function."""
+
+    calls: int = 0
+    errors: int = 0  # raised an exception, ran out of memory, returned the wrong number of results
+    timeouts: int = 0
+    crashes: int = 0
+    retries: int = 0  # tried again in a fresh process after the first try ended a used one
+    seconds: float = 0.0  # inside the functions, summed over the processes
+    recent: tuple[str, ...] = ()  # newest last, no message twice
+
+    @property
+    def failed(self) -> int:
+        return self.errors + self.timeouts + self.crashes
+
+    def since(self, before: RewardStats) -> RewardStats:
+        return RewardStats(
+            calls=self.calls - before.calls,
+            errors=self.errors - before.errors,
+            timeouts=self.timeouts - before.timeouts,
+            crashes=self.crashes - before.crashes,
+            retries=self.retries - before.retries,
+            seconds=self.seconds - before.seconds,
+            recent=self.recent if self.failed > before.failed else (),
+        )
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "reward/calls": self.calls,
+            "reward/errors": self.errors,
+            "reward/timeouts": self.timeouts,
+            "reward/crashes": self.crashes,
+            "reward/retries": self.retries,
+            "reward/call_seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        if not self.failed:
+            return f"{self.calls} reward calls, none failed"
+        kinds = {"raised an error": self.errors, "ran out of time": self.timeouts, "crashed": self.crashes}
+        counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
+        return f"{self.failed} of {self.calls} reward calls failed ({counts}); last: {self.recent[-1]}"
+
+
+@dataclass(eq=False)
+class _Scores:
+    """The scores of a submitted group as they come in."""
+
+    found: list[Score | None]
+    left: int
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """Where a call's scores belong: samples `first` and following of a group."""
+
+    group: Group
+    first: int
+
+
+class RewardPool:
+    def __init__(self, config: RewardConfig, run_dir: Path | None = None) -> None:
+        """Starts the processes and loads every configured function; UserError for what is wrong with one of them.
+
+        With `run_dir`, failed calls are written to `reward_errors.jsonl` there, with traceback and sample, up to a thousand.
+        """
+        self._config = config
+        self._errors_file = run_dir / ERRORS_FILE if run_dir is not None else None
+        self._errors_written = 0
+        self._changed = threading.Condition()
+        self._groups: dict[Group, _Scores] = {}
+        self._next_id = 0
+        self._stats = RewardStats()
+        self._recent: deque[str] = deque(maxlen=RECENT)
+        self._mistake: UserError | None = None
+        self._closed = False
+        self._owner = os.getpid()
+        self._names = list(dict.fromkeys([config.function, *config.sources.values()]))
+        self._dispatcher = Dispatcher(self._setup(), _workers(config), config.timeout_s, self._done, self._wake)
+        self._dispatcher.start()
+        atexit.register(self.close)
+
+    def _setup(self) -> Setup:
+        try:
+            located = tuple(functions.locate(name) for name in self._names)
+        except functions.LoadError as error:
+            raise UserError(str(error)) from None
+        return Setup(located, dict(self._config.args), int(self._config.memory_gb * 2**30))
+
+    @property
+    def memory_limited(self) -> bool:
+        """False where the system refused to limit the processes' memory (macOS may)."""
+        return self._dispatcher.memory_limited
+
+    def submit(self, group: Group) -> None:
+        """Hands a group's samples to the processes and returns at once."""
+        self._check()
+        name = self._config.sources.get(group.prompt.data_source, self._config.function)
+        function = self._names.index(name)
+        whole = self._dispatcher.batch[function]
+        spans = [(0, len(group.samples))] if whole and group.samples else [(index, index + 1) for index in range(len(group.samples))]
+        prompt = _pickled_prompt(group)
+        calls = []
+        with self._changed:
+            assert group not in self._groups, "a group is submitted once"
+            self._groups[group] = _Scores([None] * len(group.samples), len(group.samples))
+            for first, end in spans:
+                texts = tuple(sample.text for sample in group.samples[first:end])
+                seed = zlib.crc32(repr((group.prompt.uid, group.samples[first].index, texts)).encode())
+                calls.append(Call(Request(self._next_id, function, prompt, texts, seed), _Place(group, first)))
+                self._next_id += 1
+        self._dispatcher.put(calls)
+
+    def collect(self, groups: Sequence[Group]) -> list[list[Score]]:
+        """Waits for the scores of these groups; those not yet submitted are submitted now. Each group is collected once."""
+        assert len(set(groups)) == len(groups), "a group is collected once"
+        for group in groups:
+            if group not in self._groups:
+                self.submit(group)
+        with self._changed:
+            while True:
+                self._check()
+                if not any(self._groups[group].left for group in groups):
+                    break
+                # No timeout: every call has its deadline, and a dispatcher that fails wakes this thread.
+                self._changed.wait()
+            return [_complete(self._groups.pop(group)) for group in groups]
+
+    def stats(self) -> RewardStats:
+        with self._changed:
+            return self._stats
+
+    def close(self) -> None:
+        """Kills all processes. Scores not collected are lost."""
+        # A fork of the trainer that ends must not kill its parent's workers.
+        if self._closed or os.getpid() != self._owner:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        self._dispatcher.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _check(self) -> None:
+        if self._mistake is not None:
+            raise self._mistake
+        if self._dispatcher.error is not None:
+            raise self._dispatcher.error
+        if self._closed:
+            raise RuntimeError("the reward pool is closed")
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _done(self, call: Call, outcome: Outcome) -> None:
+        """On the dispatcher's thread: one call has ended."""
+        place: _Place = call.label
+        name = self._names[call.request.function]
+        message = f"{name} {outcome.message}"
+        if outcome.failure not in (None, "mistake"):
+            self._write_error(call, outcome, message)
+        with self._changed:
+            if outcome.failure == "mistake":
+                self._mistake = self._mistake or _mistake(name, place, outcome)
+            else:
+                self._count(outcome, message)
+                self._keep(place, self._scores(call, outcome, message))
+            self._changed.notify_all()
+
+    def _scores(self, call: Call, outcome: Outcome, message: str) -> list[Score]:
+        if outcome.failure is None:
+            return [Score(value, parts) for value, parts in outcome.scores]
+        value = self._config.error_score if self._config.on_error == "score" else 0.0
+        return [Score(value, error=message)] * len(call.request.texts)
+
+    def _keep(self, place: _Place, scores: Sequence[Score]) -> None:
+        group = self._groups[place.group]
+        group.found[place.first : place.first + len(scores)] = scores
+        group.left -= len(scores)
+
+    def _count(self, outcome: Outcome, message: str) -> None:
+        if outcome.failure is not None:
+            if message in self._recent:
+                self._recent.remove(message)
+            self._recent.append(message)
+        before = self._stats
+        self._stats = RewardStats(
+            calls=before.calls + 1,
+            errors=before.errors + (outcome.failure == "error"),
+            timeouts=before.timeouts + (outcome.failure == "timeout"),
+            crashes=before.crashes + (outcome.failure == "crash"),
+            retries=before.retries + outcome.retried,
+            seconds=before.seconds + outcome.seconds,
+            recent=tuple(self._recent),
+        )
+
+    def _write_error(self, call: Call, outcome: Outcome, message: str) -> None:
+        if self._errors_file is None or self._errors_written >= MOST_ERRORS_WRITTEN:
+            return
+        self._errors_written += 1
+        place: _Place = call.label
+        samples = place.group.samples[place.first : place.first + len(call.request.texts)]
+        line = {
+            "kind": outcome.failure,
+            "message": message,
+            "data_source": place.group.prompt.data_source,
+            "prompt": place.group.prompt.uid,
+            "samples": [sample.index for sample in samples],
+            "text": call.request.texts[0][:2000],
+            "detail": outcome.detail,
+        }
+        try:
+            self._errors_file.parent.mkdir(parents=True, exist_ok=True)
+            with self._errors_file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise UserError(f"cannot write {self._errors_file}: {error.strerror}. Make room or choose another run.dir") from error
+
+
+def _workers(config: RewardConfig) -> int:
+    if config.workers != "auto":
+        return config.workers
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pickled_prompt(group: Group) -> bytes:
+    prompt = group.prompt
+    values: dict[str, Any] = {
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "extra_info": dict(prompt.extra_info),
+        "prompt_str": prompt.text,
+    }
+    return pickle.dumps(values)
+
+
+def _complete(scores: _Scores) -> list[Score]:
+    found = [score for score in scores.found if score is not None]
+    assert len(found) == len(scores.found), "every call has ended"
+    return found
+
+
+def _mistake(name: str, place: _Place, outcome: Outcome) -> UserError:
+    text = place.group.samples[place.first + outcome.sample].text
+    begins = text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN] + "..."
+    return UserError(
+        f"reward function {name!r} returned {outcome.message} for a sample of data source {place.group.prompt.data_source!r} that begins "
+        f"{begins!r}. A reward must be a finite number, or a dict with one under 'score'. Mend the function; to have a sample "
+        f"treated by reward.on_error instead, raise an exception"
+    )

@@ -1,0 +1,71 @@
+"""The GSM8K rewards: a response and the true answer enter, 1 or 0 leaves.
+
+`strict` reads the number right after the last `####`, as the data set's own solutions end; `flexible` reads the last number anywhere.
+Both report `format`: 1.0 when a number stands after the last `####`. Commas between thousands, a dollar sign, a plus sign and a full
+stop at the end are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or not, or a whole GSM8K
+solution. Free of torch and numpy: worker processes import it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+MARK = "####"
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+# A minus right after a digit is a subtraction or a range ("10-5"), not a sign.
+_NUMBER = re.compile(rf"(?P<sign>(?:(?<![0-9])-)?)\+?(?:\$(?P<inner>-?))?(?P<digits>{_DIGITS})")
+
+
+def strict(solution_str: str, ground_truth: Any) -> dict[str, float]:
+    """1 if the number after the last `####` is the answer."""
+    found = _marked_number(solution_str)
+    return {"score": float(found is not None and _equal(found, answer_of(ground_truth))), "format": float(found is not None)}
+
+
+def flexible(solution_str: str, ground_truth: Any) -> dict[str, float]:
+    """1 if the last number of the text is the answer."""
+    found = _last_number(solution_str)
+    marked = _marked_number(solution_str) is not None
+    return {"score": float(found is not None and _equal(found, answer_of(ground_truth))), "format": float(marked)}
+
+
+def answer_of(ground_truth: Any) -> str:
+    """The true answer in the form the comparison uses; ValueError if there is none."""
+    text = str(ground_truth)
+    found = _marked_number(text) if MARK in text else _plain_number(text)
+    if found is None:
+        raise ValueError(f"ground_truth {text[:80]!r} holds no number: GSM8K rewards want '18' or a solution that ends with '{MARK} 18'")
+    return found
+
+
+def _marked_number(text: str) -> str | None:
+    _, mark, tail = text.rpartition(MARK)
+    match = _NUMBER.match(tail.lstrip()) if mark else None
+    return _normal(match) if match else None
+
+
+def _plain_number(text: str) -> str | None:
+    match = _NUMBER.fullmatch(text.strip().removesuffix("."))
+    return _normal(match) if match else None
+
+
+def _last_number(text: str) -> str | None:
+    last = None
+    for match in _NUMBER.finditer(text):
+        last = match
+    return _normal(last) if last else None
+
+
+def _normal(match: re.Match[str]) -> str:
+    negative = match["sign"] or match["inner"]
+    return ("-" if negative else "") + match["digits"].replace(",", "")
+
+
+def _equal(found: str, answer: str) -> bool:
+    if found == answer:
+        return True
+    left, right = float(found), float(answer)
+    # Digits beyond the range of a float all become infinity and would equal one another.
+    return math.isfinite(left) and left == right

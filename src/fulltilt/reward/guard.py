@@ -1,0 +1,27 @@
+"""Kills the worker processes when the trainer itself was killed and can no longer do it.
+
+Started by file path, it imports nothing of fulltilt. Enters on standard input: lines `+PID` and `-PID`, the process groups that live.
+The trainer holds the only other end, so end of file means that it is gone, however it went: then every group still listed is killed,
+with whatever the user's functions had started in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+
+
+def main() -> None:
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line.endswith("\n"):
+            (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+    for group in groups:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,253 @@
+"""A reward process from inside: calls enter over one inherited socket, one JSON answer for each leaves.
+
+Guaranteed: what the function prints goes nowhere and takes no memory (its last two kilobytes are kept for error reports); memory is
+limited; a fork of the function never answers in its parent's place; the process ends with the trainer. What one call leaves behind
+(alarm, working directory, closed output, random state) does not reach the next, so a score does not depend on which worker gave it.
+Free of torch and numpy, quick to start. Deadlines are the trainer's affair: this process may hang at any point.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fulltilt.reward import functions, wire
+
+LOST_CONNECTION = 113  # exit code: the function closed the descriptors of its process
+MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to be replaced
+OUTPUT_TAIL = 2048
+DETAIL_LENGTH = 8000
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The trainer's first message."""
+
+    functions: tuple[functions.Located, ...]
+    args: dict[str, Any]
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call, as it travels."""
+
+    id: int
+    function: int  # index into Setup.functions
+    prompt: bytes  # pickle of data_source, ground_truth, extra_info, prompt_str
+    texts: tuple[str, ...]
+    seed: int
+
+
+class _Tail(io.RawIOBase):
+    """Where the function's output goes: only the end of it is kept. Its descriptor leads to /dev/null."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self.kept = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.kept = (self.kept + bytes(view[-OUTPUT_TAIL:]))[-OUTPUT_TAIL:]
+        return len(view)
+
+
+class Worker:
+    def __init__(self, connection: int) -> None:
+        self._connection = connection
+        self._pid = os.getpid()
+        self._folder = os.getcwd()
+        self._functions: list[functions.RewardFunction] = []
+        self._located: tuple[functions.Located, ...] = ()
+
+    def serve(self) -> None:
+        """Answers until the trainer is gone, then takes everything the functions started along."""
+        setup = wire.read_frame(self._connection)
+        if setup is not None and self._load(pickle.loads(setup)):
+            while (message := wire.read_frame(self._connection)) is not None:
+                self._answer_all(pickle.loads(message))
+        os.killpg(self._pid, signal.SIGKILL)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            wire.write_frame(self._connection, json.dumps(message).encode())
+        except OSError:
+            os._exit(LOST_CONNECTION)
+
+    def _load(self, setup: Setup) -> bool:
+        self._send({"hello": True, "memory_limited": _limit_memory(setup.memory_bytes)})
+        os.register_at_fork(after_in_child=self._forget_connection)
+        self._located = setup.functions
+        _redirect_output()
+        try:
+            self._functions = functions.load(setup.functions, setup.args)
+        except functions.LoadError as error:
+            self._leave_if_forked()
+            self._send({"load_error": str(error)[:DETAIL_LENGTH]})
+            return False
+        self._leave_if_forked()
+        self._send({"ready": [function.batch for function in self._functions]})
+        return True
+
+    def _answer_all(self, requests: Sequence[Request]) -> None:
+        # The deadline of a call counts from here, and for the later ones from the answer before.
+        self._send({"begin": True})
+        for request in requests:
+            began = time.perf_counter()
+            answer = self._call(request)
+            self._leave_if_forked()
+            answer |= {"id": request.id, "seconds": time.perf_counter() - began}
+            if answer.get("memory") or _children_left():
+                answer["retire"] = True
+            self._send(answer)
+            if "retire" in answer:
+                return
+
+    def _call(self, request: Request) -> dict[str, Any]:
+        output = _redirect_output()
+        _seed(request.seed)
+        try:
+            scores = self._functions[request.function].score(pickle.loads(request.prompt), request.texts)
+            answer: dict[str, Any] = {"scores": scores}
+        except functions.NotANumber as error:
+            answer = {"mistake": error.shown, "sample": error.sample}
+        except functions.WrongCount as error:
+            answer = {"error": str(error)}
+        except MemoryError:
+            answer = {"error": "took more memory than reward.memory_gb allows", "memory": True}
+        except BaseException as error:
+            # sys.exit and KeyboardInterrupt included: nothing a function raises ends its process.
+            answer = self._describe(error, request, output)
+        self._tidy()
+        return answer
+
+    def _describe(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
+        described = functions.describe(error, self._located[request.function].path)
+        trace = "".join(traceback.format_exception(error, limit=-20))
+        printed = output.kept.decode(errors="replace")
+        return {"error": f"raised {described}", "detail": f"{trace[-DETAIL_LENGTH:]}{'output ends: ' if printed else ''}{printed}"}
+
+    def _tidy(self) -> None:
+        signal.alarm(0)
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
+
+    def _leave_if_forked(self) -> None:
+        # A forked child of the user's function must not answer in its parent's place.
+        if os.getpid() != self._pid:
+            os._exit(0)
+
+    def _forget_connection(self) -> None:
+        # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
+        os.close(self._connection)
+
+
+def _redirect_output() -> _Tail:
+    """Fresh for every call, since the call before may have closed or replaced it."""
+    tail = _Tail(1)
+    sys.stdout = io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True)
+    sys.stderr = io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True)
+    return tail
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
+def _limit_memory(limit: int) -> bool:
+    """Best effort: macOS may refuse, and then only the deadline stands between the function and the machine's memory."""
+    try:
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    except (ValueError, OSError):
+        return False
+    return True
+
+
+def _children_left() -> bool:
+    """Whether calls left more processes behind than a worker may keep."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        # Looks without reaping: the exit status belongs to whoever in the function waits for it.
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return len(family_of(os.getpid(), generations=1)) > MOST_CHILDREN
+
+
+def family_of(ancestor: int, generations: int) -> list[int]:
+    """Descendants of a process, as Linux tells them; none where it does not."""
+    children: dict[int, list[int]] = {}
+    for entry in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with open(f"/proc/{entry}/stat", "rb") as file:
+                # The second field, the name in brackets, may itself hold spaces and brackets.
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, IndexError):
+            continue
+        children.setdefault(parent, []).append(int(entry))
+    family: list[int] = []
+    newest = [ancestor]
+    for _ in range(generations):
+        newest = [child for parent in newest for child in children.get(parent, ())]
+        family += newest
+    return family
+
+
+def _end_with(trainer: int) -> None:
+    """Linux kills this process when the trainer's thread that started it ends; elsewhere end of file and the guard must do."""
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # Daemons that a function detaches stay in this process's family, where they can be counted and killed.
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if os.getppid() != trainer:
+        os._exit(0)
+
+
+def _prefer_to_be_killed() -> None:
+    """When the machine runs out of memory, a reward process should go before the trainer."""
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
+
+
+def main() -> None:
+    connection, crash_log, trainer = map(int, sys.argv[1:4])
+    sys.argv = [""]
+    _end_with(trainer)
+    _prefer_to_be_killed()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # Survives on a descriptor of its own when standard error goes to /dev/null: tells where a segmentation fault happened.
+    faulthandler.enable(file=crash_log)
+    worker = Worker(connection)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 2)
+    worker.serve()

@@ -1,0 +1,1 @@
+"""Generation: the engine interface, the native engine, and collecting groups in prompt order."""

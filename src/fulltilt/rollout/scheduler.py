@@ -1,0 +1,244 @@
+"""Which tokens run in the next pass. Pure Python, no tensors.
+
+Enters: groups (a prompt and how many samples), and after each pass the tokens it sampled. Leaves: passes. Guaranteed:
+- no pass holds more tokens than `max_batched_tokens` (unless chunking is off and a prompt alone is longer), nor more than `max_seqs` sequences;
+- a group's prompt is prefilled once while any of its samples keeps it in the cache, and its full blocks are shared;
+- when blocks run out, the youngest sequence gives its blocks back and is finished later from the tokens it has: nothing is lost, and
+  the oldest sequence always goes on, so every sequence ends;
+- the order is a function of the requests alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from fulltilt.rollout.kv_cache import BlockPool, blocks_for
+
+
+@dataclass(eq=False)
+class Family:
+    """The sequences of one prompt."""
+
+    prompt: Seq[int]
+    members: list[Sequence] = field(default_factory=list)
+    opened: bool = False  # the members other than the first have been let loose
+
+    def holder(self) -> Sequence | None:
+        """A running member that has the whole prompt in the cache."""
+        return next((member for member in self.members if member.running and member.computed >= len(self.prompt)), None)
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One sample in the making."""
+
+    number: int  # age: smaller is older
+    family: Family
+    tokens: list[int] = field(default_factory=list)  # sampled so far
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0  # tokens of prompt + response whose keys and values are in the cache
+    running: bool = False
+    finished: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.family.prompt) + len(self.tokens)
+
+    def ids(self, start: int, stop: int) -> list[int]:
+        """Tokens start..stop of prompt and response together."""
+        prompt = len(self.family.prompt)
+        return [*self.family.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
+
+
+@dataclass(frozen=True)
+class Work:
+    """`count` tokens of a sequence from `start` on.
+
+    `samples` draw their next token from the last of these: nobody while a prompt is unfinished, a whole family at its end.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: tuple[Sequence, ...]
+
+    @staticmethod
+    def of(sequence: Sequence, count: int) -> Work:
+        family = sequence.family
+        drawing = (sequence,) if family.opened else tuple(family.members)
+        ends = sequence.computed + count == sequence.length
+        return Work(sequence, sequence.computed, count, drawing if ends else ())
+
+
+@dataclass(frozen=True)
+class Pass:
+    work: tuple[Work, ...]  # single tokens first
+    copies: tuple[tuple[int, int], ...]  # (from block, to block), to be done before the pass and all at once
+
+
+@dataclass
+class Counts:
+    preemptions: int = 0
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    decode_tokens: int = 0
+    passes: int = 0
+    most_running: int = 0
+    most_blocks: int = 0
+
+
+class Scheduler:
+    def __init__(
+        self, blocks: int, block_tokens: int, max_seqs: int, max_batched_tokens: int, *, chunked_prefill: bool = True, prefix_sharing: bool = True
+    ) -> None:
+        self.pool = BlockPool(blocks)
+        self.block_tokens = block_tokens
+        self.max_seqs = max_seqs
+        self.max_batched_tokens = max_batched_tokens
+        self.chunked_prefill = chunked_prefill
+        self.prefix_sharing = prefix_sharing
+        self.running: list[Sequence] = []  # oldest first
+        self.counts = Counts()
+        self._waiting: list[tuple[int, Sequence]] = []
+        self._copies: dict[int, int] = {}
+        self._next_number = 0
+
+    def add(self, prompt: Seq[int], samples: int) -> Family:
+        family = Family(prompt, opened=not self.prefix_sharing)
+        for _ in range(samples):
+            family.members.append(Sequence(self._next_number, family))
+            self._next_number += 1
+        for member in family.members if family.opened else family.members[:1]:
+            self._wait(member)
+        return family
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self._waiting)
+
+    def next_pass(self) -> Pass:
+        """Room for what runs first, oldest first; then newcomers with what tokens and blocks are left."""
+        left = self.max_batched_tokens
+        work: list[Work] = []
+        singles = [sequence for sequence in self.running if sequence.length - sequence.computed == 1]
+        longer = [sequence for sequence in self.running if sequence.length - sequence.computed > 1]
+        for sequence in singles + longer:
+            left = self._plan(sequence, work, left)
+        while self._waiting and left > 0 and len(self.running) < self.max_seqs and self._admit(self._waiting[0][1]):
+            _, sequence = heapq.heappop(self._waiting)
+            left = self._plan(sequence, work, left)
+        # A sequence planned early in this pass may have given its blocks back to an older one since.
+        work = [item for item in work if item.sequence.running]
+        assert work, "a pass without work: the cache is smaller than one sample"
+        work.sort(key=lambda item: item.count > 1)
+        self._count(work)
+        copies = tuple((source, target) for target, source in self._copies.items())
+        self._copies.clear()
+        return Pass(tuple(work), copies)
+
+    def computed(self, work: Work) -> None:
+        """The pass ran: the work's keys and values are in the cache."""
+        work.sequence.computed = work.start + work.count
+
+    def settle(self, family: Family) -> None:
+        """After a family's tokens of a pass: let siblings loose on a fresh prompt, then free what is finished.
+
+        Siblings are admitted before a finished holder leaves, so that the prompt it computed is not lost with it.
+        """
+        if not family.opened and family.members[0].tokens:
+            family.opened = True
+            for member in family.members[1:]:
+                if member.finished:
+                    continue
+                if len(self.running) < self.max_seqs and self._admit(member):
+                    continue
+                self._wait(member)
+        for member in family.members:
+            if member.finished and member.running:
+                self._leave(member)
+
+    # -- inside ---------------------------------------------------------------------------------------------------------------------
+
+    def _wait(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.number, sequence))
+
+    def _plan(self, sequence: Sequence, work: list[Work], left: int) -> int:
+        """Add the sequence's next tokens to the pass if tokens and blocks allow; returns the tokens left."""
+        if not sequence.running:
+            return left  # preempted while older sequences were planned
+        count = sequence.length - sequence.computed
+        if count > left:
+            alone = not self.chunked_prefill and not work
+            if not self.chunked_prefill and not alone:
+                return left
+            count = count if alone else left
+        if count <= 0 or not self._grow(sequence, sequence.computed + count):
+            return left
+        work.append(Work.of(sequence, count))
+        return left - count
+
+    def _grow(self, sequence: Sequence, tokens: int) -> bool:
+        """Blocks for `tokens` tokens, taken from the youngest if need be; False if the sequence itself had to give way."""
+        missing = blocks_for(tokens, self.block_tokens) - len(sequence.blocks)
+        if missing <= 0:
+            return True
+        while (taken := self.pool.take(missing)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.blocks.extend(taken)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self._wait(sequence)
+        self.counts.preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.running = False
+        self.pool.release(sequence.blocks)
+        sequence.blocks = []
+        sequence.computed = 0
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Let a waiting sequence run if the blocks for all it has are there. A prompt that a sibling holds is shared, not computed."""
+        holder = sequence.family.holder() if self.prefix_sharing else None
+        prompt = len(sequence.family.prompt)
+        full = prompt // self.block_tokens if holder else 0
+        own = self.pool.take(blocks_for(sequence.length, self.block_tokens) - full)
+        if own is None:
+            return False
+        if holder:
+            shared = holder.blocks[:full]
+            self.pool.share(shared)
+            if prompt % self.block_tokens:
+                self._copies[own[0]] = holder.blocks[full]
+            sequence.blocks = [*shared, *own]
+            sequence.computed = prompt
+            self.counts.shared_tokens += prompt
+        else:
+            sequence.blocks = own
+        sequence.running = True
+        position = len(self.running)
+        while position and self.running[position - 1].number > sequence.number:
+            position -= 1
+        self.running.insert(position, sequence)
+        return True
+
+    def _count(self, work: list[Work]) -> None:
+        self.counts.passes += 1
+        for item in work:
+            if item.count == 1 and item.samples and item.sequence.tokens:
+                self.counts.decode_tokens += 1
+            else:
+                self.counts.prefill_tokens += item.count
+        self.counts.most_running = max(self.counts.most_running, len(self.running))
+        self.counts.most_blocks = max(self.counts.most_blocks, self.pool.used)

@@ -1,0 +1,277 @@
+"""Checkpoints that survive a kill at any moment.
+
+Enters: named tensors, a JSON-able state and a function that exports the model. Leaves: folders `step-00000010/` with
+
+    model/               a Hugging Face export; transformers loads it as it is
+    trainer.safetensors  named tensors: moments, and master weights where they differ from the model's
+    state.json           everything else that a resumed run needs
+    manifest.json        written last: format, step, and every file's size and sha256
+
+Guaranteed: a folder gets its final name only when all of it is on the disk, so what a kill leaves behind is never taken for a checkpoint;
+the newest intact checkpoint is deleted only after a newer one is in place; a file changed or cut short afterwards is found out by its
+hash. One process writes to a store at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from fulltilt.records import UserError
+
+FORMAT = 1
+MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
+FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
+UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
+# Headers, directory blocks and what other programs write meanwhile.
+MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One intact checkpoint."""
+
+    path: Path
+    step: int
+
+    @property
+    def model_folder(self) -> Path:
+        return self.path / MODEL
+
+    def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+        return load_file(self.path / TENSORS, device=str(device))
+
+    def state(self) -> dict[str, Any]:
+        """What `save` was given, through JSON: tuples come back as lists, keys as strings."""
+        state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
+        return state
+
+
+class CheckpointStore:
+    """The checkpoints of one run: at most `keep` intact ones, the newest."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        assert keep > 0
+        self.folder = Path(folder)
+        self.keep = keep
+        self.skipped: list[str] = []  # what the last call of `latest` passed over, and why
+        self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        state: Mapping[str, Any],
+        export: Callable[[Path], None],
+        export_bytes: int,
+    ) -> Path:
+        """Write a checkpoint, then delete those beyond `keep`. `export` fills the empty folder it is given with about `export_bytes`.
+
+        Raises UserError when the disk is full or not writable; then no checkpoint has changed and nothing half-written is left.
+        """
+        text = json.dumps(state, indent=1)
+        target = self.folder / f"step-{step:08d}"
+        partial = self.folder / f"{target.name}.partial-{os.getpid()}"
+        needed = len(text) + export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        try:
+            self._clean_up()
+            self.require_space(needed)
+            (partial / MODEL).mkdir(parents=True)
+            export(partial / MODEL)
+            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
+            (partial / STATE).write_text(text, encoding="utf-8")
+            write_manifest(partial, step)
+            self._put_in_place(partial, target)
+        except Exception as error:
+            if system_error_number(error) not in UNWRITABLE:
+                raise
+            remove(partial)  # before free space is reported
+            raise UserError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}. {size(needed)} are needed, "
+                f"{size(self._free_bytes())} are free; free some space or make the folder writable, or set run.dir to another disk"
+            ) from error
+        finally:
+            remove(partial)
+        self._verified.add(target)
+        self._rotate(step)
+        return target
+
+    def latest(self) -> Checkpoint | None:
+        """The newest checkpoint whose files are all there and unchanged. Reads every byte of it; writes nothing."""
+        self.skipped = []
+        for path, step in self._finished():
+            damage = find_damage(path, step)
+            if damage is None:
+                self._verified.add(path)
+                return Checkpoint(path, step)
+            self.skipped.append(f"{path}: {damage}")
+        return None
+
+    def _finished(self) -> list[tuple[Path, int]]:
+        """Newest first; of one step, the new one before the one it replaces."""
+        if not self.folder.is_dir():
+            return []
+        matches = [(path, FINISHED.fullmatch(path.name)) for path in sorted(self.folder.iterdir())]
+        found = [(path, int(match[1])) for path, match in matches if match and path.is_dir()]
+        return sorted(found, key=lambda entry: entry[1], reverse=True)
+
+    def _clean_up(self) -> None:
+        """Finish what a killed process left: delete half-written and half-deleted folders, undo a replacement cut in two."""
+        if not self.folder.is_dir():
+            return
+        for path in list(self.folder.iterdir()):
+            if UNFINISHED.fullmatch(path.name):
+                remove(path)
+        for path, step in self._finished():
+            if path.suffix == ".replaced":
+                if path.with_suffix("").exists():
+                    self._delete(path)
+                else:
+                    path.rename(self.folder / f"step-{step:08d}")
+
+    def require_space(self, needed: int) -> None:
+        """UserError unless a checkpoint of `needed` bytes fits."""
+        wanted, free = needed + max(MARGIN_BYTES, int(needed * MARGIN_SHARE)), self._free_bytes()
+        if wanted > free:
+            raise UserError(
+                f"not enough disk space for a checkpoint: {size(wanted)} needed, {size(free)} free in {self.folder}. "
+                "Nothing was written. Free some space, lower run.keep, or set run.dir to another disk"
+            )
+
+    def _free_bytes(self) -> int:
+        existing = next(folder for folder in (self.folder.absolute(), *self.folder.absolute().parents) if folder.exists())
+        return shutil.disk_usage(existing).free
+
+    def _put_in_place(self, partial: Path, target: Path) -> None:
+        replaced = target.with_suffix(".replaced")
+        if target.exists():
+            # `latest` reads the replaced one until the new one has its name, so a kill between the two renames loses nothing.
+            self._verified.discard(target)
+            target.rename(replaced)
+        partial.rename(target)
+        sync_folder(self.folder)
+        if replaced.exists():
+            self._delete(replaced)
+
+    def _rotate(self, saved: int) -> None:
+        """Keep the one just saved and the next intact ones below it.
+
+        One above it is what a resumed run fell back from: damaged, or else the user's, and left alone.
+        """
+        kept = 1
+        for path, step in self._finished():
+            if step == saved:
+                continue
+            intact = find_damage(path, step, hashes=path not in self._verified) is None
+            if intact and (step > saved or kept < self.keep):
+                self._verified.add(path)
+                kept += step < saved
+            else:
+                self._delete(path)
+
+    def _delete(self, path: Path) -> None:
+        # A folder that lost its name first cannot be taken for a checkpoint when the deletion is cut short.
+        trash = self.folder / f".trash-{path.name}-{time.time_ns()}"
+        path.rename(trash)
+        self._verified.discard(path)
+        sync_folder(self.folder)
+        remove(trash)
+
+
+def write_manifest(folder: Path, step: int) -> None:
+    """Force everything in the folder onto the disk, the manifest last."""
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        with path.open("rb") as stream:
+            files[path.relative_to(folder).as_posix()] = {
+                "bytes": os.fstat(stream.fileno()).st_size,
+                "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
+            }
+            os.fsync(stream.fileno())
+    for below in sorted(path for path in folder.rglob("*") if path.is_dir()):
+        sync_folder(below)
+    with (folder / MANIFEST).open("w", encoding="utf-8") as stream_out:
+        json.dump({"format": FORMAT, "step": step, "files": files}, stream_out, indent=1)
+        stream_out.flush()
+        os.fsync(stream_out.fileno())
+    sync_folder(folder)
+
+
+def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
+    """Why this folder is not an intact checkpoint of that step, or None if it is. Sizes first, for they cost nothing."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            return f"its format is {manifest['format']}, this version reads {FORMAT}"
+        if manifest["step"] != step:
+            return f"its manifest speaks of step {manifest['step']}"
+        listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
+    for name in (TENSORS, STATE):
+        if name not in listed:
+            return f"{MANIFEST} does not list {name}"
+    try:
+        for name, (count, _) in listed.items():
+            actual = (folder / name).stat().st_size
+            if actual != count:
+                return f"{name} has {actual} bytes instead of {count}"
+        for name, (_, digest) in listed.items() if hashes else ():
+            with (folder / name).open("rb") as stream:
+                if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
+                    return f"{name} has changed since it was written (sha256 differs)"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).relative_to(folder)} is missing"
+    except OSError as error:
+        return f"not readable: {error}"
+    return None
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename or a new file is on the disk only when its folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove(folder: Path) -> None:
+    if folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            # The run must not die of this: the folder's name says that it is rubbish, and the next save tries again.
+            warnings.warn(f"{folder} could not be deleted and still takes space: {error}", stacklevel=2)
+
+
+def system_error_number(error: BaseException) -> int | None:
+    """The errno of a failed write; safetensors and tokenizers tell it only in their messages."""
+    if isinstance(error, OSError):
+        return error.errno
+    match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
+    return int(match[1] or match[2]) if match else None
+
+
+def size(count: int) -> str:
+    """1536 -> '1.5 KiB'."""
+    number, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while number >= 1024 and len(units) > 1:
+        number, units = number / 1024, units[1:]
+    return f"{number:.4g} {units[0]}"

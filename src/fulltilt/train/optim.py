@@ -1,0 +1,127 @@
+"""AdamW over float32 masters.
+
+Enters: gradients accumulated on a model's parameters. Leaves: changed parameters. Guaranteed: masters, moments and accumulated gradients
+are float32 or better whatever type computes (a tied weight's two gradients are summed there too); a non-finite gradient changes nothing
+and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from fulltilt.config import TrainConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    grad_norm: float  # before clipping
+    lr: float
+    skipped: bool  # the gradient was not finite
+
+
+def learning_rate(config: TrainConfig, update: int, total: int) -> float:
+    """Of optimizer step `update` (from 0) out of `total`."""
+    if update < config.warmup_steps:
+        return config.lr * (update + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    share = min(1.0, (update - config.warmup_steps) / max(1, total - config.warmup_steps))
+    fall = 1.0 - share if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
+    return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * fall)
+
+
+class Optimizer:
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, total_updates: int) -> None:
+        self.config = config
+        self.total_updates = total_updates
+        self.updates = 0  # tried, skipped ones included: the schedule goes by this
+        self.skipped = 0
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._masters = {name: self._master(p) for name, p in self._parameters.items()}
+        matrices = [master for master in self._masters.values() if master.ndim >= 2]
+        others = [master for master in self._masters.values() if master.ndim < 2]
+        self._adam = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.lr, betas=config.betas, eps=config.eps,
+        )  # fmt: skip
+        for master in self._masters.values():
+            # Taken now rather than at the first step, so that memory measured at the start of a run stays true.
+            self._adam.state[master] = {"step": torch.zeros((), dtype=torch.float32)} | {name: torch.zeros_like(master) for name in MOMENTS}
+
+    def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        if parameter.dtype in (torch.float32, torch.float64):
+            return parameter
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+        parameter.register_post_accumulate_grad_hook(accumulate)
+        return parameter.detach().float().clone()
+
+    def zero_grad(self) -> None:
+        for parameter in self._parameters.values():
+            parameter.grad = None
+            if hasattr(parameter, "main_grad"):
+                parameter.main_grad.zero_()
+
+    def step(self) -> StepReport:
+        """Apply the accumulated gradients, clipped, and forget them."""
+        lr = learning_rate(self.config, self.updates, self.total_updates)
+        self.updates += 1
+        for name, parameter in self._parameters.items():
+            master = self._masters[name]
+            if master is not parameter:
+                master.grad = parameter.main_grad  # type: ignore[attr-defined]
+        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        if math.isfinite(norm):
+            self._apply(gradients, norm, lr)
+        else:
+            self.skipped += 1
+        self.zero_grad()
+        return StepReport(grad_norm=norm, lr=lr, skipped=not math.isfinite(norm))
+
+    @torch.no_grad()
+    def _apply(self, gradients: list[torch.Tensor], norm: float, lr: float) -> None:
+        if self.config.clip_grad and norm > self.config.clip_grad:
+            torch._foreach_mul_(gradients, self.config.clip_grad / (norm + 1e-6))
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Everything that a checkpoint must hold beside the model itself."""
+        result: dict[str, torch.Tensor] = {}
+        for name, master in self._masters.items():
+            if master is not self._parameters[name]:
+                result[f"master/{name}"] = master
+            for moment in MOMENTS:
+                result[f"{moment}/{name}"] = self._adam.state[master][moment]
+            result[f"step/{name}"] = self._adam.state[master]["step"]
+        return result
+
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, torch.Tensor], updates: int, skipped: int) -> None:
+        own = self.tensors()
+        if own.keys() != tensors.keys():
+            odd = sorted(own.keys() ^ tensors.keys())
+            raise ValueError(f"the checkpoint's optimizer does not fit this model: {', '.join(odd[:4])}")
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
+        self.updates, self.skipped = updates, skipped
+
+
+def accumulate(parameter: torch.Tensor) -> None:
+    """Add a micro-batch's gradient to the float32 accumulator and drop it."""
+    assert parameter.grad is not None
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None

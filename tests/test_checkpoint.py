@@ -1,0 +1,403 @@
+"""Checkpoints: whole or not there, whatever happens to the process, the files or the disk."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from fulltilt.model import attention
+from fulltilt.model.load import export as export_model
+from fulltilt.records import UserError
+from fulltilt.train.checkpoint import Checkpoint, CheckpointStore, find_damage
+
+
+def export(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "weights.bin").write_bytes(bytes(range(256)) * 8)
+
+
+def tensors(step: int) -> dict[str, torch.Tensor]:
+    return {
+        "master.weight": torch.full((64, 32), float(step)),
+        "moment1.weight": torch.randn(32, 64, generator=torch.Generator().manual_seed(step)).t(),  # not contiguous, on purpose
+        "moment2.weight": torch.full((64,), step, dtype=torch.bfloat16),
+    }
+
+
+def save(store: CheckpointStore, step: int, export: Callable[[Path], None] = export) -> Path:
+    return store.save(step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, export_bytes=4096)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def assert_holds(checkpoint: Checkpoint | None, step: int) -> None:
+    assert checkpoint is not None
+    assert checkpoint.step == step
+    assert checkpoint.state() == {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}
+    loaded = checkpoint.tensors("cpu")
+    assert loaded.keys() == tensors(step).keys()
+    for name, tensor in tensors(step).items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+    assert names(checkpoint.model_folder) == ["config.json", "weights.bin"]
+
+
+def test_what_was_saved_comes_back(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep=2)
+    assert store.latest() is None
+    path = save(store, 10)
+    assert path == tmp_path / "run" / "checkpoints" / "step-00000010"
+    assert names(path) == ["manifest.json", "model", "state.json", "trainer.safetensors"]
+    assert_holds(CheckpointStore(store.folder, keep=2).latest(), 10)
+    listed = json.loads((path / "manifest.json").read_text())["files"]
+    assert sorted(listed) == ["model/config.json", "model/weights.bin", "state.json", "trainer.safetensors"]
+    assert listed["model/weights.bin"]["bytes"] == 2048
+
+
+def test_no_tensors_is_a_checkpoint_too(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, {}, {}, export, export_bytes=4096)
+    latest = store.latest()
+    assert latest is not None
+    assert (latest.tensors("cpu"), latest.state()) == ({}, {})
+
+
+def test_rotation_keeps_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3, 10):
+        save(store, step)
+    assert names(tmp_path) == ["step-00000003", "step-00000010"]
+    assert_holds(store.latest(), 10)
+
+
+def test_rotation_counts_only_intact_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=3)
+    for step in (1, 2, 3):
+        save(store, step)
+    flip_a_byte(tmp_path / "step-00000002" / "trainer.safetensors")
+    save(CheckpointStore(tmp_path, keep=2), 4)  # another process, which has not verified any of them
+    assert names(tmp_path) == ["step-00000003", "step-00000004"]
+    flip_a_byte(tmp_path / "step-00000003" / "trainer.safetensors")
+    save(CheckpointStore(tmp_path, keep=2), 5)
+    assert names(tmp_path) == ["step-00000004", "step-00000005"]
+
+
+def test_after_a_fall_back_the_new_one_stays_and_the_damaged_newer_one_goes(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 5)
+    save(store, 10)
+    flip_a_byte(tmp_path / "step-00000010" / "state.json")
+    resumed = CheckpointStore(tmp_path, keep=1)
+    assert_holds(resumed.latest(), 5)
+    save(resumed, 7)
+    assert names(tmp_path) == ["step-00000007"]
+
+
+def test_an_intact_newer_one_is_left_alone(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 10)
+    save(store, 7)
+    save(store, 8)
+    assert names(tmp_path) == ["step-00000008", "step-00000010"]
+
+
+def test_rubbish_of_a_killed_process_is_ignored_and_then_deleted(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    path = save(store, 1)
+    shutil.copytree(path, tmp_path / "step-00000002.partial-77")
+    shutil.copytree(path, tmp_path / f"step-00000003.partial-{os.getpid()}")  # a container gives every process the same number
+    shutil.copytree(path, tmp_path / ".trash-step-00000000-5")
+    (tmp_path / "notes.txt").write_text("the user's own")
+    assert_holds(store.latest(), 1)
+    save(store, 3)
+    assert names(tmp_path) == ["notes.txt", "step-00000001", "step-00000003"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(4, {"old": torch.zeros(3)}, {"old": True}, export, export_bytes=4096)
+    save(store, 4)
+    assert names(tmp_path) == ["step-00000004"]
+    assert_holds(store.latest(), 4)
+
+
+def test_a_replacement_cut_in_two_loses_nothing(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 4).rename(tmp_path / "step-00000004.replaced")  # where a kill between the two renames leaves it
+    assert_holds(store.latest(), 4)
+    save(store, 5)
+    assert names(tmp_path) == ["step-00000005"]
+
+
+def test_a_failing_export_leaves_the_store_as_it_was(tmp_path: Path) -> None:
+    def interrupted(folder: Path) -> None:
+        export(folder)
+        raise KeyboardInterrupt
+
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    with pytest.raises(KeyboardInterrupt):
+        save(store, 2, interrupted)
+    assert names(tmp_path) == ["step-00000001"]
+    assert_holds(store.latest(), 1)
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, Path.unlink])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "trainer.safetensors", "model/config.json", "model/weights.bin"])
+def test_a_damaged_file_is_found_out(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    save(store, 1)
+    damage(save(store, 2) / name)
+    assert_holds(store.latest(), 1)
+    assert len(store.skipped) == 1
+    assert "step-00000002" in store.skipped[0]
+    assert store.skipped[0].split(": ", 1)[1]
+    if name != "manifest.json":
+        reason = {flip_a_byte: "sha256 differs", cut_short: "bytes instead of", Path.unlink: "is missing"}[damage]
+        assert name in store.skipped[0]
+        assert reason in store.skipped[0]
+
+
+def test_a_later_format_is_skipped_with_a_reason(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    manifest = save(store, 1) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    assert store.latest() is None
+    assert "format is 2" in store.skipped[0]
+
+
+def save_for_ever(folder: Path, report: int) -> None:
+    """Each step twice, for replacing must survive a kill too; the pipe tells which steps are surely there."""
+    store = CheckpointStore(folder, keep=2)
+    latest = store.latest()
+    step = latest.step if latest else 0
+    while True:
+        step += 1
+        save(store, step)
+        os.write(report, f"{step}\n".encode())
+        save(store, step)
+
+
+def test_kill_at_any_moment(tmp_path: Path) -> None:
+    chance = random.Random(0)
+    reached = 0
+    for _ in range(8):
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            answer_and_leave(lambda: save_for_ever(tmp_path, writing))  # noqa: B023
+        os.close(writing)
+        time.sleep(chance.uniform(0.02, 0.3))
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        with open(reading) as pipe:
+            reached = max([reached, *(int(line) for line in pipe)])
+        store = CheckpointStore(tmp_path, keep=2)
+        latest = store.latest()
+        assert store.skipped == []
+        if latest is None:
+            assert reached == 0
+        else:
+            assert latest.step >= reached
+            assert_holds(latest, latest.step)
+    assert reached > 5, "the child hardly saved anything, so the kills proved nothing"
+    save(CheckpointStore(tmp_path, keep=2), reached + 2)
+    assert len(names(tmp_path)) == 2
+
+
+def stop_at_change(number: int) -> None:
+    """End this process, as a kill would, just before the numbered rename or deletion."""
+    count = 0
+
+    def stop(event: str, _: object) -> None:
+        nonlocal count
+        if event in ("os.rename", "shutil.rmtree", "os.remove", "os.rmdir"):
+            count += 1
+            if count > number:
+                os._exit(9)
+
+    sys.addaudithook(stop)
+
+
+@pytest.mark.parametrize("step", [1, 2], ids=["replacing", "rotating"])
+def test_a_stop_before_every_rename_and_deletion(tmp_path: Path, step: int) -> None:
+    """Whichever came last, an intact checkpoint is there, and the next save mends the rest."""
+    stopped = 0
+    for number in range(20):
+        folder = tmp_path / str(number)
+        store = CheckpointStore(folder, keep=1)
+        save(store, 1)
+        child = os.fork()
+        if child == 0:
+            stop_at_change(number)
+            answer_and_leave(lambda: save(store, step))  # noqa: B023
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 9)
+        stopped += code == 9
+        latest = CheckpointStore(folder, keep=1).latest()
+        assert latest is not None
+        assert_holds(latest, latest.step)
+        for name in names(folder):
+            if re.fullmatch(r"step-\d+", name):
+                assert find_damage(folder / name, int(name[5:])) is None, "a half-deleted folder still looks like a checkpoint"
+        save(CheckpointStore(folder, keep=1), 3)
+        assert names(folder) == ["step-00000003"]
+    assert 5 < stopped < 20, "both ends of the save must be covered"
+
+
+def in_small_file_system(folder: Path, megabytes: int, body: Callable[[], object]) -> bool:
+    """Run `body` in a forked child that sees a tmpfs of that size on `folder`; False where the system allows no such mount."""
+    unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
+    mount = shutil.which("mount")
+    if unshare is None or mount is None:
+        return False
+    child = os.fork()
+    if child == 0:
+        new_mounts, new_user = 0x00020000, 0x10000000
+        if unshare(new_mounts) != 0 and unshare(new_mounts | new_user) != 0:
+            os._exit(77)
+        private = subprocess.run([mount, "--make-rprivate", "/"], capture_output=True)
+        mounted = subprocess.run([mount, "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], capture_output=True)
+        if private.returncode or mounted.returncode:
+            os._exit(77)
+        answer_and_leave(body)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code in (0, 77), "the child failed; its traceback is above"
+    return code == 0
+
+
+def answer_and_leave(body: Callable[[], object]) -> None:
+    """The end of a forked child: it must not go on as a second pytest."""
+    try:
+        body()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def overflow(folder: Path) -> None:
+    """An export far beyond what was announced."""
+    with (folder / "weights.bin").open("wb") as stream:
+        for _ in range(64):
+            stream.write(bytes(2**20))
+            stream.flush()
+
+
+def refuse_and_stay_intact(folder: Path, expected: list[str], save_again: Callable[[CheckpointStore], object]) -> None:
+    store = CheckpointStore(folder, keep=1)
+    with pytest.raises(UserError) as caught:
+        save_again(store)
+    for words in (*expected, str(folder), "needed", "free"):
+        assert words in str(caught.value), (words, str(caught.value))
+    assert [path.name for path in folder.iterdir()] == (["step-00000001"] if store.latest() else [])
+
+
+def huge_tensors(store: CheckpointStore) -> None:
+    # meta tensors have a size and no bytes: enough for a save that must not begin
+    store.save(2, {"a": torch.empty(10**15, device="meta")}, {}, export, export_bytes=4096)
+
+
+def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    store = CheckpointStore(folder, keep=1)
+    with pytest.raises(UserError, match=r"not enough disk space.*TiB needed.*free in .*run\.dir"):
+        huge_tensors(store)
+    assert not folder.exists()
+
+    def on_a_small_disk() -> None:
+        refuse_and_stay_intact(folder, ["not enough disk space"], lambda store: save(store, 1))
+
+    folder.mkdir()
+    in_small_file_system(folder, 1, on_a_small_disk)
+
+
+def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
+    def through_python(store: CheckpointStore) -> None:
+        save(store, 2, overflow)
+
+    def through_safetensors(store: CheckpointStore) -> None:
+        def sneaky(folder: Path) -> None:
+            (folder / "filler").write_bytes(bytes(36 * 2**20))
+
+        store.save(2, {"a": torch.zeros(2**21)}, {}, sneaky, export_bytes=4096)
+
+    def on_a_small_disk() -> None:
+        assert_holds(Checkpoint(save(CheckpointStore(tmp_path, keep=1), 1), 1), 1)
+        for save_again in (through_python, through_safetensors):
+            refuse_and_stay_intact(tmp_path, ["No space left on device"], save_again)
+            assert_holds(CheckpointStore(tmp_path, keep=1).latest(), 1)
+
+    if not in_small_file_system(tmp_path, 40, on_a_small_disk):
+        save(CheckpointStore(tmp_path, keep=1), 1)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**22, before[1]))
+        try:
+            for save_again in (through_python, through_safetensors):
+                refuse_and_stay_intact(tmp_path, ["File too large"], save_again)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert_holds(CheckpointStore(tmp_path, keep=1).latest(), 1)
+
+
+def test_a_folder_that_cannot_be_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file where the run folder should be")
+    with pytest.raises(UserError, match=r"step 1 could not be written.*run\.dir"):
+        save(CheckpointStore(tmp_path / "run" / "checkpoints", keep=1), 1)
+    assert names(tmp_path) == ["run"]
+
+
+def test_the_export_loads_in_transformers(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    words = {word: index for index, word in enumerate(["</s>", "two", "three", "five"])}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="</s>")), eos_token="</s>")
+    ids = torch.tensor([[1, 2, 3]])
+    expected = model(ids).logits
+    model.set_attn_implementation(attention.register())
+
+    parameters = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(3, {}, {}, lambda folder: export_model(model, tokenizer, folder), export_bytes=parameters)
+    latest = CheckpointStore(tmp_path, keep=1).latest()
+    assert latest is not None
+    assert "fulltilt" not in (latest.model_folder / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(latest.model_folder)
+    assert loaded.config._attn_implementation != attention.NAME
+    assert torch.equal(loaded(ids).logits, expected)
+    assert AutoTokenizer.from_pretrained(latest.model_folder).decode([1, 3]) == tokenizer.decode([1, 3])

@@ -1,0 +1,422 @@
+"""Configuration: every mistake at once, in plain words, with its remedy; values that are legal arrive unchanged."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from fulltilt import config as configuration
+from fulltilt import reference
+from fulltilt.algo import presets
+from fulltilt.config import Config, differences, flatten, load, parse, to_toml, warnings
+from fulltilt.records import UserError
+from fulltilt.reward import functions
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """Tables of a run without mistakes, with all the files it names."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text("")
+    return {"model": {"path": "model"}, "data": {"train": "train.jsonl"}, "run": {"steps": 3}}
+
+
+def mistakes_of(tables: dict[str, Any], *overrides: str, **arguments: Any) -> list[str]:
+    """The mistakes, without their numbers; none if it parses."""
+    try:
+        parse(tables, overrides, "run.toml", **arguments)
+    except UserError as error:
+        head, *lines = str(error).splitlines()
+        assert head == f"run.toml: {len(lines)} mistake{'s' if len(lines) > 1 else ''}"
+        assert "Traceback" not in str(error) and "pydantic" not in str(error)
+        numbered = [line.partition(". ") for line in lines]
+        assert [number for number, _, _ in numbered] == [f"  {n}" for n in range(1, len(lines) + 1)]
+        return [text for _, _, text in numbered]
+    return []
+
+
+def test_a_legal_run_parses(run: dict[str, dict[str, Any]]) -> None:
+    config = parse(run, ["train.lr=1e-5", "rollout.max_seqs=8"])
+    assert (config.train.lr, config.rollout.max_seqs, config.run.steps) == (1e-5, 8, 3)
+    assert config.rollout.max_batched_tokens == "auto"
+
+
+def test_tables_are_not_changed_by_parsing(run: dict[str, dict[str, Any]]) -> None:
+    parse(run, ["run.steps=7"])
+    assert run["run"] == {"steps": 3}
+
+
+def test_config_is_frozen(run: dict[str, dict[str, Any]]) -> None:
+    config = parse(run)
+    with pytest.raises(ValidationError):
+        config.run.steps = 9  # type: ignore[misc]
+    with pytest.raises(ValidationError):
+        config.run = config.run  # type: ignore[misc]
+
+
+# ---- files
+
+
+def test_load_reads_a_file_and_overrides_win_over_it_and_the_last_wins(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(parse(run)))
+    assert load(path).run.steps == 3
+    assert load(path, ["run.steps=5"]).run.steps == 5
+    assert load(str(path), ["run.steps=5", "run.steps=6"]).run.steps == 6
+
+
+def test_bad_toml_names_file_line_and_shows_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text("[model]\npath = here\n")
+    with pytest.raises(UserError) as error:
+        load(path)
+    assert str(error.value).startswith(f"{path}, line 2: not valid TOML: ")
+    assert "    path = here" in str(error.value) and "quotes" in str(error.value)
+
+
+def test_toml_that_ends_too_early_names_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.toml"
+    path.write_text('[model]\npath = """here')
+    with pytest.raises(UserError, match=r"line 2: not valid TOML"):
+        load(path)
+    path.write_text("[run]\nsteps = 1\nsteps = 2\n")
+    with pytest.raises(UserError, match=r"line 3: not valid TOML"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe[model]"])
+def test_unreadable_files_are_the_users_mistake(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=r"run\.toml: (no such file|not UTF-8)"):
+        load(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        load(tmp_path)
+
+
+# ---- overrides
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("run.dir=runs/mine", "run.dir", "runs/mine"),
+        ('run.dir="12"', "run.dir", "12"),
+        (" run.eval_every = 0 ", "run.eval_every", 0),
+        ("run.eval_before=false", "run.eval_before", False),
+        ("rollout.chunked_prefill=False", "rollout.chunked_prefill", False),
+        ('rollout.stop=["a", "b=c"]', "rollout.stop", ["a", "b=c"]),
+        ("train.betas=[0.9, 0.95]", "train.betas", (0.9, 0.95)),
+        ("train.lr=1", "train.lr", 1.0),
+        ("data.template_args.enable_thinking=false", "data.template_args", {"enable_thinking": False}),
+        ('reward.sources."openai/gsm8k.main"=gsm8k_flexible', "reward.sources", {"openai/gsm8k.main": "gsm8k_flexible"}),
+        ("reward.sources.openai/gsm8k=gsm8k", "reward.sources", {"openai/gsm8k": "gsm8k"}),
+        ("data.system=You think = you win", "data.system", "You think = you win"),
+    ],
+)
+def test_override_values(run: dict[str, dict[str, Any]], override: str, key: str, value: Any) -> None:
+    assert flatten(parse(run, [override]))[key] == value
+
+
+@pytest.mark.parametrize("override", ["run.steps", "=3", "run..steps=3", "", "run.=3"])
+def test_malformed_overrides(run: dict[str, dict[str, Any]], override: str) -> None:
+    assert mistakes_of(run, override) == [f"{override}: not an override. Write section.key=value, for example run.steps=100"]
+
+
+def test_an_override_below_a_value(run: dict[str, dict[str, Any]]) -> None:
+    assert mistakes_of(run, "model.path.x=3") == ['model.path.x: model.path is a value ("model"), not a table: nothing can be set below it']
+
+
+def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, Any]]) -> None:
+    assert parse(run, ['run.dir="a"\nseed = 4']).run.dir == '"a"\nseed = 4'
+
+
+# ---- wrong values
+
+
+@pytest.mark.parametrize(
+    ("override", "mistake"),
+    [
+        ("algorithm.prompts_per_step=-4", "algorithm.prompts_per_step: must be a whole number greater than 0, got -4"),
+        ("algorithm.prompts_per_step=1.5", "algorithm.prompts_per_step: must be a whole number greater than 0, got 1.5"),
+        ('algorithm.prompts_per_step="64"', 'algorithm.prompts_per_step: must be a whole number greater than 0, got "64"'),
+        ("algorithm.prompts_per_step=true", "algorithm.prompts_per_step: must be a whole number greater than 0, got true"),
+        ("rollout.max_seqs=0", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got 0'),
+        ("rollout.max_seqs=many", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got "many"'),
+        ("rollout.memory_fraction=1.5", 'rollout.memory_fraction: must be "auto" or a number greater than 0 and at most 1, got 1.5'),
+        ("rollout.top_p=0", "rollout.top_p: must be a number greater than 0 and at most 1, got 0"),
+        ("rollout.stop=end", 'rollout.stop: must be a list of text, got "end"'),
+        ("train.lr=nan", "train.lr: must be a number greater than 0, got nan (not a finite number)"),
+        ("train.betas=[0.9]", "train.betas: must be a list of 2, each a number at least 0 and less than 1, got [0.9]"),
+        ("train.schedule=cosin", 'train.schedule: must be "constant", "linear" or "cosine", got "cosin"'),
+        ("run.eval_before=2", "run.eval_before: must be true or false, got 2"),
+        ("run.dir=5", "run.dir: must be text that is not empty, got 5"),
+        ("algorithm.clip_low=1", "algorithm.clip_low: must be a number at least 0 and less than 1, got 1"),
+        (
+            "rollout.engine=vllm",
+            'rollout.engine: must be "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
+        ),
+        ("train=3", "train: must be a table, got 3. Write [train] and its keys on lines of their own"),
+    ],
+)
+def test_wrong_values(run: dict[str, dict[str, Any]], override: str, mistake: str) -> None:
+    assert mistakes_of(run, override) == [mistake]
+
+
+def test_missing_keys_say_what_they_mean() -> None:
+    model, data, steps = mistakes_of({})
+    assert model.startswith("model.path: missing, and every run needs it. Folder of a Hugging Face")
+    assert data.startswith("data.train: missing, and every run needs it. Parquet")
+    assert steps.startswith("run.steps: neither run.steps nor run.epochs is given.")
+
+
+# ---- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("rollout.max_seq", "rollout.max_seqs"),
+        ("algorithm.promts_per_step", "algorithm.prompts_per_step"),
+        ("traning.lr", "train.lr"),
+        ("lr", "train.lr"),
+        ("algorithm.temperature", "rollout.temperature"),
+        ("run.stepz", "run.steps"),
+        ("train.recomputed", "train.recompute, which is a knob not built in this version: remove it"),
+    ],
+)
+def test_unknown_keys_name_the_nearest(run: dict[str, dict[str, Any]], key: str, nearest: str) -> None:
+    assert mistakes_of(run, f"{key}=1") == [f"{key}: unknown key; the nearest is {nearest}"]
+
+
+def test_a_key_like_no_other_gets_no_suggestion(run: dict[str, dict[str, Any]]) -> None:
+    assert mistakes_of(run, "zzz.qqq=1") == ["zzz.qqq: unknown key, and none is like it: remove it. docs/reference.md lists every key"]
+
+
+def test_an_empty_unknown_section_is_an_error_too(run: dict[str, dict[str, Any]]) -> None:
+    (mistake,) = mistakes_of({**run, "rolout": {}})
+    assert mistake.startswith("rolout: unknown key")
+
+
+def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str, Any]]) -> None:
+    del run["run"]["steps"]
+    assert mistakes_of(run, "run.stepz=3") == ["run.stepz: unknown key; the nearest is run.steps"]
+
+
+# ---- rules between keys
+
+
+@pytest.mark.parametrize(
+    ("overrides", "begins"),
+    [
+        (["run.epochs=2"], "run.steps: given together with run.epochs (3 and 2). Remove one"),
+        (["run.eval_every=5"], "data.val: missing, but run.eval_every asks for validation. Set data.val, or remove run.eval_every"),
+        (["run.eval_every=5", "run.eval_before=true"], "data.val: missing, but run.eval_every and run.eval_before asks"),
+        (["rollout.kv_bytes=1000000", "rollout.memory_fraction=0.5"], "rollout.kv_bytes: given together with rollout.memory_fraction"),
+        (["actor.micro_batch=2"], "actor.micro_batch: 2 has no effect while actor.dynamic_batch is on. Remove it, or set"),
+        (["actor.dynamic_batch=false"], "actor.micro_batch: missing, but actor.dynamic_batch is off. Set actor.micro_batch"),
+        (
+            ["actor.dynamic_batch=false", "actor.micro_batch=2", "actor.token_budget=64"],
+            "actor.token_budget: 64 has no effect while actor.dynamic_batch is off.",
+        ),
+        (["ref.micro_batch=2"], "ref.micro_batch: 2 has no effect while ref.dynamic_batch is on."),
+        (["ref.dynamic_batch=false"], "ref.micro_batch: missing, but ref.dynamic_batch is off."),
+        (
+            ["algorithm.prompts_per_step=4", "algorithm.minibatches_per_step=5"],
+            "algorithm.minibatches_per_step: 5 is more than algorithm.prompts_per_step (4)",
+        ),
+        (["rollout.max_seqs=9", "rollout.max_batched_tokens=8"], "rollout.max_batched_tokens: 8 is less than rollout.max_seqs (9)"),
+        (["model.path=./gone"], 'model.path: no such folder: "./gone". Give the folder of a Hugging Face model, or a hub name'),
+        (["model.path=/gone/model"], 'model.path: no such folder: "/gone/model".'),
+        (["model.path=~/model"], 'model.path: no such folder: "~/model" (~ is not expanded).'),
+        (["model.path=."], 'model.path: "." has no config.json.'),
+        (["model.path=train.jsonl"], 'model.path: "train.jsonl" is a file.'),
+        (["model.revision=main"], 'model.revision: "main" has no effect, since model.path is a folder.'),
+        (["ref.path=gone"], 'ref.path: no such folder: "gone".'),
+        (["data.train=gone.jsonl"], 'data.train: no such file or folder: "gone.jsonl". Paths are relative to the current directory'),
+        (['data.train=["train.jsonl", "gone.jsonl"]'], 'data.train: no such file or folder: "gone.jsonl"'),
+        (["data.val=gone"], 'data.val: no such file or folder: "gone"'),
+        (["model.chat_template=gone.jinja"], 'model.chat_template: no such file: "gone.jinja"'),
+        (["reward.function=gone.py:score"], 'reward.function: no such file: "gone.py"'),
+        (["reward.function=gone.py"], 'reward.function: "gone.py" names no reward. Use "gsm8k" or "gsm8k_flexible", or write FILE.py:NAME'),
+        (["reward.function=gsm9k"], 'reward.function: "gsm9k" names no reward.'),
+        (["reward.sources.math=gone.py:score"], 'reward.sources.math: no such file: "gone.py"'),
+        (["run.dir=train.jsonl"], 'run.dir: "train.jsonl" is a file.'),
+    ],
+)
+def test_rules(run: dict[str, dict[str, Any]], overrides: list[str], begins: str) -> None:
+    (mistake,) = mistakes_of(run, *overrides)
+    assert mistake.startswith(begins)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.kv_bytes=1000000"],
+        ["rollout.memory_fraction=0.5"],
+        ["actor.dynamic_batch=false", "actor.micro_batch=2"],
+        ["run.eval_every=5", "data.val=train.jsonl"],
+        ["algorithm.prompts_per_step=4", "algorithm.minibatches_per_step=4"],
+        ["rollout.max_seqs=8", "rollout.max_batched_tokens=8"],
+        ["model.chat_template=train.jsonl"],
+        ["reward.function=mine.py:score"],
+    ],
+)
+def test_what_the_rules_allow(run: dict[str, dict[str, Any]], tmp_path: Path, overrides: list[str]) -> None:
+    (tmp_path / "mine.py").write_text("")
+    assert mistakes_of(run, *overrides) == []
+
+
+def test_hub_names_only_when_online(run: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    (mistake,) = mistakes_of(run, "model.path=org/name")
+    assert mistake.startswith('model.path: no such folder: "org/name", and HF_HUB_OFFLINE forbids')
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert mistakes_of(run, "model.path=org/name", "model.revision=main") == []
+    assert len(mistakes_of(run, "model.path=./org/name")) == 1
+    assert len(mistakes_of(run, "model.path=name")) == 1
+
+
+def test_built_in_rewards_are_those_of_the_reward_room() -> None:
+    assert set(configuration.REWARDS) == set(functions.BUILT_IN)
+
+
+# ---- all at once
+
+
+def test_every_mistake_is_reported_at_once(run: dict[str, dict[str, Any]]) -> None:
+    found = mistakes_of(
+        {**run, "data": {"train": "gone"}},
+        "nonsense",
+        "rollout.max_seq=4",
+        "actor_rollout_ref.rollout.n=4",
+        "train.recompute=full",
+        "train.lr=-1",
+        "run.epochs=2",
+        "actor.micro_batch=2",
+    )
+    begins = (
+        "nonsense:",
+        "rollout.max_seq:",
+        "actor_rollout_ref.rollout.n:",
+        "train.recompute:",
+        "train.lr:",
+        "data.train:",
+        "actor.micro_batch:",
+        "run.steps:",
+    )
+    assert len(found) == len(begins)
+    assert all(mistake.startswith(begin) for mistake, begin in zip(found, begins, strict=True))
+
+
+def test_extra_checks_join_the_list_once_every_value_is_legal(run: dict[str, dict[str, Any]]) -> None:
+    def check(config: Config) -> list[str]:
+        assert isinstance(config, Config)
+        return ["algorithm.name: too plain"]
+
+    assert mistakes_of(run, extra_checks=[check]) == ["algorithm.name: too plain"]
+    assert len(mistakes_of(run, "run.epochs=1", "a.b=1", extra_checks=[check])) == 3
+    assert len(mistakes_of(run, "run.seed=-1", extra_checks=[check])) == 1
+
+
+def test_the_algorithms_own_mistakes_join_the_list(run: dict[str, dict[str, Any]]) -> None:
+    found = mistakes_of(run, "algorithm.samples_per_prompt=1", "run.epochs=1", extra_checks=[presets.mistakes])
+    assert [mistake.partition(" ")[0].rstrip(":") for mistake in found] == ["run.steps", "algorithm.samples_per_prompt"]
+
+
+# ---- warnings, writing, comparing
+
+
+def test_warnings(run: dict[str, dict[str, Any]]) -> None:
+    assert warnings(parse(run)) == []
+    assert [text.partition(":")[0] for text in warnings(parse(run, ["rollout.top_p=0.9", "rollout.top_k=5"]))] == [
+        "rollout.top_p = 0.9",
+        "rollout.top_k = 5",
+    ]
+    assert all("the trainer does not apply it" in text for text in warnings(parse(run, ["rollout.top_p=0.9", "rollout.top_k=5"])))
+    assert len(warnings(parse(run, ["train.min_lr_ratio=0.1", "reward.error_score=-1.0"]))) == 2
+
+
+def test_toml_round_trip_keeps_values_and_what_was_set(run: dict[str, dict[str, Any]]) -> None:
+    config = parse(
+        {**run, "data": {"train": ["train.jsonl"], "template_args": {"a b": [1, {"c": 1.5}], "d": True}}},
+        ['rollout.stop=["\\n", "\\"", "é\\\\", "\\u007f"]', "train.lr=1e-6", "train.betas=[0.5, 0.75]", 'reward.sources."a.b"=gsm8k'],
+    )
+    again = parse(tomllib.loads(to_toml(config)))
+    assert again == config
+    assert flatten(again) == flatten(config)
+    assert again.data.model_fields_set == {"train", "template_args"} and again.ref.model_fields_set == set()
+
+
+def test_what_was_written_reads_back_although_its_paths_have_gone(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    config = parse(run)
+    (tmp_path / "train.jsonl").unlink()
+    assert len(mistakes_of(run)) == 1
+    assert configuration.parse_text(to_toml(config), "checkpoint") == config
+    with pytest.raises(UserError, match=r"^checkpoint: 2 mistakes"):
+        configuration.parse_text('[model]\npath = "x"\n[run]\nnew_key = 1', "checkpoint")
+    with pytest.raises(UserError, match=r"^checkpoint, line 1: not valid TOML"):
+        configuration.parse_text("model", "checkpoint")
+
+
+def test_flatten_holds_every_key(run: dict[str, dict[str, Any]]) -> None:
+    flat = flatten(parse(run))
+    assert list(flat) == list(configuration.keys())
+    assert flat["run.steps"] == 3 and flat["rollout.max_seqs"] == "auto" and flat["ref.path"] is None
+
+
+def test_differences_leave_out_what_may_change(run: dict[str, dict[str, Any]]) -> None:
+    first = parse(run)
+    assert differences(first, first) == []
+    assert differences(first, parse(run, ["train.lr=1", "run.seed=4"])) == ["train.lr", "run.seed"]
+    free = parse(
+        run,
+        [
+            "run.steps=9",
+            "run.save_every=1",
+            "run.keep=1",
+            "eval.temperature=1",
+            "eval.max_prompts=3",
+            "reward.timeout_s=1",
+            "reward.workers=1",
+        ],
+    )
+    assert differences(first, free) == []
+    assert set(configuration.FREE_ON_RESUME) <= set(configuration.keys())
+
+
+# ---- the page, and what it must not cost
+
+
+def test_reference_page_is_up_to_date() -> None:
+    written = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+    assert written == reference.page(), "run: python -m fulltilt.reference > docs/reference.md"
+
+
+def test_every_key_is_on_the_page_with_its_meaning() -> None:
+    page = reference.page()
+    for key, field in configuration.keys().items():
+        assert f"| `{key}` |" in page
+        assert field.description and " ".join(field.description.split()) in page
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys, fulltilt.config, fulltilt.knobs, fulltilt.reference, fulltilt.records, fulltilt.algo.presets\n"
+        "import fulltilt.observe.metrics, fulltilt.observe.console\n"
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "src")}, check=True)
+    assert child.stdout.strip() == "[]"

@@ -1,0 +1,604 @@
+"""Data: files to prompts and SFT rows, with real tokenizers and real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from fulltilt.config import DataConfig
+from fulltilt.data import Cursor, PromptEncoder, PromptSet, load_prompts, load_sft, read_rows
+from fulltilt.records import Prompt, UserError
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if style is defined %}({{ style }}){% endif %}{% endif %}"
+)
+USER = [{"role": "user", "content": "2+3="}]
+
+# Rows of verl's layout whose structs differ in their keys, so that parquet fills some with None.
+ROWS: list[dict[str, Any]] = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "system", "content": "Add.", "name": "teacher"}, {"role": "user", "content": f"{number}+1="}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(number + 1)},
+        "extra_info": {"index": number, "hint": "count"} if number % 2 else {"index": number},
+    }
+    for number in range(5)
+]
+
+
+def make_tokenizer(post: str = "<s> $A", template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    """Byte-level, so every text comes back as it was; `post` says which special tokens it adds by itself."""
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    specials = ["<s>", "</s>", "<|turn|>"]
+    core.train_from_iterator([], trainers.BpeTrainer(special_tokens=specials, initial_alphabet=alphabet, show_progress=False))
+    core.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>", extra_special_tokens=["<|turn|>"])
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+def data(**settings: Any) -> DataConfig:
+    return DataConfig(train="unused", **settings)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, prompt: object, **settings: Any) -> tuple[list[int], str]:
+    ids, text = PromptEncoder(tokenizer, data(**settings)).encode(prompt)
+    assert ids.dtype == np.int64
+    return ids.tolist(), text
+
+
+def plain(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def write_lines(path: Path, rows: Sequence[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def write_arrow(path: Path, rows: list[dict[str, Any]]) -> None:
+    table = pa.Table.from_pylist(rows)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+
+
+def write_saved_folder(folder: Path, rows: list[dict[str, Any]], shards: int = 2) -> str:
+    """What `Dataset.save_to_disk` writes; state.json lists the shards, here against the order of their names."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05}-of-{shards:05}.arrow" for number in reversed(range(shards))]
+    size = -(-len(rows) // shards)
+    for number, name in enumerate(names):
+        write_arrow(folder / name, rows[number * size : (number + 1) * size])
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_format_type": None, "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    return str(folder)
+
+
+def write_format(kind: str, folder: Path, rows: list[dict[str, Any]]) -> str:
+    if kind in ("jsonl", "json"):
+        return write_lines(folder / f"train.{kind}", rows)
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=2)
+        return str(folder / "train.parquet")
+    if kind == "saved":
+        return write_saved_folder(folder / "saved", rows)
+    if kind == "saved-splits":
+        write_saved_folder(folder / "splits" / "train", rows)
+        write_saved_folder(folder / "splits" / "test", rows[:1], shards=1)
+        (folder / "splits" / "dataset_dict.json").write_text(json.dumps({"splits": ["train", "test"]}))
+        return str(folder / "splits")
+    assert kind == "hub"
+    inside = folder / "hub" / "data"
+    inside.mkdir(parents=True)
+    (folder / "hub" / "dataset_infos.json").write_text("{}")
+    pq.write_table(pa.Table.from_pylist(rows[:3]), inside / "train-00000-of-00002.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[3:]), inside / "train-00001-of-00002.parquet")
+    pq.write_table(pa.Table.from_pylist(rows[:1]), inside / "test-00000-of-00001.parquet")
+    return str(folder / "hub")
+
+
+def refused(path: str | Path) -> str:
+    with pytest.raises(UserError) as caught:
+        list(read_rows(path))
+    return str(caught.value)
+
+
+# Files
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "saved-splits", "hub"])
+def test_every_format_gives_the_same_prompts(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    loaded = load_prompts(write_format(kind, tmp_path, ROWS), tokenizer, data())
+    assert loaded.rows_read == len(ROWS)
+    for number, prompt in enumerate(loaded.prompts):
+        assert prompt.uid == number
+        assert prompt.text == f"<s>[system]Add.</s>\n[user]{number}+1=</s>\n[assistant]"
+        assert prompt.ids.tolist() == [BOS, *plain(tokenizer, prompt.text.removeprefix("<s>"))]
+        assert (prompt.data_source, prompt.ground_truth) == ("openai/gsm8k", str(number + 1))
+        assert prompt.extra_info == {**ROWS[number]["extra_info"], "ability": "math"}
+
+
+def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
+    lines = tmp_path / "train.jsonl"
+    lines.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n{"prompt": "b"}')
+    assert list(read_rows(lines)) == [({"prompt": "a"}, f"{lines}:1"), ({"prompt": "b"}, f"{lines}:3")]
+    pq.write_table(pa.table({"prompt": [str(number) for number in range(1500)]}), tmp_path / "train.parquet")
+    placed = list(read_rows(tmp_path / "train.parquet"))
+    assert placed[1200] == ({"prompt": "1200"}, f"{tmp_path / 'train.parquet'} row 1200 (counted from 0)")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', ["a.jsonl:2", "not valid JSON", "one object a line"]),
+        ("a.jsonl", b'{"prompt": "x"}\n["y"]\n', ["a.jsonl:2", "not an object"]),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', ["a.jsonl:2", "not UTF-8"]),
+        ("a.jsonl", b"", ["a.jsonl", "holds no rows"]),
+        ("a.jsonl", b"\n \n", ["a.jsonl", "holds no rows"]),
+        ("a.parquet", b"PAR1 and nothing else", ["a.parquet", "write it again"]),
+        ("a.parquet", b"", ["a.parquet", "write it again"]),
+        ("a.arrow", b"not a stream", ["a.arrow", "write it again"]),
+        ("a.csv", b"prompt\nx\n", ["a.csv", "unknown kind of file '.csv'", ".parquet", "Convert it"]),
+    ],
+)
+def test_a_broken_file_is_named_with_its_remedy(name: str, content: bytes, words: list[str], tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    message = refused(tmp_path / name)
+    assert all(word in message for word in words), message
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    assert "no/such.jsonl: no such file" in refused(tmp_path / "no" / "such.jsonl")
+
+
+def test_a_parquet_file_without_rows_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    assert "holds no rows" in refused(tmp_path / "a.parquet")
+
+
+def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    # The foot stays whole, so the file opens, and the damage shows only when the rows are read.
+    pq.write_table(pa.table({"prompt": ["x" * 50] * 3000}), path, use_dictionary=False, compression="snappy")
+    content = bytearray(path.read_bytes())
+    content[4:60] = b"\xff" * 56
+    path.write_bytes(content)
+    assert "a.parquet: cannot be read after row 0" in refused(path)
+
+
+def test_a_dataset_dict_without_train_names_its_splits(tmp_path: Path) -> None:
+    write_saved_folder(tmp_path / "set" / "validation", ROWS)
+    (tmp_path / "set" / "dataset_dict.json").write_text(json.dumps({"splits": ["validation", "test"]}))
+    message = refused(tmp_path / "set")
+    assert "validation, test" in message and str(tmp_path / "set" / "validation") in message
+    assert len(list(read_rows(tmp_path / "set" / "validation"))) == len(ROWS)
+
+
+def test_a_saved_folder_with_something_missing_is_refused(tmp_path: Path) -> None:
+    folder = Path(write_saved_folder(tmp_path / "saved", ROWS))
+    (folder / "data-00001-of-00002.arrow").unlink()
+    assert "data-00001-of-00002.arrow" in refused(folder)
+    (folder / "state.json").write_text("{}")
+    assert "state.json: does not list its data files" in refused(folder)
+    (folder / "state.json").write_text('{"_data_files": [], "_indices_data_files": [{"filename": "indices.arrow"}]}')
+    assert "save_to_disk again" in refused(folder)
+    (folder / "state.json").write_text("{")
+    assert "state.json: cannot be read" in refused(folder)
+
+
+def test_a_folder_of_files_is_never_read_by_guessing(tmp_path: Path) -> None:
+    assert "no data files inside" in refused(tmp_path)
+    write_lines(tmp_path / "test.jsonl", [{"prompt": "t"}])
+    assert "no file of a split 'train', but test.jsonl" in refused(tmp_path)
+    write_lines(tmp_path / "train.jsonl", [{"prompt": "a"}])
+    assert [row for row, _ in read_rows(tmp_path)] == [{"prompt": "a"}]
+    write_lines(tmp_path / "train_sft.jsonl", [{"prompt": "b"}])
+    assert "several data sets: train.jsonl, train_sft.jsonl" in refused(tmp_path)
+
+
+def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    for number in (10, 2, 1):
+        write_lines(tmp_path / "parts" / f"part-{number}.jsonl", [{"prompt": str(number)}])
+    assert [row["prompt"] for row, _ in read_rows(tmp_path / "parts")] == ["1", "2", "10"]
+    (tmp_path / "shards").mkdir()
+    write_lines(tmp_path / "shards" / "train-00000-of-00002.jsonl", [{"prompt": "0"}])
+    assert "2 files make the data set, 1 are here" in refused(tmp_path / "shards")
+
+
+# Prompts to ids
+
+
+def test_messages_go_through_the_template_once(tokenizer: PreTrainedTokenizerFast) -> None:
+    ids, text = encode(tokenizer, USER)
+    assert text == "<s>[user]2+3=</s>\n[assistant]"
+    assert ids.count(BOS) == 1 and ids[0] == BOS
+    assert encode(tokenizer, np.array(USER, dtype=object))[0] == ids
+
+
+def test_a_template_that_writes_two_bos_tokens_gives_one() -> None:
+    ids, text = encode(make_tokenizer(template="{{ bos_token }}" + TEMPLATE), USER)
+    assert ids[0] == BOS and BOS not in ids[1:] and text == "<s>[user]2+3=</s>\n[assistant]"
+
+
+@pytest.mark.parametrize("post", ["<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("written", ["2+3=", "<s>2+3=", "<s><s>2+3="])
+def test_a_string_has_one_bos_and_no_eos(post: str, written: str) -> None:
+    tokenizer = make_tokenizer(post)
+    assert encode(tokenizer, written) == ([BOS, *plain(tokenizer, "2+3=")], "<s>2+3=")
+
+
+def test_special_tokens_are_those_of_the_tokenizer() -> None:
+    tokenizer = make_tokenizer("$A </s>")
+    assert encode(tokenizer, "2+3=")[0] == plain(tokenizer, "2+3=")
+    # An end of sequence that the user wrote is part of the prompt.
+    assert encode(tokenizer, "2</s>")[0] == [*plain(tokenizer, "2"), EOS]
+
+
+def test_template_args_reach_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert encode(tokenizer, USER, template_args={"style": "brief"})[1].endswith("[assistant](brief)")
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"template_args": {"stile": 1}}, "does not read stile"),
+        ({"template_args": {"tokenize": False}}, "cannot set tokenize"),
+        ({"template_args": {"style": 1}, "apply_template": "never"}, "template_args need a chat template"),
+        ({"system": "Add.", "apply_template": "never"}, "data.system needs a chat template"),
+    ],
+)
+def test_a_setting_without_effect_is_refused_at_once(settings: dict[str, Any], word: str, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=word):
+        PromptEncoder(tokenizer, data(**settings))
+
+
+def test_a_setting_without_effect_on_a_string_names_the_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "train.jsonl", [{"prompt": USER}, {"prompt": "2+3="}])
+    for settings in ({"system": "Add."}, {"template_args": {"style": "brief"}}):
+        with pytest.raises(UserError, match=r"train\.jsonl:2: .*needs? a chat template.*'always'"):
+            load_prompts(path, tokenizer, data(**settings))
+
+
+def test_apply_template_says_what_becomes_of_strings(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert encode(tokenizer, "2+3=", apply_template="always") == encode(tokenizer, USER)
+    assert encode(tokenizer, "2+3=", apply_template="never") == encode(tokenizer, "2+3=")
+    with pytest.raises(UserError, match=r"data\.apply_template is 'never'"):
+        encode(tokenizer, USER, apply_template="never")
+
+
+def test_the_system_message_is_put_before_prompts_that_have_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    own = [{"role": "system", "content": "Mine."}, *USER]
+    assert encode(tokenizer, USER, system="Add.")[1] == "<s>[system]Add.</s>\n[user]2+3=</s>\n[assistant]"
+    assert encode(tokenizer, "2+3=", system="Add.", apply_template="always") == encode(tokenizer, USER, system="Add.")
+    assert encode(tokenizer, own, system="Add.") == encode(tokenizer, own)
+
+
+def test_a_missing_chat_template_names_the_remedy() -> None:
+    bare = make_tokenizer(template=None)
+    with pytest.raises(UserError, match=r"model\.chat_template"):
+        encode(bare, USER)
+    with pytest.raises(UserError, match=r"model\.chat_template"):
+        PromptEncoder(bare, data(apply_template="always"))
+    assert encode(bare, "2+3=")[1] == "<s>2+3="
+
+
+def test_what_the_template_refuses_is_the_users_to_mend() -> None:
+    strict = make_tokenizer(template="{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(UserError, match="roles must alternate"):
+        encode(strict, USER)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "word"),
+    [
+        ([{"content": "2+3="}], "message 1 has no 'role'"),
+        ([*USER, {"role": "user"}], "message 2 .* has no 'content'"),
+        ([*USER, {"role": "user", "content": None}], "message 2 .* has no 'content'"),
+        ([{"role": "user", "content": 5}], "message 1 .* type int"),
+        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "not text"),
+        (["2+3="], "message 1 is of type str"),
+        ([*USER, {"role": "assistant", "content": "5"}], "nothing to answer"),
+        ([], "empty"),
+        ([{"role": "user", "content": ""}], "empty"),
+        ("", "empty"),
+        (" \n", "empty"),
+        (7, "found int"),
+        ({"role": "user", "content": "2+3="}, "found dict"),
+        (None, "no 'prompt'.*data.prompt_key"),
+    ],
+)
+def test_a_broken_prompt_names_file_line_and_columns(prompt: object, word: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "train.jsonl", [{"prompt": "1"}, {"prompt": "2"}, {"prompt": prompt, "level": 1}])
+    with pytest.raises(UserError, match=word) as caught:
+        load_prompts(path, tokenizer, data())
+    assert f"{path}:3: " in str(caught.value) and "Columns of this row: prompt, level." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        ({"question": "2"}, "no 'prompt'"),
+        ({"prompt": "2", "extra_info": "x"}, "'extra_info' is of type str"),
+        ({"prompt": "2", "reward_model": "rule"}, "'reward_model' is of type str"),
+        ({"prompt": "2", "data_source": 3}, "'data_source' is of type int"),
+    ],
+)
+def test_a_broken_row_names_its_file(row: dict[str, Any], word: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=rf"train\.parquet row 0 .*{word}"):
+        load_prompts(str(tmp_path / "train.parquet"), tokenizer, data())
+
+
+def test_columns_other_than_verls(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [
+        {"text": "a", "ground_truth": "1", "answer": "long"},
+        {"text": "b", "answer": "2"},
+        {
+            "text": "c",
+            "reward_model": {"ground_truth": 0},
+            "answer": "3",
+            "ability": "math",
+            "extra_info": {"ability": "own", "none": None},
+        },
+        {"text": "d"},
+    ]
+    prompts = load_prompts(write_lines(tmp_path / "a.jsonl", rows), tokenizer, data(prompt_key="text")).prompts
+    assert [prompt.ground_truth for prompt in prompts] == ["1", "2", 0, None]
+    assert [prompt.extra_info for prompt in prompts] == [{}, {}, {"ability": "own"}, {}]
+    assert {prompt.data_source for prompt in prompts} == {"unknown"}
+
+
+# Over-long prompts
+
+
+def test_the_length_filter_counts_final_ids(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    first = write_lines(tmp_path / "a.jsonl", [{"prompt": "1234"}, {"prompt": "123"}])
+    second = write_lines(tmp_path / "b.jsonl", [{"prompt": "12345"}, {"prompt": "12"}])
+    # "1234" is four characters and, with its beginning-of-sequence token, five tokens.
+    loaded = load_prompts([first, second], tokenizer, data(max_prompt_tokens=4))
+    assert [(prompt.uid, prompt.text) for prompt in loaded.prompts] == [(1, "<s>123"), (3, "<s>12")]
+    assert (loaded.rows_read, loaded.too_long, loaded.longest) == (4, 2, 4)
+    assert loaded.describe() == "4 rows read, 2 left out with prompts of more than 4 tokens; the longest prompt kept has 4 tokens"
+    assert "none with a prompt over 6 tokens" in load_prompts([first, second], tokenizer, data(max_prompt_tokens=6)).describe()
+
+
+def test_all_prompts_too_long_names_limit_and_shortest(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "12345"}, {"prompt": "123"}])
+    with pytest.raises(UserError, match=r"all 2 prompts.*data\.max_prompt_tokens = 3; the shortest has 4 tokens\. Raise"):
+        load_prompts(path, tokenizer, data(max_prompt_tokens=3))
+
+
+# Order
+
+
+def numbered(count: int) -> PromptSet:
+    return PromptSet(tuple(Prompt(uid, np.array([uid]), str(uid)) for uid in range(count)), count, 0, 1, 1)
+
+
+def taken(
+    prompts: PromptSet, cursor: Cursor, count: int, steps: int, seed: int = 7, shuffle: bool = True
+) -> tuple[list[list[int]], Cursor]:
+    batches = []
+    for _ in range(steps):
+        batch, cursor = prompts.take(cursor, count, seed, shuffle)
+        batches.append([prompt.uid for prompt in batch])
+    return batches, cursor
+
+
+def test_each_epoch_is_another_order_and_the_last_partial_batch_is_left_out() -> None:
+    batches, cursor = taken(numbered(11), Cursor(), 3, steps=6)
+    epochs = [list(chain(*batches[:3])), list(chain(*batches[3:]))]
+    assert all(len(batch) == 3 for batch in batches) and all(len(set(epoch)) == 9 for epoch in epochs)
+    assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+    assert cursor == Cursor(1, 9)
+    assert taken(numbered(11), Cursor(), 3, steps=6) == (batches, cursor)
+    assert taken(numbered(11), Cursor(), 3, steps=6, seed=8)[0] != batches
+
+
+def test_without_shuffling_the_order_is_the_files() -> None:
+    batches, cursor = taken(numbered(5), Cursor(), 2, steps=3, shuffle=False)
+    assert batches == [[0, 1], [2, 3], [0, 1]] and cursor == Cursor(1, 2)
+
+
+@given(size=st.integers(1, 30), share=st.floats(0.01, 1), before=st.integers(0, 8), after=st.integers(1, 8), seed=st.integers(0, 2**40))
+def test_a_resumed_order_is_the_uninterrupted_one(size: int, share: float, before: int, after: int, seed: int) -> None:
+    count = max(1, int(size * share))
+    whole, end = taken(numbered(size), Cursor(), count, before + after, seed)
+    _, saved = taken(numbered(size), Cursor(), count, before, seed)
+    assert taken(numbered(size), Cursor(saved.epoch, saved.offset), count, after, seed) == (whole[before:], end)
+    steps = numbered(size).steps_per_epoch(count)
+    for epoch in range(0, len(whole), steps):
+        seen = list(chain(*whole[epoch : epoch + steps]))
+        assert len(set(seen)) == len(seen)
+
+
+def test_epochs_are_described_in_words() -> None:
+    assert numbered(11).steps_per_epoch(3) == 3
+    assert numbered(11).describe_epoch(3) == "an epoch is 3 steps of 3 prompts; each epoch leaves out 2 of its 11, too few for a full batch"
+    assert numbered(4).describe_epoch(4) == "an epoch is 1 step of 4 prompts; none is left out"
+
+
+def test_a_step_larger_than_the_data_is_refused() -> None:
+    for ask in (lambda: numbered(3).take(Cursor(), 4, 0, True), lambda: numbered(3).steps_per_epoch(4)):
+        with pytest.raises(UserError, match=r"takes 4 prompts.*only 3\. Lower algorithm\.prompts_per_step to at most 3"):
+            ask()
+
+
+# SFT rows
+
+
+def sft_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
+    """Each row as (text not trained on, text trained on)."""
+    split = []
+    for row in load_sft(write_lines(tmp_path / "sft.jsonl", rows), tokenizer, data(**settings)).rows:
+        assert row.ids.dtype == np.int64 and row.mask.dtype == np.bool_ and len(row.ids) == len(row.mask)
+        start = int(row.mask.argmax())
+        assert row.mask[start:].all() and start > 0
+        split.append((tokenizer.decode(row.ids[:start]), tokenizer.decode(row.ids[start:])))
+    return split
+
+
+def test_sft_trains_on_the_response_and_its_end_only(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "2+3=", "response": "5"},
+        {"prompt": USER, "response": "5"},
+        {"messages": [*USER, {"role": "assistant", "content": "5"}]},
+    ]
+    templated = ("<s>[user]2+3=</s>\n[assistant]", "5</s>")
+    assert sft_rows(tmp_path, tokenizer, rows) == [("<s>2+3=", "5</s>"), templated, templated]
+    assert sft_rows(tmp_path, tokenizer, rows[:1], apply_template="always") == [templated]
+
+
+def test_sft_prompts_are_those_of_rollout(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"prompt": USER, "response": "5"}, {"prompt": [{"role": "system", "content": "Mine."}, *USER], "response": "5"}]
+    path = write_lines(tmp_path / "a.jsonl", rows)
+    config = data(system="Add.", template_args={"style": "brief"})
+    for row, prompt in zip(load_sft(path, tokenizer, config).rows, load_prompts(path, tokenizer, config).prompts, strict=True):
+        assert row.ids[~row.mask].tolist() == prompt.ids.tolist()
+        # This template writes the style only before an answer that is still to come, so the answer is put there by itself.
+        assert tokenizer.decode(row.ids[row.mask]) == "5</s>"
+
+
+def test_sft_keeps_what_the_template_writes_around_the_answer(tmp_path: Path) -> None:
+    spaced = make_tokenizer(template=TEMPLATE.replace("]{{ message['content'] }}", "]{{ ' ' + message['content'] }}<|turn|>\n"))
+    rows = [{"prompt": USER, "response": "5"}]
+    assert sft_rows(tmp_path, spaced, rows)[0][1] == " 5<|turn|>\n</s>"
+    # No end of sequence from the template: one is put there.
+    turns = make_tokenizer(template=TEMPLATE.replace("{{ eos_token }}", "<|turn|>"))
+    assert sft_rows(tmp_path, turns, rows)[0][1] == "5<|turn|>\n</s>"
+    # Unless generation stops at the template's own end of turn.
+    row = load_sft(str(tmp_path / "sft.jsonl"), turns, data(), end_ids=[TURN]).rows[0]
+    assert turns.decode(row.ids[row.mask]) == "5<|turn|>"
+
+
+def test_sft_trains_on_what_a_template_drops(tmp_path: Path) -> None:
+    forgetful = make_tokenizer(template=TEMPLATE.replace("message['content']", "message['content'].split('</think>')[-1]"))
+    rows: list[dict[str, Any]] = [{"prompt": USER, "response": "<think>count</think>5"}]
+    assert sft_rows(tmp_path, forgetful, rows)[0][1] == "<think>count</think>5</s>"
+
+
+def test_sft_trains_on_the_last_turn_of_the_assistant(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    answer = {"role": "assistant", "content": "5"}
+    assert sft_rows(tmp_path, tokenizer, [{"messages": [*USER, answer, *USER, answer]}]) == [
+        ("<s>[user]2+3=</s>\n[assistant]5</s>\n[user]2+3=</s>\n[assistant]", "5</s>")
+    ]
+
+
+def test_sft_ends_a_response_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert sft_rows(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5</s>"}]) == [("<s>2+3=", "5</s>")]
+
+
+def test_sft_leaves_out_over_long_prompts_and_goes_in_epochs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [{"question": "1" * length, "solution": "a long answer"} for length in (5, 3, 2, 1)]
+    config = data(max_prompt_tokens=4, prompt_key="question", response_key="solution")
+    loaded = load_sft(write_lines(tmp_path / "a.jsonl", rows), tokenizer, config)
+    assert (loaded.rows_read, loaded.too_long, loaded.longest, len(loaded)) == (4, 1, 4 + len("a long answer") + 1, 3)
+    assert "1 left out with prompts of more than 4 tokens" in loaded.describe()
+    assert loaded.describe_epoch(2) == "an epoch is 1 step of 2 rows; each epoch leaves out 1 of its 3, too few for a full batch"
+    batch, cursor = loaded.take(Cursor(0, 2), 2, seed=0, shuffle=False)
+    assert batch == loaded.rows[:2] and cursor == Cursor(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("row", "word"),
+    [
+        ({"prompt": "2"}, "needs 'prompt' and 'response', or 'messages'"),
+        ({"prompt": "2", "response": 5}, "'response' is of type int"),
+        ({"prompt": "2", "response": ""}, "response is empty"),
+        ({"messages": USER}, "must end with the assistant's message"),
+        ({"messages": [{"role": "assistant", "content": "5"}]}, "after at least one other"),
+        ({"messages": [*USER, {"role": "assistant", "content": ""}]}, "response is empty"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "its tool_calls would be lost"),
+    ],
+)
+def test_a_broken_sft_row_names_file_and_line(row: dict[str, Any], word: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "1", "response": "1"}, row])
+    with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{word}"):
+        # The style makes the template write the conversation otherwise than the prompt.
+        load_sft(path, tokenizer, data(template_args={"style": "brief"}, apply_template="always"))
+
+
+def test_sft_needs_an_end_of_sequence_token(tmp_path: Path) -> None:
+    endless = make_tokenizer()
+    endless.eos_token = None
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": "1", "response": "1"}]), endless, data())
+
+
+# examples/gsm8k/prepare.py
+
+
+def prepare(*arguments: object) -> subprocess.CompletedProcess[str]:
+    script = REPOSITORY / "examples" / "gsm8k" / "prepare.py"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
+    command = [sys.executable, str(script), *(str(argument) for argument in arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+
+
+def test_gsm8k_is_prepared_for_rl_and_sft(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    answers = ["48/2 = <<48/2=24>>24 clips.\n#### 24", "It is $<<0.5*10=5.0>>5.\n#### 1,005", "None.\n#### -3"]
+    questions = [{"question": f"How many \u00e9 {number}?", "answer": answer} for number, answer in enumerate(answers)]
+    (tmp_path / "source").mkdir()
+    write_lines(tmp_path / "source" / "train.jsonl", questions)
+    write_lines(tmp_path / "source" / "test.jsonl", questions[:1])
+    out = tmp_path / "made" / "out"
+    result = prepare("--source", tmp_path / "source", "--out", out)
+    assert result.returncode == 0, result.stderr
+    names = [f"{split}{ending}" for split in ("test", "train") for ending in (".jsonl", ".parquet", "_sft.jsonl")]
+    assert sorted(path.name for path in out.iterdir()) == names
+    rows = [row for row, _ in read_rows(out / "train.parquet")]
+    assert rows == [row for row, _ in read_rows(out / "train.jsonl")]
+    assert rows[1] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [
+            {"role": "user", "content": 'How many \u00e9 1? Let\'s think step by step and output the final answer after "####".'},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "1005"},
+        "extra_info": {"split": "train", "index": 1, "question": "How many \u00e9 1?", "answer": answers[1]},
+    }
+    assert [row["reward_model"]["ground_truth"] for row in rows] == ["24", "1005", "-3"]
+    trained = load_sft(str(out / "train_sft.jsonl"), tokenizer, data()).rows[0]
+    assert tokenizer.decode(trained.ids[trained.mask]) == "48/2 = 24 clips.\n#### 24</s>"
+
+
+def test_preparing_refuses_what_is_not_gsm8k_and_writes_nothing(tmp_path: Path) -> None:
+    source, out = tmp_path / "source", tmp_path / "out"
+    assert "no such folder" in prepare("--source", source, "--out", out).stderr
+    source.mkdir()
+    write_lines(source / "train.jsonl", [{"question": "q", "answer": "#### 1"}])
+    write_lines(source / "test.jsonl", [{"question": "q", "answer": "no number"}])
+    result = prepare("--source", source, "--out", out)
+    assert result.returncode == 2 and "test.jsonl:1: the answer does not end with" in result.stderr
+    assert "Traceback" not in result.stderr and not out.exists()
+    assert "is the source itself" in prepare("--source", source, "--out", source).stderr
+    assert "--source" in prepare("--help").stdout

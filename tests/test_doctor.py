@@ -1,0 +1,162 @@
+"""The doctor tells the truth about this computer, and about one where things are broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from fulltilt import doctor
+from fulltilt.doctor import Finding, Report, examine, in_range
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def report() -> Report:
+    return examine()
+
+
+def finding(report: Report, name: str) -> Finding:
+    (found,) = [entry for entry in report.findings if entry.name == name]
+    return found
+
+
+def test_this_environment_is_sound(report: Report) -> None:
+    assert not report.broken
+    assert finding(report, "python").detail.startswith(".".join(map(str, sys.version_info[:3])))
+    assert sys.executable in finding(report, "python").detail
+    for package in ("torch", "transformers", "safetensors", "pydantic", "pyarrow", "rich", "typer", "numpy"):
+        assert finding(report, package).status == "ok"
+        assert finding(report, package).core
+        assert finding(report, package).detail.startswith(metadata.version(package))
+
+
+def test_this_computer(report: Report) -> None:
+    assert finding(report, "cores").detail.endswith(f"of {os.cpu_count()}")
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    assert f"{total:.1f} GiB" in finding(report, "memory").detail
+    disk = finding(report, "disk").detail
+    assert f"of {shutil.disk_usage(Path.cwd()).total / 2**30:.1f} GiB" in disk
+    assert str(Path.cwd()) in disk
+
+
+def test_optional_packages(report: Report) -> None:
+    for extra in doctor.EXTRAS:
+        found = finding(report, extra.package)
+        assert not found.core
+        if importlib.util.find_spec(extra.module) is None:
+            assert found.status == "missing"
+            assert f'pip install "fulltilt[{extra.extra}]"' in found.remedy or (extra.linux_only and sys.platform != "linux")
+        else:
+            assert found.detail.startswith(metadata.version(extra.package))
+
+
+def test_devices_as_torch_sees_them(report: Report) -> None:
+    devices = [entry for entry in report.findings if re.fullmatch(r"cuda(:\d+)?", entry.name)]
+    if torch.cuda.is_available():
+        assert [entry.name for entry in devices] == [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    else:
+        assert [(entry.name, entry.status) for entry in devices] == [("cuda", "missing")]
+        assert "CPU" in devices[0].detail
+        assert finding(report, "varlen_attn").status == "ok"
+    assert finding(report, "bfloat16").detail
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_packed_attention_works_on_the_gpu(report: Report) -> None:
+    assert finding(report, "varlen_attn on cuda:0").status == "ok"
+    assert torch.cuda.get_device_name(0) in finding(report, "cuda:0").detail
+    assert re.search(r"driver \d+", finding(report, "cuda:0").detail)
+
+
+def test_a_device_without_the_kernel_is_found_broken() -> None:
+    found = doctor.examine_varlen_on_cuda("cpu")  # where the kernel really does not exist
+    assert found.status == "broken"
+    assert "a small call failed" in found.detail
+    assert Report((found,)).broken
+
+
+def test_both_forms_say_the_same(report: Report) -> None:
+    parsed = json.loads(json.dumps(report.as_json()))
+    assert parsed["broken"] is False
+    assert [entry["name"] for entry in parsed["findings"]] == [entry.name for entry in report.findings]
+    lines = report.lines()
+    assert len(lines) == len(report.findings)
+    for line, entry in zip(lines, report.findings, strict=True):
+        assert line.startswith(entry.name)
+        assert entry.status in line
+        assert entry.detail in line
+        assert entry.remedy in line
+
+
+def test_the_ranges_and_extras_are_those_of_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == f">={doctor.PYTHON_RANGE[0]},<{doctor.PYTHON_RANGE[1]}"
+    assert sorted(project["dependencies"]) == sorted(doctor.requirement(package, limits) for package, limits in doctor.CORE.items())
+    listed = {(extra, re.split(r"[ ;<>=]", entry)[0]) for extra, entries in project["optional-dependencies"].items() for entry in entries}
+    assert {pair for pair in listed if pair[0] != "dev"} == {(extra.extra, extra.package) for extra in doctor.EXTRAS}
+
+
+def test_the_pinned_versions_are_in_the_ranges() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    for package, limits in doctor.CORE.items():
+        assert limits is None or in_range(pins[package], limits), package
+    assert (pins["torch"], pins["transformers"]) == ("2.13.0", "5.17.0")
+
+
+@pytest.mark.parametrize(
+    ("version", "inside"),
+    [("2.11.0", True), ("2.13.0+cpu", True), ("2.13.1.post2", True), ("2.10.9", False), ("2.14.0", False), ("2.14.0a0+git12", False)],
+)
+def test_ranges(version: str, inside: bool) -> None:
+    assert in_range(version, ("2.11", "2.14")) is inside
+
+
+def pretend_installed(folder: Path, package: str, version: str, module: str | None, code: str = "") -> None:
+    information = folder / f"{package.replace('-', '_')}-{version}.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    if module:
+        (folder / f"{module}.py").write_text(code)
+
+
+def test_what_is_broken_is_said_with_its_reason(tmp_path: Path) -> None:
+    pretend_installed(tmp_path, "torch", "2.13.0", "torch", "raise ImportError('libcudart.so.13: cannot open shared object file')")
+    pretend_installed(tmp_path, "transformers", "4.57.0", "transformers")
+    pretend_installed(tmp_path, "triton", "3.9", "triton", "import os; os.abort()")
+    pretend_installed(tmp_path, "math-verify", "0.9", "math_verify", "raise RuntimeError('antlr does not fit')")
+    pretend_installed(tmp_path, "ray", "2.50", None)
+    script = (
+        "import sys, json; from fulltilt import doctor; assert 'torch' not in sys.modules; print(json.dumps(doctor.examine().as_json()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+    child = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    answer = json.loads(child.stdout)
+    found = {entry["name"]: entry for entry in answer["findings"]}
+    assert answer["broken"]
+    expected = {
+        "torch": "libcudart.so.13: cannot open shared object file",
+        "transformers": "4.57.0; supported: 5.17 to below 5.20",
+        "triton": "cannot be imported: the importing process ended with status -6",
+        "math-verify": "RuntimeError: antlr does not fit",
+    }
+    if importlib.util.find_spec("ray") is None:
+        expected["ray"] = "there is no module ray"
+    for name, reason in expected.items():
+        assert found[name]["status"] == "broken"
+        assert reason in found[name]["detail"]
+        assert "pip install" in found[name]["remedy"]
+    assert "cuda" not in found  # without torch nobody can tell

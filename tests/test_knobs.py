@@ -1,0 +1,161 @@
+"""The ledger: it agrees with the configuration and with itself, and a knob that is not built is refused under every name it has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulltilt import knobs
+from fulltilt.config import flatten, keys, parse
+from fulltilt.records import UserError
+
+BUILT = {
+    "algorithm.prompts_per_step": 32,
+    "algorithm.samples_per_prompt": 4,
+    "algorithm.epochs": 2,
+    "algorithm.minibatches_per_step": 2,
+    "rollout.kv_bytes": 2**20,
+    "rollout.memory_fraction": 0.5,
+    "rollout.max_seqs": 16,
+    "rollout.max_batched_tokens": 512,
+    "rollout.chunked_prefill": False,
+    "rollout.prefix_sharing": False,
+    "rollout.log_stats": False,
+    "rollout.engine": "native",
+    "actor.dynamic_batch": False,
+    "actor.micro_batch": 2,
+    "actor.token_budget": 1024,
+    "actor.forward_token_budget": 2048,
+    "ref.dynamic_batch": False,
+    "ref.micro_batch": 2,
+    "ref.forward_token_budget": 2048,
+}
+NEEDED_WITH = {
+    "actor.dynamic_batch": {"actor.micro_batch": 2},
+    "actor.micro_batch": {"actor.dynamic_batch": False},
+    "ref.dynamic_batch": {"ref.micro_batch": 2},
+    "ref.micro_batch": {"ref.dynamic_batch": False},
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "config.json").write_text("{}")
+    return {"model": {"path": str(tmp_path)}, "data": {"train": str(tmp_path)}, "run": {"steps": 1}}
+
+
+def tables(run: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    made = {name: dict(table) for name, table in run.items()}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        made.setdefault(section, {})[name] = value
+    return made
+
+
+def refusal(run: dict[str, Any], override: str) -> str:
+    with pytest.raises(UserError) as error:
+        parse(run, [override])
+    head, line = str(error.value).splitlines()
+    assert head == "configuration: 1 mistake"
+    return line.removeprefix("  1. ")
+
+
+def test_built_knobs_are_those_of_this_version() -> None:
+    assert {knob.name for knob in knobs.LEDGER if knob.built} == set(BUILT)
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_a_built_knob_is_a_key_that_takes_a_legal_value(run: dict[str, Any], name: str) -> None:
+    config = parse(tables(run, {name: BUILT[name], **NEEDED_WITH.get(name, {})}))
+    assert flatten(config)[name] == BUILT[name]
+
+
+def test_unbuilt_knobs_are_no_keys() -> None:
+    assert not {knob.name for knob in knobs.LEDGER if not knob.built} & set(keys())
+
+
+@pytest.mark.parametrize("knob", [knob for knob in knobs.LEDGER if not knob.built], ids=lambda knob: knob.name)
+def test_an_unbuilt_knob_is_refused_under_every_name(run: dict[str, Any], knob: knobs.Knob) -> None:
+    if knob.legal:
+        assert refusal(run, f"{knob.name}=1") == f"{knob.name}: known knob, not built in this version: remove it"
+    else:
+        assert refusal(run, f"{knob.name}=1").startswith(f"{knob.name}: not a setting: ")
+    for system, aliases in (("verl's", knob.verl), ("ChatLearn's", knob.chatlearn)):
+        for alias in aliases:
+            if alias not in knobs.SHARED:
+                key = alias.replace(".*", ".any")
+                assert (
+                    refusal(run, f"{key}=1") == f"{key}: {system} name for {knob.name}, a known knob, not built in this version: remove it"
+                )
+
+
+@pytest.mark.parametrize("knob", [knob for knob in knobs.LEDGER if knob.built], ids=lambda knob: knob.name)
+def test_an_alias_of_a_built_knob_says_what_to_write(run: dict[str, Any], knob: knobs.Knob) -> None:
+    for system, aliases in (("verl's", knob.verl), ("ChatLearn's", knob.chatlearn)):
+        for alias in set(aliases) - knobs.SHARED:
+            value = "..." if knob.note else "7"
+            told = refusal(run, f"{alias}=7")
+            assert told.startswith(f"{alias}: {system} name for {knob.name}: write {knob.name} = {value}")
+            assert knob.note in told
+
+
+def test_aliases_are_refused_in_a_file_as_well(run: dict[str, Any]) -> None:
+    made = {**run, "actor_rollout_ref": {"rollout": {"n": 4, "enforce_eager": True}}}
+    with pytest.raises(UserError) as error:
+        parse(made)
+    assert "actor_rollout_ref.rollout.n: verl's name for algorithm.samples_per_prompt: write algorithm.samples_per_prompt = 4" in str(
+        error.value
+    )
+    assert "actor_rollout_ref.rollout.enforce_eager: verl's name for rollout.cuda_graphs, a known knob, not built" in str(error.value)
+
+
+def test_a_shared_alias_names_all_its_knobs(run: dict[str, Any]) -> None:
+    told = refusal(run, "models.policy_trainer.packing=true")
+    assert "ChatLearn's name for actor.dynamic_batch and train.packing: write actor.dynamic_batch = ..." in told
+    assert "train.packing is a known knob, not built in this version" in told
+    told = refusal(run, "models.policy_trainer.max_token_in_packing=8192")
+    assert "write actor.token_budget = ..., actor.forward_token_budget = ..." in told
+
+
+def test_no_name_stands_for_two_knobs_unless_it_is_meant_to() -> None:
+    names = Counter(name for knob in knobs.LEDGER for name in (knob.name, *knob.verl, *knob.chatlearn))
+    assert {name for name, count in names.items() if count > 1} == knobs.SHARED
+
+
+def test_entries_are_complete_and_spelt_out() -> None:
+    for knob in knobs.LEDGER:
+        assert knob.must_change and knob.auto and knob.section in (knobs.ROLLOUT, knobs.BATCHES, knobs.TRAINING)
+        for name in (knob.name, *knob.verl, *knob.chatlearn):
+            assert not set(name) & set("{}… `/"), name
+            assert "ARR" not in name and "ROLE" not in name
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "source"),
+    [
+        ("rollout.max_seqs", "rollout.max_seqs", "native"),
+        ("actor_rollout_ref.rollout.max_num_seqs", "rollout.max_seqs", "verl"),
+        ("models.policy.generation_batch_size", "rollout.max_seqs", "chatlearn"),
+        ("models.policy_trainer.generation_batch_size", "actor.micro_batch", "chatlearn"),
+        ("reward_model.forward_micro_batch_size_per_gpu", "reward_model.micro_batch", "verl"),
+        ("critic.forward_micro_batch_size_per_gpu", "critic.micro_batch", "verl"),
+        ("ulysses_degree", "train.sequence_parallel", "verl"),
+        ("use_liger_kernel", "train.fused_layers", "verl"),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.apply_rope_fusion", "train.overlap_and_fusion", "verl"),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity", "train.recompute", "verl"),
+    ],
+)
+def test_find(key: str, name: str, source: str) -> None:
+    found = knobs.find(key)
+    assert found is not None
+    assert (found[0].name, found[1]) == (name, source)
+
+
+@pytest.mark.parametrize(
+    "key", ["nothing", "rollout", "rollout.temperature", "actor_rollout_ref.actor.megatron.override_transformer_config.*"]
+)
+def test_find_knows_nothing_else(key: str) -> None:
+    assert knobs.find(key) is None

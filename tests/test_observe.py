@@ -1,0 +1,371 @@
+"""Metrics and rollouts on disk, and what the console says to people and to machines."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fulltilt.observe.console import Console, Phases, clock
+from fulltilt.observe.metrics import (
+    MetricsFile,
+    RolloutFiles,
+    count_tokens,
+    encode_line,
+    summarise_lengths,
+    summarise_rows,
+    summarise_scores,
+    summarise_time,
+)
+from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+
+
+def sample(index: int, length: int, finish: str = "stop", text: str = "four") -> Sample:
+    return Sample(index, np.arange(length), np.full(length, -0.5, dtype=np.float32), finish, text)  # type: ignore[arg-type]
+
+
+def group(uid: int, *lengths: int, prompt_tokens: int = 3) -> Group:
+    prompt = Prompt(uid, np.arange(prompt_tokens), f"2+2= ({uid})", "sums", "4")
+    return Group(prompt, tuple(sample(index, length) for index, length in enumerate(lengths)))
+
+
+# ---- metrics.jsonl
+
+
+def test_metrics_lines(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "deep" / "metrics.jsonl")
+    metrics.append(1, {"b": np.float32(0.5), "a": 3, "n": np.int64(4), "bad": math.nan, "worse": -math.inf})
+    # Not closed: every line must be there as soon as it is appended.
+    (line,) = metrics.path.read_text().splitlines()
+    assert list(json.loads(line)) == ["step", "b", "a", "n", "bad", "worse", "nonfinite"]
+    assert json.loads(line) == {"step": 1, "b": 0.5, "a": 3, "n": 4, "bad": None, "worse": None, "nonfinite": ["bad", "worse"]}
+    assert '"n": 4,' in line and "NaN" not in line and "Infinity" not in line
+    assert "nonfinite" not in json.loads(encode_line(2, {"a": 1.0}))
+    metrics.sync()
+    metrics.close()
+
+
+def test_metrics_resume_gives_the_file_of_an_uninterrupted_run(tmp_path: Path) -> None:
+    straight = MetricsFile(tmp_path / "straight.jsonl")
+    for step in range(1, 6):
+        straight.append(step, {"x": step / 7})
+    broken = MetricsFile(tmp_path / "broken.jsonl")
+    for step in range(1, 4):
+        broken.append(step, {"x": step / 7})
+        if step == 2:
+            offset = broken.offset()
+    with open(broken.path, "ab") as file:
+        file.write(b'{"step": 4, "x": 0.5')  # killed in the middle of a line
+    resumed = MetricsFile(broken.path)
+    assert resumed.truncate(offset) is None
+    assert resumed.offset() == offset
+    for step in range(3, 6):
+        resumed.append(step, {"x": step / 7})
+    assert broken.path.read_bytes() == straight.path.read_bytes()
+
+
+def test_metrics_from_the_start(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(1, {})
+    assert metrics.truncate(0) is None
+    assert metrics.offset() == 0
+
+
+def test_a_metrics_file_that_lost_lines_is_a_warning_and_stays_readable(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(1, {"x": 1})
+    whole = metrics.offset()
+    metrics.append(2, {"x": 2})
+    offset = metrics.offset()
+    metrics.path.write_bytes(metrics.path.read_bytes()[: whole + 5])
+    warning = metrics.truncate(offset)
+    assert warning and f"shorter ({whole + 5} bytes) than when the checkpoint was saved ({offset} bytes)" in warning
+    metrics.append(3, {"x": 3})
+    assert [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()] == [1, 3]
+
+
+def test_a_metrics_file_edited_by_hand_is_a_warning(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.append(1, {"x": 1})
+    metrics.append(2, {"x": 2})
+    offset = metrics.offset()
+    metrics.path.write_bytes(metrics.path.read_bytes() + b" " * 3)
+    metrics.append(3, {"x": 3})
+    warning = metrics.truncate(offset + 2)
+    assert warning and "was changed" in warning
+    assert metrics.offset() == offset
+
+
+def test_a_full_disk_is_the_users_to_mend() -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    metrics = MetricsFile(full)
+    with pytest.raises(UserError, match=r"/dev/full: cannot be written: No space left"):
+        metrics.append(1, {"x": 1})
+    metrics.close()
+
+
+def test_a_folder_that_cannot_be_made_is_the_users_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        MetricsFile(tmp_path / "file" / "metrics.jsonl")
+    with pytest.raises(UserError, match="cannot be written"):
+        RolloutFiles(tmp_path / "file" / "rollouts", 1).write(1, [group(0, 2)], [[Score(1.0)]])
+
+
+# ---- rollouts
+
+
+def test_rollout_lines(tmp_path: Path) -> None:
+    rollouts = RolloutFiles(tmp_path / "rollouts", 16)
+    scores = [[Score(1.0, {"format": 0.5}), Score(math.nan, error="ran out of time")]]
+    rollouts.write(12, [Group(group(7).prompt, (sample(0, 2, text="é"), sample(1, 4, "length", text="\ud800")))], scores)
+    path = tmp_path / "rollouts" / "step-000012.jsonl"
+    first, second = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    assert first == {
+        "uid": 7,
+        "sample": 0,
+        "prompt": "2+2= (7)",
+        "response": "é",
+        "reward": 1.0,
+        "parts": {"format": 0.5},
+        "error": None,
+        "finish": "stop",
+        "data_source": "sums",
+        "ground_truth": "4",
+        "response_tokens": 2,
+        "logprob_mean": -0.5,
+    }
+    assert (second["reward"], second["error"], second["finish"], second["response"]) == (None, "ran out of time", "length", "\ud800")
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(("per_step", "written"), [(0, None), (1, 3), (3, 3), (5, 3), (6, 6), (100, 9)])
+def test_whole_groups_are_written_first_to_last(tmp_path: Path, per_step: int, written: int | None) -> None:
+    groups = [group(uid, 1, 2, 3) for uid in range(3)]
+    RolloutFiles(tmp_path, per_step).write(1, groups, [[Score(0.0)] * 3] * 3)
+    path = tmp_path / "step-000001.jsonl"
+    if written is None:
+        assert not path.exists()
+        return
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["uid"], line["sample"]) for line in lines] == [(index // 3, index % 3) for index in range(written)]
+
+
+def test_rollouts_truncate(tmp_path: Path) -> None:
+    rollouts = RolloutFiles(tmp_path / "rollouts", 4)
+    rollouts.truncate(3)
+    for step in (1, 2, 3, 4, 10):
+        rollouts.write(step, [group(0, 2)], [[Score(1.0)]])
+    (rollouts.folder / "step-000002.jsonl.partial").write_text("{")
+    (rollouts.folder / "notes.txt").write_text("mine")
+    rollouts.truncate(3)
+    assert sorted(path.name for path in rollouts.folder.iterdir()) == [
+        "notes.txt",
+        "step-000001.jsonl",
+        "step-000002.jsonl",
+        "step-000003.jsonl",
+    ]
+
+
+# ---- summaries under verl's names
+
+
+def test_summarise_scores() -> None:
+    scores = [Score(1.0, {"format": 1.0}), Score(0.0, {"format": 0.0}), Score(99.0, error="crashed"), Score(99.0, error="ran out of time")]
+    assert summarise_scores(scores, timeouts=1, excluded=2) == {
+        "critic/score/mean": 0.5,
+        "critic/score/max": 1.0,
+        "critic/score/min": 0.0,
+        "reward/parts/format": 0.5,
+        "reward/errors": 2,
+        "reward/timeouts": 1,
+        "reward/excluded": 2,
+    }
+    assert summarise_scores([Score(0.0, error="crashed")], timeouts=0, excluded=1) == {
+        "reward/errors": 1,
+        "reward/timeouts": 0,
+        "reward/excluded": 1,
+    }
+
+
+def test_summarise_rows_counts_trained_tokens_only() -> None:
+    def row(reward: float, advantages: list[float]) -> Row:
+        mask = np.array([False] + [True] * (len(advantages) - 1))
+        return Row(np.arange(len(advantages)), mask, reward=reward, advantages=np.array(advantages, dtype=np.float32))
+
+    found = summarise_rows([row(2.0, [9.0, 1.0, 1.0, 1.0]), row(0.0, [-9.0, -1.0])])
+    assert found == {
+        "critic/rewards/mean": 1.0,
+        "critic/rewards/max": 2.0,
+        "critic/rewards/min": 0.0,
+        "critic/advantages/mean": 0.5,
+        "critic/advantages/max": 1.0,
+        "critic/advantages/min": -1.0,
+    }
+    assert summarise_rows([]) == {}
+
+
+def test_summarise_lengths() -> None:
+    groups = [
+        Group(group(0, prompt_tokens=8).prompt, (sample(0, 2), sample(1, 6, "length"))),
+        Group(group(1, prompt_tokens=2).prompt, (sample(0, 4), sample(1, 4))),
+    ]
+    assert summarise_lengths(groups, max_prompt_tokens=8) == {
+        "response_length/mean": 4.0,
+        "response_length/max": 6.0,
+        "response_length/min": 2.0,
+        "response_length/clip_ratio": 0.25,
+        "prompt_length/mean": 5.0,
+        "prompt_length/max": 8.0,
+        "prompt_length/min": 2.0,
+        "prompt_length/clip_ratio": 0.5,
+    }
+    assert count_tokens(groups) == (16, 36)
+    assert summarise_lengths([], 8) == {}
+
+
+def test_summarise_time_uses_verls_names() -> None:
+    seconds = {
+        "rollout": 2.0,
+        "reward": 0.5,
+        "old-logprob": 1.0,
+        "ref-logprob": 0.25,
+        "advantage": 0.0,
+        "update-actor": 4.0,
+        "save": 0.1,
+        "eval": 0.2,
+    }
+    found = summarise_time(seconds, 10.0, response_tokens=1000, total_tokens=4000, devices=2)
+    assert {name: found[f"timing_s/{name}"] for name in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor")} == {
+        "gen": 2.0,
+        "reward": 0.5,
+        "old_log_prob": 1.0,
+        "ref": 0.25,
+        "adv": 0.0,
+        "update_actor": 4.0,
+    }
+    assert (found["timing_s/save_checkpoint"], found["timing_s/testing"], found["timing_s/step"]) == (0.1, 0.2, 10.0)
+    assert (found["timing_per_token_ms/gen"], found["timing_per_token_ms/update_actor"]) == (2.0, 1.0)
+    assert (found["perf/total_num_tokens"], found["perf/time_per_step"], found["perf/throughput"]) == (4000, 10.0, 200.0)
+
+
+# ---- console
+
+
+def steps(console: Console, count: int = 2) -> None:
+    with console.run(total=count):
+        for step in range(1, count + 1):
+            console.begin_step(step)
+            with console.phase("rollout"):
+                console.phase_progress(1, 4)
+            with console.phase("update-actor"):
+                pass
+            console.end_step({"critic/score/mean": step / 4, "response_length/mean": 40.0})
+
+
+def test_plain_lines_where_there_is_no_terminal() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(stdout=out, stderr=err)
+    steps(console)
+    console.note("saved [bold]runs/x[/bold] " + "y" * 200)
+    console.warn("top_p")
+    first, second, note = out.getvalue().splitlines()
+    assert re.fullmatch(r"step 1/2  reward 0\.250  length 40\.0  \d\.\d s  \(rollout \d\.\d, update-actor \d\.\d\)", first)
+    assert second.startswith("step 2/2  reward 0.500  ")
+    assert note == "saved [bold]runs/x[/bold] " + "y" * 200
+    assert err.getvalue() == "warning: top_p\n"
+    assert "\x1b" not in out.getvalue() + err.getvalue()
+
+
+def test_json_goes_to_stdout_and_words_to_stderr() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(json=True, stdout=out, stderr=err)
+    steps(console)
+    console.note("a note")
+    console.warn("a warning")
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [
+        {"step": 1, "critic/score/mean": 0.25, "response_length/mean": 40.0},
+        {"step": 2, "critic/score/mean": 0.5, "response_length/mean": 40.0},
+    ]
+    words = err.getvalue().splitlines()
+    assert words[0].startswith("step 1/2") and words[2:] == ["a note", "warning: a warning"]
+
+
+def test_quiet_keeps_warnings_and_json() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(quiet=True, stdout=out, stderr=err)
+    steps(console)
+    console.note("a note")
+    console.warn("a warning")
+    assert out.getvalue() == "" and err.getvalue() == "warning: a warning\n"
+    out = io.StringIO()
+    steps(Console(json=True, quiet=True, stdout=out, stderr=err))
+    assert len(out.getvalue().splitlines()) == 2
+
+
+def test_bar_shows_phase_progress_times_and_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    out = io.StringIO()
+    console = Console(stdout=out, stderr=io.StringIO(), terminal=True)
+    with console.run(total=4, done=1):
+        console.begin_step(2)
+        with console.phase("rollout"):
+            time.sleep(0.11)
+            console.phase_progress(3, 8)
+        console.end_step({"critic/score/mean": 0.125})
+        console.warn("beside the bar")
+        with console.phase("save"):
+            pass
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "1/4" in drawn and "2/4" in drawn and "3/4" not in drawn
+    assert "rollout 3/8" in drawn and "save " in drawn
+    assert "0:00 elapsed, 0:00 left" in drawn and "reward 0.125" in drawn
+    assert "warning: beside the bar\n" in drawn
+    assert "step 2/4" not in drawn
+    assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor must come back"
+
+
+def test_the_bar_ends_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out = io.StringIO()
+    console = Console(stdout=out, stderr=io.StringIO(), terminal=True)
+    with pytest.raises(KeyboardInterrupt), console.run(total=2):
+        console.begin_step(1)
+        with console.phase("reward"):
+            raise KeyboardInterrupt
+    assert out.getvalue().rstrip().endswith("\x1b[?25h")
+    assert list(console.phases.seconds) == ["reward"]
+
+
+def test_phases_add_up_and_know_their_names() -> None:
+    phases = Phases()
+    for _ in range(2):
+        with phases.measure("rollout"):
+            time.sleep(0.01)
+    assert list(phases.seconds) == ["rollout"]
+    assert 0.02 <= phases.seconds["rollout"] <= phases.total
+    with pytest.raises(AssertionError, match="not the name of a phase"), phases.measure("dreaming"):
+        pass
+
+
+def test_each_step_has_its_own_seconds() -> None:
+    console = Console(stdout=io.StringIO(), stderr=io.StringIO())
+    first = console.begin_step(1)
+    with console.phase("rollout"), console.phase("reward"):
+        pass
+    assert list(first.seconds) == ["rollout", "reward"]
+    assert console.begin_step(2).seconds == {}
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (7, "0:07"), (760, "12:40"), (10925, "3:02:05")])
+def test_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown

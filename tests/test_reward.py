@@ -1,0 +1,715 @@
+"""Rewards: real processes, real bad behaviour. Every bad sample stands among good ones whose scores must be right and in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fulltilt.config import RewardConfig
+from fulltilt.records import Group, Prompt, Sample, Score, UserError
+from fulltilt.reward import functions, gsm8k
+from fulltilt.reward.base import ERRORS_FILE, RewardPool
+from fulltilt.reward.worker import MOST_CHILDREN
+
+MISBEHAVING = '''
+import ctypes, os, signal, subprocess, sys, time
+from pathlib import Path
+
+LEAK = []
+
+def fork_and_return():
+    os.fork()
+
+def note(pid):
+    with open(os.environ["REWARD_TEST_PIDS"], "a") as file:
+        file.write(f"{pid}\\n")
+
+def leave_grandchild():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(600)
+        os._exit(0)
+    note(pid)
+
+def leave_detached():
+    note(subprocess.Popen(["sleep", "600"], start_new_session=True).pid)
+
+def grandchild_then(action):
+    leave_grandchild()
+    action()
+
+def eat():
+    while True:
+        LEAK.append(bytearray(64 * 2**20))
+
+def close_all():
+    os.closerange(0, 256)
+
+def close_all_and_stay():
+    os.closerange(0, 256)
+    time.sleep(600)
+
+def shout():
+    for _ in range(50):
+        print("x" * 2**20)
+        print("y" * 2**10, file=sys.stderr)
+    os.write(1, b"z" * 2**20)
+    os.write(2, b"z" * 2**20)
+
+def lie():
+    for fd in range(3, 64):
+        try:
+            os.write(fd, b"\\0\\0\\0\\2[]")
+        except OSError:
+            pass
+
+def raise_(error):
+    raise error
+
+ACTIONS = {
+    "hang": lambda: time.sleep(600),
+    "spin": lambda: [None for _ in iter(int, 1)],
+    "stop itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raise": lambda: raise_(ValueError("no answer here")),
+    "raise unprintable": lambda: raise_(type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})()),
+    "_exit": lambda: os._exit(0),
+    "segfault": lambda: ctypes.string_at(0),
+    "abort": os.abort,
+    "sys.exit": lambda: sys.exit(3),
+    "interrupt": lambda: raise_(KeyboardInterrupt()),
+    "fork": fork_and_return,
+    "grandchild": leave_grandchild,
+    "detached, hang": lambda: (leave_detached(), time.sleep(600)),
+    "grandchild, hang": lambda: grandchild_then(lambda: time.sleep(600)),
+    "grandchild, _exit": lambda: grandchild_then(lambda: os._exit(7)),
+    "print": shout,
+    "eat": eat,
+    "close": close_all,
+    "close and stay": close_all_and_stay,
+    "lie": lie,
+    "close stdout": lambda: sys.stdout.close(),
+    "alarm": lambda: signal.alarm(1),
+    "nap": lambda: time.sleep(1.3),
+    "leave the folder": lambda: os.chdir("/"),
+}
+
+def score(solution_str):
+    """'ACTION|NUMBER' does the action and returns the number."""
+    action, _, number = solution_str.rpartition("|")
+    if action:
+        ACTIONS[action]()
+    return float(number)
+'''
+
+
+@pytest.fixture
+def bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("REWARD_TEST_PIDS", str(tmp_path / "pids"))
+    path = tmp_path / "misbehaving.py"
+    path.write_text(MISBEHAVING)
+    return path
+
+
+@pytest.fixture
+def pool_of() -> Iterator[Callable[..., RewardPool]]:
+    pools: list[RewardPool] = []
+
+    def make(function: str, run_dir: Path | None = None, **settings: Any) -> RewardPool:
+        settings = {"workers": 2, "timeout_s": 20.0, "memory_gb": 0.5} | settings
+        pools.append(RewardPool(RewardConfig(function=function, **settings), run_dir))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def group_of(
+    texts: Sequence[str], uid: int = 0, source: str = "unknown", truth: Any = "18", extra: dict[str, Any] | None = None, prompt: str = "ask"
+) -> Group:
+    none = np.zeros(0, dtype=np.int64)
+    samples = tuple(Sample(index, none, none.astype(np.float32), "stop", text) for index, text in enumerate(texts))
+    return Group(Prompt(uid, none, prompt, source, truth, extra or {}), samples)
+
+
+def write(folder: Path, text: str, name: str = "mine.py") -> str:
+    path = folder / name
+    path.write_text(textwrap.dedent(text))
+    return f"{path}:score"
+
+
+def values(scores: Sequence[Score]) -> list[float]:
+    return [score.value for score in scores]
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    stat = Path(f"/proc/{pid}/stat")
+    # A killed orphan may wait for its new parent to reap it.
+    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+
+
+def wait_until_dead(pids: Sequence[int], seconds: float = 10.0) -> list[int]:
+    deadline = time.monotonic() + seconds
+    while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [pid for pid in pids if alive(pid)]
+
+
+def noted_pids(folder: Path) -> list[int]:
+    return [int(line) for line in (folder / "pids").read_text().split()]
+
+
+# GSM8K
+
+STRICT = [
+    ("so 9 * 2 = 18\n#### 18", "18", 1),
+    ("#### 18", "some steps\n#### 18", 1),
+    ("####18", 18, 1),
+    ("#### 18.", "18", 1),
+    ("#### $18", "18", 1),
+    ("#### -$18", "-18", 1),
+    ("#### $-18", "-18", 1),
+    ("#### 1,234,567", "1234567", 1),
+    ("#### 1234567", "1,234,567", 1),
+    ("#### 18.0", "18", 1),
+    ("#### 18.50", 18.5, 1),
+    ("#### .5", "0.5", 1),
+    ("#### +18", "18", 1),
+    ("#### 18 apples", "18", 1),
+    ("#### 17 ... wait #### 18", "18", 1),
+    ("#### 18 ... wait #### 17", "18", 0),
+    ("#### 180", "18", 0),
+    ("#### 5,6", "56", 0),
+    ("#### -18", "18", 0),
+    ("#### 18.01", "18", 0),
+    ("#### " + "9" * 400, "8" * 400, 0),
+    ("the answer is 18", "18", 0),
+    ("#### the answer is 18", "18", 0),
+    ("####", "18", 0),
+    ("", "18", 0),
+]
+FLEXIBLE = [
+    ("the answer is 18", "18", 1),
+    ("The answer is $1,018.", "1018", 1),
+    ("first 17, then 18", "18", 1),
+    ("18 and not 17", "18", 0),
+    ("range 10-18", "18", 1),
+    ("x=-18", "-18", 1),
+    ("#### 18", "18", 1),
+    ("no number", "18", 0),
+    ("", "18", 0),
+]
+
+
+@pytest.mark.parametrize(("text", "truth", "expected"), STRICT)
+def test_gsm8k_strict(text: str, truth: Any, expected: int) -> None:
+    assert gsm8k.strict(text, truth)["score"] == expected
+
+
+@pytest.mark.parametrize(("text", "truth", "expected"), FLEXIBLE)
+def test_gsm8k_flexible(text: str, truth: Any, expected: int) -> None:
+    assert gsm8k.flexible(text, truth)["score"] == expected
+
+
+def test_gsm8k_format_part() -> None:
+    texts = ["#### 1", "#### none", "1"]
+    assert [gsm8k.strict(text, "18")["format"] for text in texts] == [1.0, 0.0, 0.0]
+    assert [gsm8k.flexible(text, "18")["format"] for text in texts] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("truth", [None, "", "eighteen", "#### eighteen", "18 or 19"])
+def test_gsm8k_refuses_a_ground_truth_without_number(truth: Any) -> None:
+    with pytest.raises(ValueError, match="holds no number"):
+        gsm8k.strict("#### 18", truth)
+
+
+# Functions: names, signatures, results
+
+
+def load(path: str, **args: Any) -> functions.RewardFunction:
+    return functions.load([functions.locate(path)], args)[0]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def score(solution_str):\n    retrun 1 +\n", r"syntax error at .*mine\.py:2"),
+        ("def other(solution_str): return 1", "defines no 'score'; its functions: other"),
+        ("score = 3", "it is a int, not a function"),
+        ("import no_such_module_here\ndef score(): return 1", r"ModuleNotFoundError.*\(mine\.py:1\)"),
+        ("import sys\nsys.exit(0)", "SystemExit"),
+        ("def score(solution_str, weight): return 1", "wants 'weight'"),
+        ("def score(solution_str, /): return 1", "wants 'solution_str'"),
+        ("def score(solution_str, ground_truths): return 1", "mixes the names"),
+        ("async def score(solution_str): return 1", "is async"),
+        ("import os\nos._exit(5)", "ended its process with exit code 5"),
+        ("import os\nos.abort()", "crashed with SIGABRT"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path, pool_of: Any, source: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pool_of(write(tmp_path, source))
+
+
+@pytest.mark.parametrize(("name", "message"), [("gsm9k", "neither gsm8k"), ("no/file.py:score", "there is no file"), ("x.py:", "neither")])
+def test_a_name_that_leads_nowhere_is_refused(pool_of: Any, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        pool_of(name)
+    with pytest.raises(UserError, match=message):
+        pool_of("gsm8k", sources={"other": name})
+
+
+def test_args_reach_the_function_and_unknown_ones_are_refused(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "def score(solution_str, weight=1.0): return weight * float(solution_str)")
+    pool = pool_of(name, args={"weight": 3.0}, sources={"plain": "gsm8k"})
+    assert values(pool.collect([group_of(["2", "4"])])[0]) == [6.0, 12.0]
+    with pytest.raises(UserError, match=r"reward\.args\.wieght: no configured reward function"):
+        pool_of(name, args={"wieght": 3.0})
+    with pytest.raises(UserError, match=r"reward\.args\.weight: no configured reward function"):
+        pool_of("gsm8k", args={"weight": 3.0})
+    with pytest.raises(UserError, match="given by the run itself"):
+        pool_of(name, args={"solution_str": "x"})
+
+
+def test_verls_signature_and_our_prompt(tmp_path: Path, pool_of: Any) -> None:
+    name = write(
+        tmp_path,
+        """
+        def score(data_source, solution_str, ground_truth, extra_info=None, prompt_str=""):
+            assert (data_source, prompt_str) == ("math", "what?"), (data_source, prompt_str)
+            return {"score": ground_truth[int(solution_str)], "index": extra_info["index"], "note": "text is no part", "nan": float("nan")}
+        """,
+    )
+    group = group_of(["1", "0"], source="math", truth=np.array([0.25, 0.75]), extra={"index": 7}, prompt="what?")
+    assert pool_of(name).collect([group])[0] == [Score(0.75, {"index": 7.0}), Score(0.25, {"index": 7.0})]
+
+
+def test_only_what_is_named_is_passed(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "def score(ground_truth, solution_str): return 1")).takes == ("solution_str", "ground_truth")
+    assert load(write(tmp_path, "def score(**kwargs): return 1")).takes == functions.VERL
+    assert load(write(tmp_path, "def score(solution_strs, **kwargs): return 1")).takes == functions.BATCH[:4]
+    assert load(write(tmp_path, "def score(solution_str, **kwargs): return 1"), a=1).args == {"a": 1}
+
+
+class Scalar:
+    """As a torch tensor answers: not a registered number, but one element to take out."""
+
+    def __init__(self, *elements: float) -> None:
+        self.elements = elements
+
+    def item(self) -> float:
+        if len(self.elements) != 1:
+            raise RuntimeError("not a scalar")
+        return self.elements[0]
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (1, 1.0),
+        (True, 1.0),
+        (0.5, 0.5),
+        (np.float32(0.5), 0.5),
+        (np.int64(3), 3.0),
+        (np.array(0.5), 0.5),
+        (Scalar(0.5), 0.5),
+        ({"score": np.bool_(True), "part": 2}, 1.0),
+    ],
+)
+def test_results_that_are_numbers(result: Any, expected: float) -> None:
+    assert functions.checked(result, 0)[0] == expected
+
+
+@pytest.mark.parametrize(
+    "result",
+    [np.nan, float("inf"), 10**400, "1", None, [1], 1j, np.ones(2), Scalar(1, 2), {"value": 1}, {"score": np.nan}, {"score": "1"}],
+)
+def test_results_that_are_not(result: Any) -> None:
+    with pytest.raises(functions.NotANumber):
+        functions.checked(result, 0)
+
+
+@pytest.mark.parametrize(("returned", "shown"), [("float('nan')", "nan"), ("float('inf')", "inf"), ("'1.0'", "'1.0'"), ("None", "None")])
+def test_a_reward_that_is_no_number_stops_the_run(tmp_path: Path, pool_of: Any, returned: str, shown: str) -> None:
+    name = write(tmp_path, f"def score(solution_str): return {returned} if solution_str.startswith('bad') else 1.0")
+    pool = pool_of(name)
+    with pytest.raises(UserError) as caught:
+        pool.collect([group_of(["good", "bad sample", "good"], source="maths")])
+    for part in (name, f"returned {shown} ", "'maths'", "'bad sample'"):
+        assert part in str(caught.value)
+    with pytest.raises(UserError):
+        pool.submit(group_of(["good"]))
+
+
+# Routing and order
+
+
+def test_functions_are_routed_by_data_source(tmp_path: Path, pool_of: Any) -> None:
+    mine = write(tmp_path, "def score(solution_str): return 7")
+    pool = pool_of("gsm8k", sources={"loose": "gsm8k_flexible", "mine": mine})
+    groups = [group_of(["so 18", "#### 18"], source=source) for source in ("anything", "loose", "mine")]
+    assert [values(scores) for scores in pool.collect(groups)] == [[0.0, 1.0], [1.0, 1.0], [7.0, 7.0]]
+    assert pool.stats().calls == 6
+
+
+def test_scores_come_in_the_order_asked_for_whatever_finishes_first(tmp_path: Path, pool_of: Any) -> None:
+    name = write(
+        tmp_path,
+        """
+        import time
+        def score(solution_str):
+            time.sleep(float(solution_str) / 100)
+            return float(solution_str)
+        """,
+    )
+    pool = pool_of(name, workers=4)
+    groups = [group_of([str((uid * 7 + index * 5) % 11) for index in range(3)], uid) for uid in range(6)]
+    for group in groups:
+        pool.submit(group)
+    asked = groups[::-1]
+    expected = [[float(sample.text) for sample in group.samples] for group in asked]
+    assert [values(scores) for scores in pool.collect(asked)] == expected
+
+
+def test_work_goes_on_before_collect(tmp_path: Path, pool_of: Any) -> None:
+    name = write(
+        tmp_path,
+        "import pathlib\ndef score(solution_str, extra_info):\n    pathlib.Path(extra_info['folder'], solution_str).touch()\n    return 1",
+    )
+    pool = pool_of(name)
+    began = time.monotonic()
+    pool.submit(group_of(["a"], 0, extra={"folder": str(tmp_path)}))
+    assert time.monotonic() - began < 1.0
+    while not (tmp_path / "a").exists():
+        assert time.monotonic() - began < 20.0
+        time.sleep(0.01)
+    group = group_of(["b", "c"], 1, extra={"folder": str(tmp_path)})
+    assert values(pool.collect([group])[0]) == [1.0, 1.0]
+    assert {"b", "c"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_slow_calls_use_all_workers(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "import os, time\ndef score(solution_str):\n    time.sleep(0.3)\n    return os.getpid()")
+    pool = pool_of(name, workers=4)
+    assert len(set(values(pool.collect([group_of(["a"] * 8)])[0]))) == 4
+
+
+def test_an_empty_group_has_no_scores(pool_of: Any) -> None:
+    assert pool_of("gsm8k").collect([group_of([])]) == [[]]
+
+
+def test_random_numbers_depend_on_the_sample_only(tmp_path: Path, pool_of: Any) -> None:
+    name = write(
+        tmp_path,
+        """
+        import random, numpy
+        def score(solution_str):
+            return random.random() + numpy.random.rand() + hash(solution_str) % 97
+        """,
+    )
+    groups = [[group_of(["a", "b", "c", "d"], uid) for uid in range(4)] for _ in range(2)]
+    first = [values(scores) for scores in pool_of(name, workers=1, memory_gb=2.0).collect(groups[0])]
+    second = [values(scores) for scores in pool_of(name, workers=3, memory_gb=2.0).collect(groups[1][::-1])][::-1]
+    assert first == second
+    assert len({value for scores in first for value in scores}) == 16
+
+
+# Batch functions
+
+BATCH = """
+    import os, time
+    def score(data_sources, solution_strs, ground_truths, extra_infos):
+        assert len(data_sources) == len(ground_truths) == len(extra_infos) == len(solution_strs)
+        if "short" in solution_strs:
+            return [1.0]
+        if "scalar" in solution_strs:
+            return 1.0
+        if "exit" in solution_strs:
+            os._exit(1)
+        if "nan" in solution_strs:
+            return [float("nan") if text == "nan" else 1.0 for text in solution_strs]
+        return [{"score": float(text), "size": len(solution_strs)} for text in solution_strs]
+    """
+
+
+def test_a_batch_function_gets_a_group_a_call(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of(write(tmp_path, BATCH))
+    groups = [group_of(["1", "2", "3"], 0), group_of(["4", "short", "6"], 1), group_of(["scalar"], 2), group_of(["exit", "1"], 3)]
+    good, short, scalar, dead = pool.collect(groups)
+    assert good == [Score(value, {"size": 3.0}) for value in (1.0, 2.0, 3.0)]
+    assert all(score.error and "returned 1 results for 3 samples" in score.error for score in short) and len(short) == 3
+    assert scalar[0].error is not None and "a batch function returns a list" in scalar[0].error
+    assert len(dead) == 2 and all(score.error and "exit code 1" in score.error for score in dead)
+    stats = pool.stats()
+    assert (stats.calls, stats.errors, stats.crashes) == (4, 2, 1)
+    with pytest.raises(UserError, match="that begins 'nan'"):
+        pool.collect([group_of(["1", "nan"], 4)])
+
+
+# Bad behaviour: (action, what is counted, what the error says)
+
+FAILURES = [
+    ("raise", "errors", "raised ValueError: no answer here (misbehaving.py:"),
+    ("raise unprintable", "errors", "raised Mute"),
+    ("sys.exit", "errors", "raised SystemExit: 3"),
+    ("interrupt", "errors", "raised KeyboardInterrupt"),
+    ("eat", "errors", "more memory than reward.memory_gb"),
+    ("_exit", "crashes", "ended its process with exit code 0"),
+    ("segfault", "crashes", "crashed with SIGSEGV at File"),
+    ("abort", "crashes", "crashed with SIGABRT at File"),
+    ("grandchild, _exit", "crashes", "exit code 7"),
+    ("close", "crashes", "closed the descriptors"),
+    ("close and stay", "crashes", "closed the descriptors"),
+    ("lie", "crashes", "wrote into the connection"),
+]
+HANGS = ["hang", "spin", "stop itself", "grandchild, hang", "detached, hang"]
+HARMLESS = ["fork", "grandchild", "print"]
+
+
+@pytest.mark.parametrize(("action", "counted", "message"), FAILURES)
+def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_path: Path, action: str, counted: str, message: str) -> None:
+    pool = pool_of(f"{bad_file}:score", run_dir=tmp_path / "run")
+    texts = ["|1", "|2", f"{action}|9", "|4", "|5"]
+    (scores,) = pool.collect([group_of(texts)])
+    assert [(score.value, score.error is None) for score in scores] == [(1, True), (2, True), (0, False), (4, True), (5, True)]
+    assert scores[2].error is not None and message in scores[2].error
+    stats = pool.stats()
+    assert (stats.calls, stats.failed, getattr(stats, counted)) == (5, 1, 1)
+    assert message in stats.recent[0] and "1 of 5 reward calls failed" in str(stats)
+    written = json.loads((tmp_path / "run" / ERRORS_FILE).read_text())
+    assert (written["text"], written["samples"], written["message"]) == (texts[2], [2], scores[2].error)
+    assert values(pool.collect([group_of(["|6"], 1)])[0]) == [6.0]
+
+
+@pytest.mark.parametrize("action", HANGS)
+def test_a_call_past_its_deadline_is_killed_with_what_it_started(bad_file: Path, pool_of: Any, tmp_path: Path, action: str) -> None:
+    pool = pool_of(f"{bad_file}:score", timeout_s=1.0)
+    began = time.monotonic()
+    (scores,) = pool.collect([group_of(["|1", f"{action}|9", "|3"])])
+    assert 0.9 < time.monotonic() - began < 10.0
+    assert values(scores) == [1.0, 0.0, 3.0]
+    assert scores[1].error is not None and "deadline of 1 s" in scores[1].error
+    assert (pool.stats().timeouts, pool.stats().failed) == (1, 1)
+    if "," in action and (sys.platform == "linux" or "detached" not in action):
+        assert wait_until_dead(noted_pids(tmp_path)) == []
+
+
+@pytest.mark.parametrize("action", HARMLESS)
+def test_odd_but_harmless_calls_are_scored(bad_file: Path, pool_of: Any, action: str) -> None:
+    pool = pool_of(f"{bad_file}:score", workers=1)
+    texts = ["|1", f"{action}|2", "|3"] * 2
+    assert values(pool.collect([group_of(texts)])[0]) == [1.0, 2.0, 3.0] * 2
+    assert (pool.stats().failed, pool.stats().retries) == (0, 0)
+
+
+def test_what_a_call_leaves_behind_does_not_reach_the_next(bad_file: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bad_file.parent)
+    bad_file.write_text(MISBEHAVING + "\nACTIONS['here'] = lambda: Path('misbehaving.py').read_text()\n")
+    pool = pool_of("misbehaving.py:score", workers=1)
+    texts = ["close stdout|1", "print|2", "alarm|3", "nap|4", "leave the folder|5", "here|6"]
+    assert values(pool.collect([group_of(texts)])[0]) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
+    assert (pool.stats().failed, pool.stats().retries) == (0, 0)
+
+
+def test_everything_bad_at_once(bad_file: Path, pool_of: Any) -> None:
+    pool = pool_of(f"{bad_file}:score", timeout_s=2.0, on_error="score", error_score=-1.0, workers=3)
+    actions = [action for action, _, _ in FAILURES] + HARMLESS + ["hang", "spin"]
+    groups = [group_of([f"|{uid}", f"{action}|{uid}", f"|{uid + 0.5}"], uid) for uid, action in enumerate(actions)]
+    for group in groups:
+        pool.submit(group)
+    for uid, (action, scores) in enumerate(zip(actions, pool.collect(groups), strict=True)):
+        middle = uid if action in HARMLESS else -1.0
+        assert (action, values(scores)) == (action, [uid, middle, uid + 0.5])
+        assert [score.error is None for score in scores] == [True, action in HARMLESS, True]
+
+
+def test_leftover_grandchildren_die_with_the_pool(bad_file: Path, pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(f"{bad_file}:score")
+    assert values(pool.collect([group_of(["grandchild|1", "grandchild|2"])])[0]) == [1.0, 2.0]
+    pids = noted_pids(tmp_path)
+    assert len(pids) == 2 and all(alive(pid) for pid in pids)
+    pool.close()
+    assert wait_until_dead(pids) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counting children needs /proc")
+def test_processes_left_behind_do_not_pile_up(bad_file: Path, pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(f"{bad_file}:score", workers=1)
+    count = MOST_CHILDREN * 2
+    assert values(pool.collect([group_of(["grandchild|1"] * count)])[0]) == [1.0] * count
+    assert sum(alive(pid) for pid in noted_pids(tmp_path)) <= MOST_CHILDREN + 1
+
+
+def test_a_function_that_always_crashes_still_finishes(bad_file: Path, pool_of: Any) -> None:
+    pool = pool_of(f"{bad_file}:score")
+    began = time.monotonic()
+    (scores,) = pool.collect([group_of(["_exit|1"] * 12)])
+    assert all(score.error is not None for score in scores)
+    assert pool.stats().crashes == 12
+    assert time.monotonic() - began < 15.0
+
+
+def test_memory_that_others_leaked_is_not_held_against_a_call(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "LEAK = []\ndef score(solution_str):\n    LEAK.append(bytearray(100 * 2**20))\n    return float(solution_str)")
+    pool = pool_of(name, workers=1)
+    assert values(pool.collect([group_of([str(index) for index in range(12)])])[0]) == list(range(12))
+    assert pool.stats().failed == 0 and pool.stats().retries >= 2
+
+
+def test_the_file_is_read_once(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "import os\ndef score(solution_str):\n    if solution_str == 'exit': os._exit(0)\n    return 1")
+    pool = pool_of(name, workers=1)
+    write(tmp_path, "def score(solution_str): return 2")
+    assert values(pool.collect([group_of(["a", "exit", "b"])])[0]) == [1.0, 0.0, 1.0]
+
+
+def test_the_files_own_imports_work_and_may_be_named_like_the_standard_library(tmp_path: Path, pool_of: Any) -> None:
+    (tmp_path / "helper_of_mine.py").write_text("VALUE = 5")
+    name = write(tmp_path, "import helper_of_mine\ndef score(solution_str): return helper_of_mine.VALUE", name="json.py")
+    assert values(pool_of(name).collect([group_of(["a"])])[0]) == [5.0]
+
+
+def test_steps_can_be_told_apart(bad_file: Path, pool_of: Any) -> None:
+    pool = pool_of(f"{bad_file}:score")
+    pool.collect([group_of(["raise|1", "|2"])])
+    before = pool.stats()
+    pool.collect([group_of(["|1", "|2", "|3"], 1)])
+    step = pool.stats().since(before)
+    assert (step.calls, step.failed, step.recent) == (3, 0, ())
+    assert before.metrics()["reward/errors"] == 1
+
+
+def test_a_process_that_cannot_start_is_said(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncase \"$*\" in *guard.py*) exec {sys.executable} \"$@\";; esac\necho no interpreter today >&2\nexit 9\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(RuntimeError, match=r"exit code 9.*no interpreter today"):
+        pool_of("gsm8k")
+
+
+def test_workers_are_light_and_modest(tmp_path: Path, pool_of: Any) -> None:
+    name = write(
+        tmp_path,
+        """
+        import os, resource, sys
+        def score():
+            killed_first = sys.platform != "linux" or open("/proc/self/oom_score_adj").read().strip() == "1000"
+            return {
+                "score": 1,
+                "heavy": len({"torch", "transformers", "numpy", "pydantic"} & set(sys.modules)),
+                "threads": int(os.environ["OMP_NUM_THREADS"]),
+                "core dump": resource.getrlimit(resource.RLIMIT_CORE)[0],
+                "killed first": killed_first,
+            }
+        """,
+    )
+    (score,) = pool_of(name).collect([group_of(["a"])])[0]
+    assert score.parts == {"heavy": 0, "threads": 1, "core dump": 0, "killed first": 1}
+
+
+def test_a_fork_of_the_trainer_does_not_close_the_pool(pool_of: Any) -> None:
+    pool = pool_of("gsm8k")
+    child = os.fork()
+    if child == 0:
+        pool.close()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert values(pool.collect([group_of(["#### 18"])])[0]) == [1.0]
+
+
+PARENT = """
+    import os, sys, time
+    from pathlib import Path
+    import numpy as np
+    from fulltilt.config import RewardConfig
+    from fulltilt.records import Group, Prompt, Sample
+    from fulltilt.reward.base import RewardPool
+
+    none = np.zeros(0, dtype=np.int64)
+    pool = RewardPool(RewardConfig(function=sys.argv[1], workers=2, timeout_s=600))
+    pool.submit(Group(Prompt(0, none, ""), tuple(Sample(i, none, none, "stop", "x") for i in range(2))))
+    noted = Path(sys.argv[2])
+    while not noted.exists() or len(noted.read_text().split()) < 2:
+        time.sleep(0.05)
+    if sys.argv[3] == "stay":
+        time.sleep(600)
+    """
+
+
+def run_parent(folder: Path, function: str, then: str) -> subprocess.Popen[bytes]:
+    script = folder / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen([sys.executable, str(script), function, str(folder / "pids"), then], env=environment)
+
+
+def test_a_trainer_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
+    name = write(
+        tmp_path,
+        f"""
+        import os, time
+        def score():
+            with open({str(tmp_path / "pids")!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n")
+            time.sleep(600)
+        """,
+    )
+    assert run_parent(tmp_path, name, "end").wait(30) == 0
+    assert wait_until_dead(noted_pids(tmp_path)) == []
+
+
+@pytest.mark.parametrize("busy", ["time.sleep(600)", "[None for _ in iter(int, 1)]"])
+def test_workers_die_with_a_killed_trainer(tmp_path: Path, busy: str) -> None:
+    name = write(
+        tmp_path,
+        f"""
+        import os, subprocess, time
+        def score():
+            child = subprocess.Popen(["sleep", "600"])
+            with open({str(tmp_path / "pids")!r}, "a") as file:
+                file.write(f"{{os.getpid()}}\\n{{child.pid}}\\n")
+            {busy}
+        """,
+    )
+    parent = run_parent(tmp_path, name, "stay")
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pids").exists() or len(noted_pids(tmp_path)) < 4:
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    pids = noted_pids(tmp_path)
+    assert all(alive(pid) for pid in pids)
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    assert wait_until_dead(pids) == []
+
+
+def test_an_interrupt_of_the_terminal_does_not_reach_the_workers(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "import os\ndef score(): return float(os.getsid(0) == os.getpid() == os.getpgid(0))")
+    assert values(pool_of(name).collect([group_of(["a"])])[0]) == [1.0]
+
+
+def test_a_closed_pool_says_so_and_leaves_no_process(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "import os, time\ndef score():\n    time.sleep(0.1)\n    return os.getpid()")
+    pool = pool_of(name)
+    pids = [int(value) for value in values(pool.collect([group_of(["a"] * 4)])[0])]
+    pool.close()
+    pool.close()
+    assert wait_until_dead(pids) == []
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.collect([group_of(["a"])])

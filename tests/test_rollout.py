@@ -1,0 +1,247 @@
+"""The native engine on every model of the list: its tokens, log-probs, stops and independence of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from fulltilt.config import ModelConfig
+from fulltilt.model.load import end_tokens, load_model
+from fulltilt.model.verify import packed_logprobs, verify
+from fulltilt.records import Group, Prompt, UserError
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.engine import EngineLimits, NativeEngine, StopStrings
+from fulltilt.rollout.sampler import Sampling, draw, gumbel, noise_keys, restrict, sample_seed
+
+CPU = torch.device("cpu")
+ROOMY = EngineLimits(blocks=600, block_tokens=16, max_seqs=256, max_batched_tokens=4096)
+TIGHT = EngineLimits(blocks=14, block_tokens=4, max_seqs=5, max_batched_tokens=7)
+OTHERS = {
+    "tight": TIGHT,
+    "no sharing": EngineLimits(blocks=60, block_tokens=4, max_seqs=9, max_batched_tokens=64, prefix_sharing=False),
+    "whole prompts": EngineLimits(blocks=60, block_tokens=4, max_seqs=9, max_batched_tokens=8, chunked_prefill=False),
+}
+
+
+def make_engine(folder, limits: EngineLimits = ROOMY) -> NativeEngine:  # noqa: ANN001
+    model = load_model(ModelConfig(path=str(folder)), CPU)
+    return NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+
+
+def with_limits(engine: NativeEngine, limits: EngineLimits) -> NativeEngine:
+    layers = dict(enumerate(engine.runner._layers))
+    return NativeEngine(engine.runner.model, engine.tokenizer, engine.end_tokens, layers, limits)
+
+
+def random_prompts(count: int, seed: int = 0) -> list[Prompt]:
+    random = np.random.default_rng(seed)
+    return [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(1, 30))), text="") for i in range(count)]
+
+
+def generate(engine: NativeEngine, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 5) -> tuple[Group, ...]:
+    return collect(engine, prompts, sampling, seed, lambda group: None)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+class TestEveryModel:
+    def test_log_probs_are_the_trainers(self, family: str, model_folders) -> None:  # noqa: ANN001
+        engine = make_engine(model_folders(family), TIGHT)
+        for group in generate(engine, random_prompts(6), Sampling(samples=3, max_new_tokens=24, temperature=1.0)):
+            for sample in group.samples:
+                with torch.no_grad():
+                    (trainer,), _ = packed_logprobs(engine.runner.model, [np.concatenate([group.prompt.ids, sample.ids])])
+                np.testing.assert_allclose(sample.logprobs, trainer[len(group.prompt.ids) - 1 :].numpy(), rtol=0, atol=1e-5)
+
+    def test_greedy_text_is_transformers(self, family: str, model_folders) -> None:  # noqa: ANN001
+        folder = model_folders(family)
+        reference = AutoModelForCausalLM.from_pretrained(folder).eval()
+        prompts = random_prompts(6, seed=3)
+        for group in generate(make_engine(folder, TIGHT), prompts, Sampling(samples=1, max_new_tokens=24, temperature=0.0)):
+            ids = torch.tensor(group.prompt.ids)[None]
+            expected = reference.generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+            assert group.samples[0].ids.tolist() == expected.tolist()
+            assert group.samples[0].text == models.tokenizer().decode(expected, skip_special_tokens=True)
+
+    def test_a_sample_does_not_depend_on_the_batch(self, family: str, model_folders) -> None:  # noqa: ANN001
+        engine = make_engine(model_folders(family))
+        prompts = random_prompts(8)
+        sampling = Sampling(samples=3, max_new_tokens=20)
+        expected = generate(engine, prompts, sampling)
+        for limits in OTHERS.values():
+            check_same(expected, generate(with_limits(engine, limits), prompts, sampling))
+        for group in expected[:3]:
+            check_same([group], generate(engine, [group.prompt], sampling))
+        check_same(expected[::-1], generate(engine, prompts[::-1], sampling))
+
+
+def check_same(left: Sequence[Group], right: Sequence[Group]) -> None:
+    for a, b in zip(left, right, strict=True):
+        assert a.prompt is b.prompt
+        assert [sample.ids.tolist() for sample in a.samples] == [sample.ids.tolist() for sample in b.samples]
+        assert [sample.finish for sample in a.samples] == [sample.finish for sample in b.samples]
+
+
+one_engine = cache(make_engine)
+
+
+@settings(max_examples=15, deadline=None)
+@given(blocks=st.integers(13, 40), max_seqs=st.integers(1, 12), tokens=st.integers(1, 60), samples=st.integers(1, 4), seed=st.integers(0, 99))
+def test_any_limits_give_the_same_samples(model_folders, blocks: int, max_seqs: int, tokens: int, samples: int, seed: int) -> None:  # noqa: ANN001
+    engine = one_engine(model_folders("qwen2"))
+    prompts, sampling = random_prompts(3, seed), Sampling(samples=samples, max_new_tokens=10)
+    limits = EngineLimits(blocks=blocks, block_tokens=4, max_seqs=max_seqs, max_batched_tokens=tokens)
+    check_same(generate(engine, prompts, sampling, seed), generate(with_limits(engine, limits), prompts, sampling, seed))
+
+
+def test_preemption_sharing_and_chunking_show_in_the_statistics(model_folders) -> None:  # noqa: ANN001
+    engine = make_engine(model_folders("llama"))
+    prompts, sampling = random_prompts(6), Sampling(samples=4, max_new_tokens=20)
+    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    generate(engine, prompts, sampling)
+    roomy = engine.stats()
+    assert roomy.preemptions == 0 and roomy.prefill_tokens == prompt_tokens and 0 < roomy.kv_use < 1
+    assert roomy.shared_tokens > 0 and roomy.most_running > 5
+    alone = with_limits(engine, OTHERS["no sharing"])
+    generate(alone, prompts, sampling)
+    assert alone.stats().prefill_tokens >= 4 * prompt_tokens and alone.stats().shared_tokens == 0
+    tight = with_limits(engine, TIGHT)
+    generate(tight, prompts, sampling)
+    assert tight.stats().preemptions > 0 and tight.stats().most_running <= 5 and tight.stats().kv_use == 1.0
+
+
+def test_a_cache_too_small_for_one_sample_is_refused(model_folders) -> None:  # noqa: ANN001
+    engine = make_engine(model_folders("llama"), EngineLimits(blocks=3, block_tokens=4, max_seqs=4, max_batched_tokens=64))
+    with pytest.raises(UserError, match="rollout.kv_bytes"):
+        generate(engine, random_prompts(4), Sampling(max_new_tokens=20))
+
+
+def test_groups_come_in_prompt_order_and_are_seen_as_they_finish(model_folders) -> None:  # noqa: ANN001
+    engine = make_engine(model_folders("llama"), TIGHT)
+    prompts, seen = random_prompts(8), []
+    groups = collect(engine, prompts, Sampling(samples=2, max_new_tokens=15), 1, lambda group: seen.append(group.prompt.uid))
+    assert [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
+    assert sorted(seen) == sorted(prompt.uid for prompt in prompts) and all(len(group.samples) == 2 for group in groups)
+
+
+def test_memory_is_given_back_and_taken_again(model_folders) -> None:  # noqa: ANN001
+    engine = make_engine(model_folders("llama"))
+    prompts, sampling = random_prompts(3), Sampling(samples=2, max_new_tokens=8)
+    first = generate(engine, prompts, sampling)
+    held = engine.runner.held_bytes
+    assert held == 600 * 16 * 2 * 2 * 2 * 8 * 4  # blocks, tokens, layers, keys and values, key heads, width, bytes
+    engine.release()
+    assert engine.runner.held_bytes == 0
+    check_same(first, generate(engine, prompts, sampling))
+
+
+def test_the_engine_runs_the_trainers_own_parameters(model_folders) -> None:  # noqa: ANN001
+    engine = make_engine(model_folders("llama"))
+    prompts, sampling = random_prompts(3), Sampling(samples=1, max_new_tokens=8, temperature=0.0)
+    before = generate(engine, prompts, sampling)
+    with torch.no_grad():
+        engine.runner.model.get_output_embeddings().weight.neg_()
+    engine.sync(1)
+    after = generate(engine, prompts, sampling)
+    assert any(a.samples[0].ids.tolist() != b.samples[0].ids.tolist() for a, b in zip(before, after, strict=True))
+
+
+# -- stops ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path: Path) -> None:
+    models.save("llama", tmp_path)
+    GenerationConfig(eos_token_id=[20, 33, 47]).save_pretrained(tmp_path)
+    config, tokenizer = ModelConfig(path=str(tmp_path)), models.tokenizer()
+    model, ends = load_model(config, CPU), end_tokens(config, tokenizer)
+    assert ends == {1, 20, 33, 47}
+    engine = NativeEngine(model, tokenizer, ends, verify(model), ROOMY)
+    samples = [s for g in generate(engine, random_prompts(8), Sampling(samples=8, max_new_tokens=40)) for s in g.samples]
+    ended = [int(s.ids[-1]) for s in samples if s.finish == "stop"]
+    assert len(set(ended)) >= 3 and set(ended) <= ends
+    assert all(not set(s.ids[:-1].tolist()) & ends for s in samples)
+    assert all(len(s.ids) == 40 for s in samples if s.finish == "length")
+
+
+def test_stop_strings_across_token_borders(model_folders) -> None:  # noqa: ANN001
+    """Each character is a token, so a stop string of two characters always straddles a border."""
+    engine = make_engine(model_folders("qwen2"))
+    prompts = random_prompts(6)
+    free = [s for g in generate(engine, prompts, Sampling(samples=4, max_new_tokens=30)) for s in g.samples]
+    stop = next(s.text[10:12] for s in free if len(s.text) > 14 and s.text.find(s.text[10:12]) == 10)
+    stopped = [s for g in generate(engine, prompts, Sampling(samples=4, max_new_tokens=30, stop=(stop,))) for s in g.samples]
+    hits = 0
+    for a, b in zip(free, stopped, strict=True):
+        place = a.text.find(stop)
+        if place < 0:
+            assert a.ids.tolist() == b.ids.tolist() and b.finish == a.finish
+        else:
+            hits += 1
+            assert b.text == a.text[:place] and b.finish == "stop"
+            assert b.ids.tolist() == a.ids[: len(b.ids)].tolist() and len(b.ids) >= place + len(stop)
+    assert hits > 0
+
+
+def test_stop_window_sees_a_string_of_many_bytes() -> None:
+    stops = StopStrings(models.tokenizer(), ["Answer:", "##"])
+    encode = lambda text: models.tokenizer()(text).input_ids  # noqa: E731
+    assert stops.ended(encode("x" * 50 + "Answer:")) and stops.ended(encode("12##"))
+    assert not stops.ended(encode("x" * 50 + "Answer")) and not stops.ended(encode("# #"))
+    assert stops.text(encode("12 ## Answer: 3")) == "12 "
+
+
+def test_ids_beyond_the_tokenizer_are_sampled_and_kept(model_folders) -> None:  # noqa: ANN001
+    """The vocabulary is larger than the tokenizer: such ids have no text but they are what was sampled."""
+    engine = make_engine(model_folders("llama"))
+    samples = [s for g in generate(engine, random_prompts(8), Sampling(samples=8, max_new_tokens=30, temperature=3.0)) for s in g.samples]
+    beyond = [s for s in samples if (s.ids >= len(models.tokenizer())).any()]
+    assert beyond and all(len(s.ids) == len(s.logprobs) for s in beyond)
+    assert any(len(s.text) < len(s.ids) for s in beyond)
+
+
+# -- sampling ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_a_function_of_seed_sample_and_position() -> None:
+    seeds = np.array([sample_seed(3, 5, 0), sample_seed(3, 5, 1), sample_seed(3, 6, 0), sample_seed(4, 5, 0)])
+    keys = np.concatenate([noise_keys(seeds, np.full(4, position)) for position in range(3)])
+    assert len(set(keys.tolist())) == 12
+    together = gumbel(keys, 500, CPU)
+    for row in range(12):
+        assert torch.equal(together[row : row + 1], gumbel(keys[row : row + 1], 500, CPU))
+    flat = together.flatten().double()
+    assert abs(flat.mean() - 0.5772) < 0.05 and abs(flat.var() - np.pi**2 / 6) < 0.1
+    assert torch.isfinite(gumbel(noise_keys(np.arange(2000, dtype=np.uint64), np.zeros(2000)), 500, CPU)).all()
+
+
+def test_tokens_are_drawn_from_the_softmax() -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
+    count = 20_000
+    seeds = np.array([sample_seed(0, 0, i) for i in range(count)])
+    for temperature in (1.0, 0.5):
+        tokens, logprobs = draw(logits.repeat(count, 1), noise_keys(seeds, np.zeros(count)), Sampling(temperature=temperature))
+        expected = (logits / temperature).softmax(-1)
+        observed = torch.bincount(tokens, minlength=5) / count
+        assert (observed - expected).abs().max() < 0.012
+        torch.testing.assert_close(logprobs, expected.log()[tokens], rtol=0, atol=1e-5)
+
+
+def test_top_k_and_top_p_cut_but_log_probs_stay_whole() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]]).repeat(3000, 1)
+    keys = noise_keys(np.array([sample_seed(1, 1, i) for i in range(3000)]), np.zeros(3000))
+    tokens, logprobs = draw(logits, keys, Sampling(top_k=2))
+    assert set(tokens.tolist()) == {0, 1}
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
+    tokens, _ = draw(logits, keys, Sampling(top_p=0.85))  # 0.55, 0.20, 0.12 reach 0.85; 0.07 and 0.03 do not count
+    assert set(tokens.tolist()) == {0, 1, 4}
+    assert torch.isfinite(restrict(logits[:1], Sampling(top_p=0.01))).sum() == 1
+    greedy, _ = draw(logits, keys, Sampling(temperature=0.0))
+    assert set(greedy.tolist()) == {0}
