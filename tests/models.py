@@ -7,7 +7,15 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config, AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCABULARY = 160  # larger than the tokenizer's, as padded embeddings are
 SMALL = {

@@ -16,7 +16,7 @@ from fulltilt.model import attention
 from fulltilt.model.attention import Packed, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, token_logprobs
-from fulltilt.model.load import check_vocabulary, export, load_model, load_tokenizer
+from fulltilt.model.load import check_vocabulary, end_tokens, export, load_model, load_tokenizer
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import UserError
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_packed_log_probs_are_transformers_own(family: str, model_folders) -> None:  # noqa: ANN001
+def test_packed_log_probs_are_transformers_own(family: str, model_folders) -> None:
     """Against the model as transformers runs it, one document at a time, with lengths beyond every window."""
     folder = model_folders(family)
     ours, theirs = load_model(ModelConfig(path=str(folder)), CPU), AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -39,7 +39,7 @@ def test_packed_log_probs_are_transformers_own(family: str, model_folders) -> No
     assert seen == verify(ours) and sorted(seen) == [0, 1]
 
 
-def refused(config, tmp_path: Path) -> str:  # noqa: ANN001
+def refused(config, tmp_path: Path) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel) as caught:
@@ -63,7 +63,7 @@ def test_a_model_that_does_not_call_the_interface_is_refused(tmp_path: Path) -> 
         verify(load_model(ModelConfig(path=str(tmp_path)), CPU))
 
 
-def test_a_layer_that_goes_around_us_is_found(model_folders) -> None:  # noqa: ANN001
+def test_a_layer_that_goes_around_us_is_found(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
     layer = model.model.layers[1].self_attn
     layer.forward = lambda hidden_states, **kwargs: (hidden_states * 0.5, None)
@@ -71,7 +71,7 @@ def test_a_layer_that_goes_around_us_is_found(model_folders) -> None:  # noqa: A
         verify(model)
 
 
-def test_documents_that_mix_are_found(model_folders, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ANN001
+def test_documents_that_mix_are_found(model_folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Break the separation for real: treat the whole stream as one document."""
     model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
     whole = Packed.of
@@ -188,7 +188,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> No
         check_vocabulary(model, models.tokenizer())
 
 
-def test_export_loads_into_transformers_without_us(tmp_path: Path, model_folders) -> None:  # noqa: ANN001
+def test_export_loads_into_transformers_without_us(tmp_path: Path, model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("llama-tied"))), CPU)
     export(model, models.tokenizer(), tmp_path)
     assert "fulltilt" not in (tmp_path / "config.json").read_text()
@@ -198,7 +198,18 @@ def test_export_loads_into_transformers_without_us(tmp_path: Path, model_folders
     assert load_tokenizer(ModelConfig(path=str(tmp_path)))("ab").input_ids == models.tokenizer()("ab").input_ids
 
 
-def test_hidden_states_feed_the_head(model_folders) -> None:  # noqa: ANN001
+def test_a_generation_config_that_transformers_will_not_save_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    """Many published models carry a temperature without do_sample, which save_pretrained refuses."""
+    models.save("llama", tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 7]}))
+    model = load_model(ModelConfig(path=str(tmp_path / "in")), CPU)
+    export(model, models.tokenizer(), tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert written["temperature"] == 0.6 and written["eos_token_id"] == [1, 7]
+    assert end_tokens(ModelConfig(path=str(tmp_path / "out")), models.tokenizer()) == {1, 7}
+
+
+def test_hidden_states_feed_the_head(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("qwen3"))), CPU)
     ids = torch.arange(5, 25)
     with torch.no_grad():

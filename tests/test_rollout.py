@@ -32,7 +32,7 @@ OTHERS = {
 }
 
 
-def make_engine(folder, limits: EngineLimits = ROOMY) -> NativeEngine:  # noqa: ANN001
+def make_engine(folder, limits: EngineLimits = ROOMY) -> NativeEngine:
     model = load_model(ModelConfig(path=str(folder)), CPU)
     return NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
 
@@ -53,7 +53,7 @@ def generate(engine: NativeEngine, prompts: Sequence[Prompt], sampling: Sampling
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 class TestEveryModel:
-    def test_log_probs_are_the_trainers(self, family: str, model_folders) -> None:  # noqa: ANN001
+    def test_log_probs_are_the_trainers(self, family: str, model_folders) -> None:
         engine = make_engine(model_folders(family), TIGHT)
         for group in generate(engine, random_prompts(6), Sampling(samples=3, max_new_tokens=24, temperature=1.0)):
             for sample in group.samples:
@@ -61,7 +61,7 @@ class TestEveryModel:
                     (trainer,), _ = packed_logprobs(engine.runner.model, [np.concatenate([group.prompt.ids, sample.ids])])
                 np.testing.assert_allclose(sample.logprobs, trainer[len(group.prompt.ids) - 1 :].numpy(), rtol=0, atol=1e-5)
 
-    def test_greedy_text_is_transformers(self, family: str, model_folders) -> None:  # noqa: ANN001
+    def test_greedy_text_is_transformers(self, family: str, model_folders) -> None:
         folder = model_folders(family)
         reference = AutoModelForCausalLM.from_pretrained(folder).eval()
         prompts = random_prompts(6, seed=3)
@@ -71,7 +71,7 @@ class TestEveryModel:
             assert group.samples[0].ids.tolist() == expected.tolist()
             assert group.samples[0].text == models.tokenizer().decode(expected, skip_special_tokens=True)
 
-    def test_a_sample_does_not_depend_on_the_batch(self, family: str, model_folders) -> None:  # noqa: ANN001
+    def test_a_sample_does_not_depend_on_the_batch(self, family: str, model_folders) -> None:
         engine = make_engine(model_folders(family))
         prompts = random_prompts(8)
         sampling = Sampling(samples=3, max_new_tokens=20)
@@ -95,14 +95,14 @@ one_engine = cache(make_engine)
 
 @settings(max_examples=15, deadline=None)
 @given(blocks=st.integers(13, 40), max_seqs=st.integers(1, 12), tokens=st.integers(1, 60), samples=st.integers(1, 4), seed=st.integers(0, 99))
-def test_any_limits_give_the_same_samples(model_folders, blocks: int, max_seqs: int, tokens: int, samples: int, seed: int) -> None:  # noqa: ANN001
+def test_any_limits_give_the_same_samples(model_folders, blocks: int, max_seqs: int, tokens: int, samples: int, seed: int) -> None:
     engine = one_engine(model_folders("qwen2"))
     prompts, sampling = random_prompts(3, seed), Sampling(samples=samples, max_new_tokens=10)
     limits = EngineLimits(blocks=blocks, block_tokens=4, max_seqs=max_seqs, max_batched_tokens=tokens)
     check_same(generate(engine, prompts, sampling, seed), generate(with_limits(engine, limits), prompts, sampling, seed))
 
 
-def test_preemption_sharing_and_chunking_show_in_the_statistics(model_folders) -> None:  # noqa: ANN001
+def test_preemption_sharing_and_chunking_show_in_the_statistics(model_folders) -> None:
     engine = make_engine(model_folders("llama"))
     prompts, sampling = random_prompts(6), Sampling(samples=4, max_new_tokens=20)
     prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
@@ -118,13 +118,13 @@ def test_preemption_sharing_and_chunking_show_in_the_statistics(model_folders) -
     assert tight.stats().preemptions > 0 and tight.stats().most_running <= 5 and tight.stats().kv_use == 1.0
 
 
-def test_a_cache_too_small_for_one_sample_is_refused(model_folders) -> None:  # noqa: ANN001
+def test_a_cache_too_small_for_one_sample_is_refused(model_folders) -> None:
     engine = make_engine(model_folders("llama"), EngineLimits(blocks=3, block_tokens=4, max_seqs=4, max_batched_tokens=64))
     with pytest.raises(UserError, match="rollout.kv_bytes"):
         generate(engine, random_prompts(4), Sampling(max_new_tokens=20))
 
 
-def test_groups_come_in_prompt_order_and_are_seen_as_they_finish(model_folders) -> None:  # noqa: ANN001
+def test_groups_come_in_prompt_order_and_are_seen_as_they_finish(model_folders) -> None:
     engine = make_engine(model_folders("llama"), TIGHT)
     prompts, seen = random_prompts(8), []
     groups = collect(engine, prompts, Sampling(samples=2, max_new_tokens=15), 1, lambda group: seen.append(group.prompt.uid))
@@ -132,7 +132,7 @@ def test_groups_come_in_prompt_order_and_are_seen_as_they_finish(model_folders) 
     assert sorted(seen) == sorted(prompt.uid for prompt in prompts) and all(len(group.samples) == 2 for group in groups)
 
 
-def test_memory_is_given_back_and_taken_again(model_folders) -> None:  # noqa: ANN001
+def test_memory_is_given_back_and_taken_again(model_folders) -> None:
     engine = make_engine(model_folders("llama"))
     prompts, sampling = random_prompts(3), Sampling(samples=2, max_new_tokens=8)
     first = generate(engine, prompts, sampling)
@@ -143,7 +143,7 @@ def test_memory_is_given_back_and_taken_again(model_folders) -> None:  # noqa: A
     check_same(first, generate(engine, prompts, sampling))
 
 
-def test_the_engine_runs_the_trainers_own_parameters(model_folders) -> None:  # noqa: ANN001
+def test_the_engine_runs_the_trainers_own_parameters(model_folders) -> None:
     engine = make_engine(model_folders("llama"))
     prompts, sampling = random_prompts(3), Sampling(samples=1, max_new_tokens=8, temperature=0.0)
     before = generate(engine, prompts, sampling)
@@ -171,7 +171,7 @@ def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path: Path) 
     assert all(len(s.ids) == 40 for s in samples if s.finish == "length")
 
 
-def test_stop_strings_across_token_borders(model_folders) -> None:  # noqa: ANN001
+def test_stop_strings_across_token_borders(model_folders) -> None:
     """Each character is a token, so a stop string of two characters always straddles a border."""
     engine = make_engine(model_folders("qwen2"))
     prompts = random_prompts(6)
@@ -198,7 +198,7 @@ def test_stop_window_sees_a_string_of_many_bytes() -> None:
     assert stops.text(encode("12 ## Answer: 3")) == "12 "
 
 
-def test_ids_beyond_the_tokenizer_are_sampled_and_kept(model_folders) -> None:  # noqa: ANN001
+def test_ids_beyond_the_tokenizer_are_sampled_and_kept(model_folders) -> None:
     """The vocabulary is larger than the tokenizer: such ids have no text but they are what was sampled."""
     engine = make_engine(model_folders("llama"))
     samples = [s for g in generate(engine, random_prompts(8), Sampling(samples=8, max_new_tokens=30, temperature=3.0)) for s in g.samples]

@@ -87,7 +87,7 @@ groups = st.lists(
     chunked=st.booleans(),
     sharing=st.booleans(),
 )
-def test_random_requests(groups, block_tokens, spare, max_seqs, max_batched_tokens, chunked, sharing) -> None:  # noqa: ANN001
+def test_random_requests(groups, block_tokens, spare, max_seqs, max_batched_tokens, chunked, sharing) -> None:
     """Down to the smallest legal cache. A shadow of the cache remembers which token each slot holds, so a block shared, copied, freed or
     computed wrongly shows as a wrong token read."""
     smallest = max(blocks_for(prompt + max(lengths), block_tokens) for prompt, lengths in groups)
@@ -121,7 +121,7 @@ def test_random_requests(groups, block_tokens, spare, max_seqs, max_batched_toke
         assert plan.counts.prefill_tokens == sum(prompt for prompt, _ in groups)
 
 
-def check_limits(plan: Scheduler, work, max_seqs: int, max_batched_tokens: int, chunked: bool) -> None:  # noqa: ANN001
+def check_limits(plan: Scheduler, work, max_seqs: int, max_batched_tokens: int, chunked: bool) -> None:
     tokens = sum(item.count for item in work)
     assert tokens <= max_batched_tokens or (not chunked and len(work) == 1)
     assert len(work) <= len(plan.running) <= max_seqs
@@ -134,7 +134,7 @@ def check_limits(plan: Scheduler, work, max_seqs: int, max_batched_tokens: int, 
     assert plan.pool.used == len(holders)
 
 
-def run_on_shadow(step, shadow: dict[int, int], block_tokens: int) -> None:  # noqa: ANN001
+def run_on_shadow(step, shadow: dict[int, int], block_tokens: int) -> None:
     """What a model would do: copy blocks, write the new tokens, then read every token of each sequence back."""
     copied = {}
     for source, target in step.copies:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -116,7 +117,7 @@ def evaluate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score a model on data.val, with the sampling of the [eval] section."""
+    """Score a model on data.val, sampling as the eval section says."""
     config = read_config(run, overrides)
     from fulltilt import loop
     from fulltilt.observe.console import Console
@@ -151,14 +152,17 @@ def knobs(
     """List the performance knobs: what each is called here, in verl and in ChatLearn, and what it must change."""
     from fulltilt import knobs as ledger
 
-    chosen = [knob for knob in ledger.KNOBS if not words or any(word in name for word in words for name in (knob.name, *knob.verl, *knob.chatlearn))]
+    names = {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in ledger.LEDGER}
+    chosen = [knob for knob in names if not words or any(word in name for word in words for name in names[knob])]
     if not chosen:
         raise UserError(f"no knob or alias holds {' or '.join(words or [])}. `fulltilt knobs` lists all")
     if as_json:
-        print(json.dumps([ledger.as_json(knob) for knob in chosen], indent=1))
-        return
-    for knob in chosen:
-        print("\n".join(ledger.describe(knob)))
+        print(json.dumps([asdict(knob) | {"state": knob.state} for knob in chosen], indent=1))
+    elif words:
+        print("\n\n".join(ledger.describe(knob) for knob in chosen))
+    else:
+        print("\n".join(f"{knob.name:<36} {knob.state:<10} {knob.must_change}" for knob in chosen))
+        print("\n`fulltilt knobs WORD` shows all about the knobs whose name or alias holds WORD")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import copy
 import datetime
 import difflib
 import json
-import json
 import math
 import os
 import re
@@ -233,7 +232,7 @@ class RunConfig(Section):
     """Where to run. `auto`: CUDA if there is one."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
-    save_rollouts: NotNegative = 16
+    save_rollouts: Positive = 16
     """Samples of each step written to `rollouts/` (prompt, response, reward and its parts), whole groups first to last."""
 
 
@@ -288,15 +287,6 @@ def parse(
     data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", extra_checks: Sequence[Check] = ()
 ) -> Config:
     """As `load`, from tables that were read already; `origin` names them in the error."""
-    return _parse(data, overrides, origin, RULES, extra_checks)
-
-
-def parse_text(text: str, origin: str) -> Config:
-    """What `to_toml` wrote. Values are checked, rules are not: since a checkpoint was saved, its paths may have gone."""
-    return _parse(_toml(text, origin), (), origin, (), ())
-
-
-def _parse(data: Mapping[str, Any], overrides: Sequence[str], origin: str, rules: Sequence[Rule], extra_checks: Sequence[Check]) -> Config:
     tables: dict[str, Any] = copy.deepcopy(dict(data))
     mistakes = [*_apply_overrides(tables, overrides)]
     mistakes += _take_unknown_keys(tables)
@@ -304,7 +294,7 @@ def _parse(data: Mapping[str, Any], overrides: Sequence[str], origin: str, rules
     mistakes += wrong_values
     config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
     spoken_for = {key for mistake in mistakes for key in mistake.about}
-    for rule in rules:
+    for rule in RULES:
         if spoken_for.isdisjoint(rule.keys):
             mistakes += [Mistake(text) for text in rule.check(config)]
     if not wrong_values:
@@ -334,23 +324,19 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}. Give the path of a run's TOML file.") from None
-    return _toml(text, str(path))
-
-
-def _toml(text: str, origin: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(_syntax_error(origin, text, str(error))) from None
+        raise UserError(_syntax_error(path, text, str(error))) from None
 
 
-def _syntax_error(origin: str, text: str, message: str) -> str:
+def _syntax_error(path: Path, text: str, message: str) -> str:
     lines = text.splitlines() or [""]
     at = re.search(r" \(at line (\d+), column \d+\)", message)
     number = min(int(at.group(1)), len(lines)) if at else len(lines)
     what = re.sub(r" \(at .*\)$", "", message)
     remedy = "Mend this line: text needs quotes, a section is written [name]."
-    return f"{origin}, line {number}: not valid TOML: {what}\n    {lines[number - 1]}\n{remedy}"
+    return f"{path}, line {number}: not valid TOML: {what}\n    {lines[number - 1]}\n{remedy}"
 
 
 # ---- overrides ---------------------------------------------------------------------------------------------------------------------
@@ -747,11 +733,16 @@ def flatten(config: Config) -> dict[str, Any]:
     return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys()}
 
 
-def differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """The dotted keys in which two flattened configurations differ, those of FREE_ON_RESUME left out. One may have been through JSON, or
-    come from a version that had fewer keys: what only one of them has is not compared."""
-    plain_a, plain_b = (json.loads(json.dumps(dict(values))) for values in (a, b))
-    return [key for key in plain_a if key in plain_b and plain_a[key] != plain_b[key] and key not in FREE_ON_RESUME]
+def snapshot(config: Config) -> dict[str, Any]:
+    """What a checkpoint keeps of a configuration: every key, in JSON's types."""
+    plain: dict[str, Any] = json.loads(json.dumps(flatten(config), default=str))
+    return plain
+
+
+def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The dotted keys in which two snapshots differ, those of FREE_ON_RESUME left out. One may come from a version that had fewer keys:
+    what only one of them has is not compared."""
+    return [key for key in saved if key in now and saved[key] != now[key] and key not in FREE_ON_RESUME]
 
 
 def to_toml(config: Config) -> str:

@@ -160,7 +160,9 @@ def make_model(folder: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     tokens = ["<s>", "</s>", "<unk>", *"0123456789+="]
     inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")

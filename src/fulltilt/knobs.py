@@ -718,3 +718,16 @@ def find(key: str) -> tuple[Knob, Source] | None:
     """The knob that `key` names in our, verl's or ChatLearn's spelling; of a shared alias, the first in the ledger."""
     found = find_all(key)
     return found[0] if found else None
+
+
+def describe(knob: Knob) -> str:
+    """All about a knob, for people."""
+    facts = {
+        "values": knob.legal,
+        "auto": knob.auto,
+        "must change": knob.must_change,
+        "verl": ", ".join(knob.verl),
+        "ChatLearn": ", ".join(knob.chatlearn),
+        "note": knob.note,
+    }
+    return "\n".join([f"{knob.name} ({knob.state})", *(f"  {name}: {text}" for name, text in facts.items() if text)])

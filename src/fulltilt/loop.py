@@ -59,7 +59,7 @@ class Interrupts:
     def __init__(self, console: Console) -> None:
         self.console = console
         self._wanted = False
-        self._held = False
+        self.held = False
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -71,10 +71,10 @@ class Interrupts:
                 signal.signal(number, handler)
 
     def hold(self) -> None:
-        self._held = True
+        self.held = True
 
     def release(self) -> None:
-        self._held = False
+        self.held = False
         if self._wanted:
             raise Interrupted
 
@@ -82,7 +82,7 @@ class Interrupts:
         if self._wanted:
             raise KeyboardInterrupt
         self._wanted = True
-        if self._held:
+        if self.held:
             self.console.note("stopping after the update in progress; press Ctrl-C again to stop at once, without saving")
         else:
             raise Interrupted
@@ -262,6 +262,11 @@ class Run:
             except Interrupted:
                 interrupted = True
                 self.save()
+            except UserError:
+                # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save.
+                if not self.interrupts.held:
+                    self.save()
+                raise
         self.metrics.close()
         rewards = self._rewards
         return Summary(
@@ -318,7 +323,7 @@ class Run:
             "surplus": [],  # groups sampled and not yet trained on; algorithms that carry some over put them here
             "budgets": asdict(self.parts.plan.budgets),
             "metrics_offset": self.metrics.offset(),
-            "config": configuration.flatten(self.config),
+            "config": configuration.snapshot(self.config),
         }
         self.store.save(
             self.progress.step, trainer.optimizer.tensors(), state,
@@ -458,7 +463,7 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
     where = f"{config.run.dir} holds a run at step {found.step}"
     if config.run.resume == "never":
         raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to go on")
-    changed = configuration.differences(found.state()["config"], configuration.flatten(config))
+    changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
     if changed and config.run.resume == "auto":
         raise UserError(
             f"{where} that was started with other values of {', '.join(changed)}. Use another run.dir for a new run, give the old values to "

@@ -28,7 +28,7 @@ class Facts:
     free_bytes: int  # on the device, with model and optimizer in place
     context_limit: int | None  # positions the model was made for
     kv_bytes_per_token: int
-    longest_prompt: int  # tokens, over training and validation
+    longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
     steps_per_epoch: int
 
 
@@ -58,8 +58,7 @@ def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, An
     algorithm = config.algorithm
     steps = count_steps(config, facts.steps_per_epoch)
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if rollout else 1)
-    if rollout:
-        check_context(config, facts)
+    check_context(config, facts, rollout=rollout)
     budgets = Budgets(**kept) if kept else make_budgets(config, facts, samples if rollout else 0)
     plan = Plan(steps, samples, updates_per_step(config), budgets, ())
     return replace(plan, words=tuple(in_words(config, facts, plan, rollout=rollout)))
@@ -74,13 +73,17 @@ def updates_per_step(config: Config) -> int:
     return config.algorithm.minibatches_per_step * config.algorithm.epochs
 
 
-def check_context(config: Config, facts: Facts) -> None:
-    longest = facts.longest_prompt + config.rollout.max_new_tokens
-    if facts.context_limit and longest > facts.context_limit:
+def check_context(config: Config, facts: Facts, *, rollout: bool) -> None:
+    longest = facts.longest + (config.rollout.max_new_tokens if rollout else 0)
+    if facts.context_limit is None or longest <= facts.context_limit:
+        return
+    made_for = f"the model was made for {facts.context_limit} positions"
+    if rollout:
         raise UserError(
-            f"rollout.max_new_tokens: the longest prompt ({facts.longest_prompt} tokens) with a response of {config.rollout.max_new_tokens} "
-            f"needs {longest} positions, the model was made for {facts.context_limit}. Lower rollout.max_new_tokens or data.max_prompt_tokens"
+            f"rollout.max_new_tokens: the longest prompt ({facts.longest} tokens) with a response of {config.rollout.max_new_tokens} needs "
+            f"{longest}, {made_for}. Lower rollout.max_new_tokens or data.max_prompt_tokens"
         )
+    raise UserError(f"data.train: the longest row has {longest} tokens, {made_for}. Shorten or remove such rows")
 
 
 def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
@@ -102,7 +105,7 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
 def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
     rollout = config.rollout
     block_bytes = facts.kv_bytes_per_token * rollout.block_tokens
-    per_sample = -(-(facts.longest_prompt + rollout.max_new_tokens) // rollout.block_tokens)
+    per_sample = -(-(facts.longest + rollout.max_new_tokens) // rollout.block_tokens)
     if rollout.kv_bytes != "auto":
         blocks, source = rollout.kv_bytes // block_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
     elif rollout.memory_fraction != "auto":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -79,7 +80,7 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
     rollout = "rollout" in algorithm.needs
-    reward = RewardPool(config.reward) if rollout or not training else None
+    reward = RewardPool(config.reward, Path(config.run.dir) if training else None) if rollout or not training else None
     try:
         return _assemble(config, algorithm, device, reward, resume, training=training, rollout=rollout or not training)
     except BaseException:
@@ -108,7 +109,7 @@ def _assemble(
         free_bytes=free_bytes(device),
         context_limit=load.context_limit(model),
         kv_bytes_per_token=bytes_per_token(layers, model.dtype),
-        longest_prompt=max(train_data.longest, val_data.longest if val_data else 0),
+        longest=max(train_data.longest, val_data.longest if val_data else 0),
         steps_per_epoch=steps_per_epoch,
     )
     plan = make_plan(config, facts, rollout=rollout, kept=saved["budgets"] if saved else None)

@@ -252,7 +252,7 @@ def flash(
     from torch.nn.attention.varlen import varlen_attn
 
     left = -1 if window is None else window - 1
-    return varlen_attn(
-        q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key,
-        scale=scale, window_size=(left, 0), **flash_options(),
-    )  # fmt: skip
+    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0), **flash_options()}
+    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key, **options)
+    assert isinstance(out, torch.Tensor)
+    return out

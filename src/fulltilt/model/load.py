@@ -103,7 +103,16 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write model and tokenizer so that transformers loads them without knowing of us."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
+    transformers_logging.disable_progress_bar()
+    # transformers loads generation configs that it refuses to save (a temperature without do_sample): ours goes out as it came in.
+    generation = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = generation
+    if generation is not None:
+        generation.to_json_file(folder / "generation_config.json")
     tokenizer.save_pretrained(folder)
 
 

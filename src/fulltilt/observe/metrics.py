@@ -119,9 +119,7 @@ class RolloutFiles:
 
     def write(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
         """`scores` holds, for each group, the score of each of its samples. Whole groups are written, from the first on, as many as
-        `per_step` samples allow, and at least one unless `per_step` is 0."""
-        if self.per_step == 0:
-            return
+        `per_step` samples allow, and at least one."""
         lines: list[str] = []
         for group, group_scores in zip(groups, scores, strict=True):
             if lines and len(lines) + len(group.samples) > self.per_step:

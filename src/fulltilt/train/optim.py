@@ -121,7 +121,7 @@ class Optimizer:
 
 
 def accumulate(parameter: torch.Tensor) -> None:
-    """Add a micro-batch's gradient to the float32 accumulator and drop it."""
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    """Add a micro-batch's gradient to the float32 accumulator and drop it. The head has put its own there already and leaves none."""
+    if parameter.grad is not None:
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None

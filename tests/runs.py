@@ -1,0 +1,214 @@
+"""A tiny run that resume, command-line and loop tests share: model, data, rewards and RUN.toml in a folder of its own.
+
+Paths in the file are relative and commands run inside the folder, so two runs in two folders have equal configurations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from fulltilt import config as configuration
+from fulltilt import loop
+from fulltilt.algo import presets
+from fulltilt.config import Config
+from fulltilt.observe.console import Console
+
+SOURCE = Path(__file__).parents[1] / "src"
+PROMPTS = 18  # an epoch is 4 steps of 4 and leaves 2 out, so that a run of a few steps crosses from one epoch to the next
+
+REWARDS = '''
+import time
+
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    """More small letters are better. The parts show which row it was asked about."""
+    letters = sum(character.islower() for character in solution_str)
+    return {"score": letters / 24, "letters": letters, "truth": float(ground_truth)}
+
+
+def sometimes_fails(data_source, solution_str, ground_truth, extra_info):
+    if int(ground_truth) % 8 == 0:
+        raise RuntimeError("no opinion")
+    return sum(character.islower() for character in solution_str) / 24
+
+
+def always_fails(data_source, solution_str, ground_truth, extra_info):
+    raise RuntimeError("no opinion at all")
+
+
+def not_a_number(data_source, solution_str, ground_truth, extra_info):
+    return float("nan")
+
+
+def slow_from(data_source, solution_str, ground_truth, extra_info, first_slow, seconds):
+    """Takes its time over rows whose answer is `first_slow` or more."""
+    if float(ground_truth) >= first_slow:
+        time.sleep(seconds)
+    return sum(character.islower() for character in solution_str) / 24
+'''
+
+GRPO = {
+    "model": {"path": "model"},
+    "data": {"train": "train.jsonl", "val": "val.jsonl", "max_prompt_tokens": 16},
+    "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4, "minibatches_per_step": 2, "kl_coef": 0.05},
+    "rollout": {"max_new_tokens": 16},
+    "reward": {"function": "reward.py:score", "workers": 2},
+    "train": {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.01},
+    "run": {"dir": "run", "steps": 12, "save_every": 2, "keep": 2, "seed": 7, "eval_every": 5, "eval_before": True, "device": "cpu"},
+}
+SFT = {
+    "model": {"path": "model"},
+    "data": {"train": "sft.jsonl", "val": "sft.jsonl", "max_prompt_tokens": 16},
+    "algorithm": {"name": "sft", "prompts_per_step": 4, "minibatches_per_step": 2},
+    "train": {"lr": 2e-3, "warmup_steps": 3},
+    "run": {"dir": "run", "steps": 6, "save_every": 3, "keep": 1, "seed": 7, "eval_every": 4, "device": "cpu"},
+}
+
+# What a clock decides: all else in the metrics is the same for the same run.
+CLOCK = ("timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput")
+
+
+def make(folder: Path, model: Path, tables: Mapping[str, Mapping[str, Any]] = GRPO) -> Path:
+    """All that a run needs, in `folder`, which is returned. The model is linked, for no run may change it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model").symlink_to(model)
+    write_rows(folder / "train.jsonl", [{"prompt": f"{n}+{3 * n}=", "ground_truth": str(4 * n), "data_source": "sums"} for n in range(PROMPTS)])
+    write_rows(folder / "val.jsonl", [{"prompt": f"{n}-1=", "ground_truth": str(n - 1), "data_source": "less"} for n in range(100, 103)])
+    write_rows(folder / "sft.jsonl", [{"prompt": f"{n}+{3 * n}=", "response": f"is {4 * n}."} for n in range(PROMPTS)])
+    (folder / "reward.py").write_text(REWARDS)
+    lines = [f"[{section}]\n" + "".join(f"{key} = {configuration.toml_value(value)}\n" for key, value in keys.items()) for section, keys in tables.items()]
+    (folder / "run.toml").write_text("\n".join(lines))
+    return folder
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def copy(source: Path, folder: Path) -> Path:
+    """The run and all it has written, in another folder."""
+    shutil.copytree(source, folder, symlinks=True)
+    return folder
+
+
+# -- as a user runs it ------------------------------------------------------------------------------------------------------------------
+
+
+def environment() -> dict[str, str]:
+    # As many threads as the tests' own process has: their number changes the last bits of a matrix product.
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    """The command, running in a session of its own so that a signal to its group reaches nobody else; words for people in `said.txt`."""
+    with open(folder / "said.txt", "a") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fulltilt.cli", *arguments],
+            cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True,
+        )  # fmt: skip
+
+
+def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, run to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "fulltilt.cli", *arguments],
+        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+# -- in this process --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    summary: loop.Summary
+    said: str  # notes and warnings
+
+
+def read_config(folder: Path, *overrides: str) -> Config:
+    with contextlib.chdir(folder):
+        return configuration.load("run.toml", overrides, extra_checks=[presets.mistakes])
+
+
+def train(folder: Path, *overrides: str) -> Trained:
+    """`fulltilt train run.toml ...` without the cost of a new process."""
+    config = read_config(folder, *overrides)
+    said = io.StringIO()
+    with contextlib.chdir(folder):
+        summary = loop.train(config, Console(stdout=said, stderr=said, terminal=False))
+    return Trained(summary, said.getvalue())
+
+
+# -- what a run leaves ------------------------------------------------------------------------------------------------------------------
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def without_clock(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in line.items() if not name.startswith(CLOCK)} for line in lines]
+
+
+def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """Every folder with the final name of a checkpoint, by step, the last one last."""
+    return {int(path.name[5:]): path for path in sorted((folder / "run" / "checkpoints").glob("step-*")) if path.name[5:].isdigit()}
+
+
+def parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    return load_file(checkpoint / "model" / "model.safetensors")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, byte for byte; empty if there is no such folder."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def assert_equal_runs(one: Path, other: Path) -> None:
+    """Two run folders hold the same checkpoints, metrics and rollouts, bit for bit, all that a clock decides aside."""
+    assert without_clock(metrics(one)) == without_clock(metrics(other))
+    assert contents(one / "run" / "rollouts") == contents(other / "run" / "rollouts")
+    found, expected = checkpoints(one), checkpoints(other)
+    assert list(found) == list(expected)
+    leftovers = {path.name for path in (one / "run" / "checkpoints").iterdir()} - {path.name for path in found.values()}
+    assert not leftovers, leftovers
+    for step in expected:
+        assert_equal_checkpoints(found[step], expected[step])
+        assert state(found[step])["metrics_offset"] == bytes_of_metrics(one, step)
+
+
+def assert_equal_checkpoints(one: Path, other: Path) -> None:
+    assert contents(one / "model") == contents(other / "model")
+    tensors, expected = load_file(one / "trainer.safetensors"), load_file(other / "trainer.safetensors")
+    assert tensors.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
+    # Where the metrics file ended hangs on how many digits its seconds have.
+    assert {**state(one), "metrics_offset": 0} == {**state(other), "metrics_offset": 0}
+
+
+def state(checkpoint: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((checkpoint / "state.json").read_text())
+    return found
+
+
+def bytes_of_metrics(folder: Path, step: int) -> int:
+    lines = (folder / "run" / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    return sum(len(line) for line in lines if json.loads(line)["step"] <= step)
