@@ -33,7 +33,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789+-*/=.,:;!?#$()<>[]{}\"'_%&@^~| \n"
-TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -67,7 +67,7 @@ GRPO = {
     "rollout": {"max_new_tokens": 16},
     "reward": {"function": "reward.py:score", "workers": 2},
     "train": {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.01},
-    "run": {"dir": "run", "steps": 12, "save_every": 2, "keep": 2, "seed": 7, "eval_every": 5, "eval_before": True, "device": "cpu"},
+    "run": {"dir": "run", "steps": 16, "save_every": 2, "keep": 2, "seed": 7, "eval_every": 5, "eval_before": True, "device": "cpu"},
 }
 SFT = {
     "model": {"path": "model"},

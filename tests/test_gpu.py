@@ -1,6 +1,6 @@
 """What only a CUDA device can show: the flash kernels, bf16 agreement of engine and trainer, deterministic resume.
 
-    pytest tests/test_gpu.py -m gpu            FULLTILT_REPORT=FILE.json also writes the figures that docs/performance.md quotes
+pytest tests/test_gpu.py -m gpu            FULLTILT_REPORT=FILE.json also writes the figures that docs/performance.md quotes
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+import runs
 import torch
+from safetensors.torch import load_file
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
@@ -104,22 +106,13 @@ def test_engine_and_trainer_agree_in_bf16(family: str, model_folders) -> None:
 
 @pytest.mark.parametrize("family", ["llama-tied", "mistral"])
 def test_resume_is_bit_equal_in_deterministic_mode(family: str, model_folders, tmp_path: Path) -> None:
-    import runs
-    from safetensors.torch import load_file
-
-    from fulltilt import loop
-    from fulltilt.config import load
-    from fulltilt.observe.console import Console
-
     finals = []
     for name, parts in (("whole", [6]), ("resumed", [2, 5, 6])):
+        folder = runs.make(tmp_path / name, model_folders(family))
         for steps in parts:
-            run = runs.make(tmp_path / name, model_folders(family))
-            overrides = [f"run.steps={steps}", "run.deterministic=true", "run.device=cuda", "algorithm.minibatches_per_step=2"]
-            loop.train(load(run, overrides), Console(quiet=True))
-        (folder,) = (tmp_path / name).rglob("step-00000006")
-        finals.append(load_file(folder / "trainer.safetensors"))
+            runs.train(folder, f"run.steps={steps}", "train.schedule=constant", "run.device=cuda", "run.deterministic=true")
+        finals.append(load_file(runs.checkpoints(folder)[6] / "trainer.safetensors"))
+    torch.use_deterministic_algorithms(False)
     assert finals[0].keys() == finals[1].keys() and any(name.startswith("master/") for name in finals[0])
     for name, tensor in finals[0].items():
         assert torch.equal(tensor, finals[1][name]), name
-    torch.use_deterministic_algorithms(False)

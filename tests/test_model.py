@@ -27,7 +27,10 @@ CPU = torch.device("cpu")
 def test_packed_log_probs_are_transformers_own(family: str, model_folders) -> None:
     """Against the model as transformers runs it, one document at a time, with lengths beyond every window."""
     folder = model_folders(family)
-    ours, theirs = load_model(ModelConfig(path=str(folder)), CPU), AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    ours, theirs = (
+        load_model(ModelConfig(path=str(folder)), CPU),
+        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval(),
+    )
     random = np.random.default_rng(0)
     documents = [random.integers(0, models.VOCABULARY, length) for length in (40, 3, 25, 40, 1, 64)]
     with torch.no_grad():
@@ -56,7 +59,9 @@ def test_soft_cap_sinks_and_scaled_logits_are_refused_by_name(tmp_path: Path) ->
 
 
 def test_a_model_that_does_not_call_the_interface_is_refused(tmp_path: Path) -> None:
-    config = FalconConfig(vocab_size=160, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False, new_decoder_architecture=False)
+    config = FalconConfig(
+        vocab_size=160, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, alibi=False, new_decoder_architecture=False
+    )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"Falcon|falcon"):
@@ -76,7 +81,7 @@ def test_documents_that_mix_are_found(model_folders, monkeypatch: pytest.MonkeyP
     model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
     whole = Packed.of
     monkeypatch.setattr(Packed, "of", staticmethod(lambda bounds, device: whole([bounds[0], bounds[-1]], device)))
-    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM.*documents mix"):
+    with pytest.raises(UnsupportedModel, match=r"LlamaForCausalLM.*documents mix"):
         verify(model)
 
 
@@ -160,7 +165,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="lacks weights.*up_proj"):
+    with pytest.raises(UserError, match=r"lacks weights.*up_proj"):
         load_model(ModelConfig(path=str(tmp_path)), CPU)
 
 
@@ -184,7 +189,7 @@ def test_remote_code_does_not_run_unless_asked(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(LlamaConfig(**{**models.SMALL, "vocab_size": 40}))
-    with pytest.raises(UserError, match="97 tokens.*40 rows"):
+    with pytest.raises(UserError, match=r"97 tokens.*40 rows"):
         check_vocabulary(model, models.tokenizer())
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
+import models
 import pytest
 import runs
+
+from fulltilt.records import UserError
 
 ModelFolders = Callable[[str], Path]
 
@@ -19,12 +24,19 @@ ModelFolders = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
     """The run that nobody disturbed. Tests copy it or compare with it."""
-    folder = runs.make(tmp_path_factory.mktemp("untouched") / "run", model_folders("qwen2"))
-    finished = runs.command(folder, "train", "run.toml", "--json")
-    assert finished.returncode == 0, finished.stderr
-    assert [line["step"] for line in runs.metrics(folder)] == list(range(13))
-    assert list(runs.checkpoints(folder)) == [10, 12]
+    folder = runs.make(tmp_path_factory.mktemp("untouched") / "folder", model_folders("qwen2"))
+    finish(folder)
+    assert [line["step"] for line in runs.metrics(folder)] == list(range(17))
+    assert list(runs.checkpoints(folder)) == [14, 16]
     return folder
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    """Moments differ from one run of the tests to the next; FULLTILT_TEST_SEED brings those of a failure back, as far as a clock can."""
+    seed = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000))
+    print(f"FULLTILT_TEST_SEED={seed}")
+    return random.Random(seed)
 
 
 def step_seconds(folder: Path) -> float:
@@ -32,39 +44,258 @@ def step_seconds(folder: Path) -> float:
     return sum(spent) / len(spent)
 
 
-@pytest.fixture
-def chance(request: pytest.FixtureRequest) -> Iterator[random.Random]:
-    """Moments differ from one run of the tests to the next; FULLTILT_TEST_SEED brings those of a failure back, as far as a clock can."""
-    seed = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000))
-    print(f"FULLTILT_TEST_SEED={seed}")
-    yield random.Random(seed)
-
-
-def kill_while_training(folder: Path, chance: random.Random, unit: float, arguments: tuple[str, ...] = ()) -> int:
-    """Start the command, wait for one to three lines of progress, then up to one and a half steps more, and kill -9. Returns the last step
-    seen."""
-    process = runs.start(folder, "train", "run.toml", "--json", *arguments)
-    assert process.stdout is not None
-    seen = [process.stdout.readline() for _ in range(chance.randint(1, 3))]
-    assert all(seen), f"it ended before it could be killed: {(folder / 'said.txt').read_text()}"
-    time.sleep(chance.uniform(0, 1.5) * unit)
-    return kill(process)
-
-
-def kill_at_start(folder: Path, chance: random.Random, seconds: float) -> int:
-    process = runs.start(folder, "train", "run.toml", "--json")
-    time.sleep(chance.uniform(0, seconds))
-    return kill(process)
-
-
-def kill(process: subprocess.Popen[str]) -> int:
-    process.kill()
-    rest, _ = process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL, "it was done before the kill: make the run longer"
-    return len(rest.splitlines())
-
-
-def finish(folder: Path) -> None:
-    ended = runs.command(folder, "train", "run.toml", "--json")
+def finish(folder: Path, *overrides: str) -> None:
+    ended = runs.command(folder, "train", "run.toml", "--json", *overrides)
     assert ended.returncode == 0, ended.stderr
-    assert "Traceback" not in ended.stderr
+
+
+def start_and_wait(folder: Path, lines: int, *overrides: str) -> subprocess.Popen[str]:
+    """The command, once it has told of so many steps."""
+    process = runs.start(folder, "train", "run.toml", "--json", *overrides)
+    assert process.stdout is not None
+    for _ in range(lines):
+        assert process.stdout.readline(), f"it ended too early: {(folder / 'said.txt').read_text()}"
+    return process
+
+
+def end_with(process: subprocess.Popen[str], number: signal.Signals) -> int:
+    """Send the signal to the whole group, as a terminal does."""
+    os.killpg(process.pid, number)
+    process.communicate(timeout=120)
+    return process.returncode
+
+
+# -- kill -9 ----------------------------------------------------------------------------------------------------------------------------
+
+
+def kill_while_training(folder: Path, chance: random.Random, unit: float, *overrides: str) -> None:
+    """After one to three lines of progress and up to one and a half steps more."""
+    process = start_and_wait(folder, chance.randint(1, 3), *overrides)
+    time.sleep(chance.uniform(0, 1.5) * unit)
+    assert end_with(process, signal.SIGKILL) == -signal.SIGKILL, "it was done before the kill: make the run longer"
+
+
+def kill_at_any_time(folder: Path, chance: random.Random, seconds: float, *overrides: str) -> None:
+    process = runs.start(folder, "train", "run.toml", "--json", *overrides)
+    time.sleep(chance.uniform(0, seconds))
+    assert end_with(process, signal.SIGKILL) == -signal.SIGKILL, "it was done before the kill: make the run longer"
+
+
+def test_kill_at_random_moments(tmp_path: Path, untouched: Path, model_folders: ModelFolders, chance: random.Random) -> None:
+    folder = runs.make(tmp_path / "killed", model_folders("qwen2"))
+    for _ in range(3):
+        kill_while_training(folder, chance, step_seconds(untouched))
+    assert runs.checkpoints(folder), "every kill came before the first checkpoint, so they proved little"
+    finish(folder)
+    runs.assert_equal_runs(folder, untouched)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_ten_kills_at_random_moments(tmp_path: Path, model_folders: ModelFolders, chance: random.Random) -> None:
+    """Two of them while the process starts; and a checkpoint after every step, so that many fall into its writing."""
+    longer = ("run.steps=50", "run.save_every=1")
+    expected = runs.make(tmp_path / "expected", model_folders("llama-tied"))
+    begin = time.perf_counter()
+    finish(expected, *longer)
+    unit = step_seconds(expected)
+    start_seconds = time.perf_counter() - begin - 50 * unit
+
+    folder = runs.make(tmp_path / "killed", model_folders("llama-tied"))
+    for number in range(10):
+        if number in (3, 6):
+            kill_at_any_time(folder, chance, start_seconds, *longer)
+        else:
+            kill_while_training(folder, chance, unit, *longer)
+    assert len(runs.metrics(folder)) > 5
+    finish(folder, *longer)
+    runs.assert_equal_runs(folder, expected)
+
+
+# -- Ctrl-C and termination -------------------------------------------------------------------------------------------------------------
+
+
+def test_stopped_twice_then_gone_on(tmp_path: Path, untouched: Path, model_folders: ModelFolders, chance: random.Random) -> None:
+    folder = runs.make(tmp_path / "stopped", model_folders("qwen2"))
+    reached = 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        (folder / "said.txt").unlink(missing_ok=True)
+        process = start_and_wait(folder, 3)
+        time.sleep(chance.uniform(0, 1) * step_seconds(untouched))
+        assert end_with(process, number) == 130
+        said = (folder / "said.txt").read_text()
+        last = runs.metrics(folder)[-1]["step"]
+        assert last > reached
+        reached = last
+        assert list(runs.checkpoints(folder))[-1] == last
+        assert f"stopped after step {last} and saved" in said
+        assert "go on with: fulltilt train run.toml --json" in said
+        assert "Traceback" not in said
+    finish(folder)
+    runs.assert_equal_runs(folder, untouched)
+
+
+def interrupt_soon(folder: Path, lines: int, calls: int = 1) -> threading.Thread:
+    """Ctrl-C to this very process once metrics.jsonl has so many lines, and the run is surely inside the slow reward."""
+
+    def wait_and_send() -> None:
+        metrics = folder / "run" / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_bytes().count(b"\n") < lines:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait_and_send, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Its rewards would take a minute; the checkpoint is that of the step before, and nothing of the dropped one is left."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 16, seconds = 60 }", "reward.timeout_s=100")
+    options = ("data.shuffle=false", "run.steps=3", "run.save_every=0", "run.eval_every=0", "run.eval_before=false", *slow)
+    sender = interrupt_soon(folder, lines=1)
+    begin = time.perf_counter()
+    trained = runs.train(folder, *options)
+    sender.join()
+    assert time.perf_counter() - begin < 30
+    assert (trained.summary.interrupted, trained.summary.steps) == (True, 1)
+    assert list(runs.checkpoints(folder)) == [1]
+    assert [line["step"] for line in runs.metrics(folder)] == [1]
+    assert list(runs.contents(folder / "run" / "rollouts")) == ["step-000001.jsonl"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Validation of step 1 is slow and its update is done: the step is kept, its line and checkpoint are whole."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    runs.write_rows(folder / "train.jsonl", [{"prompt": f"{n}+{n}=", "ground_truth": "1"} for n in range(8)])
+    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 99, seconds = 3 }")
+    sent = threading.Event()
+
+    def send_during_validation() -> None:
+        while not (folder / "run" / "rollouts" / "step-000001.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+        sent.set()
+
+    threading.Thread(target=send_during_validation, daemon=True).start()
+    trained = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.save_every=0", "eval.max_prompts=2", *slow)
+    assert sent.is_set()
+    assert (trained.summary.interrupted, trained.summary.steps) == (True, 1)
+    assert "stopping after the update in progress" in trained.said
+    (line,) = runs.metrics(folder)
+    assert line["step"] == 1 and "val/reward/mean" in line
+    assert list(runs.checkpoints(folder)) == [1]
+
+
+# -- in one process, new objects --------------------------------------------------------------------------------------------------------
+
+
+def cut_back(folder: Path, step: int) -> None:
+    """What a kill after this step's checkpoint, and before the next one's, leaves at worst: metrics and rollouts of steps that are lost."""
+    for saved, path in runs.checkpoints(folder).items():
+        if saved > step:
+            shutil.rmtree(path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_every_family_resumes_exactly(tmp_path: Path, model_folders: ModelFolders, family: str) -> None:
+    options = ("run.steps=6", "run.save_every=3", "run.eval_every=2")
+    expected = runs.make(tmp_path / "expected", model_folders(family))
+    assert runs.train(expected, *options).summary.steps == 6
+    folder = runs.copy(expected, tmp_path / "resumed")
+    cut_back(folder, 3)
+    assert "going on from step 3" in runs.train(folder, *options).said
+    runs.assert_equal_runs(folder, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_sft_run_resumes_exactly_when_its_steps_are_raised(tmp_path: Path, model_folders: ModelFolders, dtype: str) -> None:
+    """In bfloat16 the float32 masters are not the model's own weights: they must come back too."""
+    expected = runs.make(tmp_path / "expected", model_folders("qwen2"), runs.SFT)
+    runs.train(expected, f"model.dtype={dtype}")
+    folder = runs.make(tmp_path / "resumed", model_folders("qwen2"), runs.SFT)
+    assert runs.train(folder, f"model.dtype={dtype}", "run.steps=3").summary.steps == 3
+    assert runs.train(folder, f"model.dtype={dtype}").summary.steps == 6
+    runs.assert_equal_runs(folder, expected)
+    assert "val/loss" in runs.metrics(folder)[3]
+
+
+@pytest.mark.parametrize("name", ["trainer.safetensors", "model/model.safetensors", "state.json", "manifest.json"])
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, untouched: Path, name: str) -> None:
+    folder = runs.copy(untouched, tmp_path / "torn")
+    torn = runs.checkpoints(folder)[16] / name
+    os.truncate(torn, torn.stat().st_size // 2)
+    said = runs.train(folder).said
+    assert "warning: not intact and passed over:" in said and "step-00000016" in said and name in said
+    assert "going on from step 14" in said
+    runs.assert_equal_runs(folder, untouched)
+
+
+def test_metrics_that_a_kill_cut_in_two_are_mended(tmp_path: Path, untouched: Path) -> None:
+    folder = runs.copy(untouched, tmp_path / "cut")
+    cut_back(folder, 14)
+    metrics = folder / "run" / "metrics.jsonl"
+    os.truncate(metrics, metrics.stat().st_size - 20)
+    (folder / "run" / "rollouts" / "step-000016.jsonl.partial").write_text('{"half')
+    assert "shorter" not in runs.train(folder).said
+    runs.assert_equal_runs(folder, untouched)
+
+
+# -- what may not go on -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_algorithm_is_refused_by_name(tmp_path: Path, untouched: Path) -> None:
+    folder = runs.copy(untouched, tmp_path / "changed")
+    before = runs.contents(folder / "run")
+    refused = runs.command(folder, "train", "run.toml", "algorithm.kl_coef=0.1", "run.steps=17")
+    assert refused.returncode == 2
+    assert "algorithm.kl_coef" in refused.stderr and "run.resume = force" in refused.stderr and "run.steps" not in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert runs.contents(folder / "run") == before
+
+    forced = runs.train(folder, "algorithm.kl_coef=0.1", "run.steps=17", "run.resume=force")
+    assert "warning: going on although these keys changed: algorithm.kl_coef" in forced.said
+    assert runs.metrics(folder)[-1]["step"] == 17
+
+
+def test_never_resuming_is_honoured(tmp_path: Path, untouched: Path) -> None:
+    folder = runs.copy(untouched, tmp_path / "never")
+    before = runs.contents(folder / "run")
+    with pytest.raises(UserError, match=r"run\.resume = never: run holds a run at step 16"):
+        runs.train(folder, "run.resume=never")
+    assert runs.contents(folder / "run") == before
+
+
+def test_a_finished_run_is_done_and_more_steps_go_on(tmp_path: Path, untouched: Path) -> None:
+    folder = runs.copy(untouched, tmp_path / "again")
+    again = runs.command(folder, "train", "run.toml")
+    assert again.returncode == 0, again.stderr
+    assert "done: 16 steps" in again.stdout
+    runs.assert_equal_runs(folder, untouched)
+
+    runs.train(folder, "run.steps=18")
+    assert list(runs.checkpoints(folder)) == [16, 18]
+    assert runs.without_clock(runs.metrics(folder)[:17]) == runs.without_clock(runs.metrics(untouched))
+    assert [line["step"] for line in runs.metrics(folder)[17:]] == [17, 18]
+
+
+def test_a_second_process_is_kept_out(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    first = start_and_wait(folder, 4)
+    os.killpg(first.pid, signal.SIGSTOP)
+    try:
+        before = runs.contents(folder / "run")
+        second = runs.command(folder, "train", "run.toml")
+        assert second.returncode == 2
+        assert "error: run.dir: another process is running in run." in second.stderr
+        assert "Traceback" not in second.stderr
+        assert runs.contents(folder / "run") == before
+    finally:
+        assert end_with(first, signal.SIGKILL) == -signal.SIGKILL
+    # A killed process leaves no lock behind.
+    assert "going on from step" in runs.train(folder, "run.steps=5").said

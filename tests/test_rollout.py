@@ -94,7 +94,9 @@ one_engine = cache(make_engine)
 
 
 @settings(max_examples=15, deadline=None)
-@given(blocks=st.integers(13, 40), max_seqs=st.integers(1, 12), tokens=st.integers(1, 60), samples=st.integers(1, 4), seed=st.integers(0, 99))
+@given(
+    blocks=st.integers(13, 40), max_seqs=st.integers(1, 12), tokens=st.integers(1, 60), samples=st.integers(1, 4), seed=st.integers(0, 99)
+)
 def test_any_limits_give_the_same_samples(model_folders, blocks: int, max_seqs: int, tokens: int, samples: int, seed: int) -> None:
     engine = one_engine(model_folders("qwen2"))
     prompts, sampling = random_prompts(3, seed), Sampling(samples=samples, max_new_tokens=10)
@@ -120,7 +122,7 @@ def test_preemption_sharing_and_chunking_show_in_the_statistics(model_folders) -
 
 def test_a_cache_too_small_for_one_sample_is_refused(model_folders) -> None:
     engine = make_engine(model_folders("llama"), EngineLimits(blocks=3, block_tokens=4, max_seqs=4, max_batched_tokens=64))
-    with pytest.raises(UserError, match="rollout.kv_bytes"):
+    with pytest.raises(UserError, match=r"rollout.kv_bytes"):
         generate(engine, random_prompts(4), Sampling(max_new_tokens=20))
 
 

@@ -86,7 +86,9 @@ def test_one_by_one_equals_packed_through_plain_transformers(model_folders) -> N
     packed = gradient(trainer, [minibatch(rows, "token-mean", 1, MicroSizing(True, 10_000))])
     from transformers import AutoModelForCausalLM
 
-    plain = AutoModelForCausalLM.from_pretrained(model_folders("qwen2"), dtype=torch.float64, attn_implementation="sdpa").eval()  # eager rounds to fp32
+    plain = AutoModelForCausalLM.from_pretrained(
+        model_folders("qwen2"), dtype=torch.float64, attn_implementation="sdpa"
+    ).eval()  # eager rounds to fp32
     trained = sum(int(row.mask.sum()) for row in rows)
     for row in rows:
         ids = torch.from_numpy(row.ids)

@@ -30,7 +30,9 @@ app = typer.Typer(
 )
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; docs/reference.md lists every key.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's: run.steps=10", show_default=False)]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's: run.steps=10", show_default=False)
+]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines on standard output, words for people on standard error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
 
@@ -68,7 +70,9 @@ def read_config(path: Path, overrides: list[str] | None) -> Config:
 
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option("--dir", help="Where model, data and runs go; what an earlier demo left there is replaced.")] = Path("runs/demo"),
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Where model, data and runs go; what an earlier demo left there is replaced.")
+    ] = Path("runs/demo"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -146,7 +150,9 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def knobs(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[WORD]...", help="Only knobs whose name or alias holds one of these.", show_default=False)] = None,
+    words: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only knobs whose name or alias holds one of these.", show_default=False)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the performance knobs: what each is called here, in verl and in ChatLearn, and what it must change."""

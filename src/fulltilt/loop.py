@@ -45,6 +45,9 @@ ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-l
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 
 
+START = Cursor()
+
+
 class Interrupted(Exception):
     """Ctrl-C (or a polite termination) at a moment when the step in progress can be dropped."""
 
@@ -93,7 +96,7 @@ class Progress:
     """How far the run has come. With the parameters and the optimizer, this is all there is to save."""
 
     step: int = 0
-    cursor: Cursor = Cursor()
+    cursor: Cursor = START
 
 
 @dataclass(frozen=True)
@@ -227,7 +230,9 @@ class Run:
             self.console.warn("no sample of this step can be trained on: its update is left out")
         skipped = sum(metrics.pop("actor/skipped_updates") for metrics in found)
         if skipped:
-            self.console.warn(f"{skipped:.0f} of {len(found)} optimizer steps had a gradient that is not finite: parameters were left as they were")
+            self.console.warn(
+                f"{skipped:.0f} of {len(found)} optimizer steps had a gradient that is not finite: parameters were left as they were"
+            )
         return mean_of(found) | {"actor/skipped_updates": skipped, "actor/updates": len(found)}
 
     def _minibatches(self, rows: Sequence[Row]) -> list[MiniBatch]:
@@ -466,8 +471,8 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
     changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
     if changed and config.run.resume == "auto":
         raise UserError(
-            f"{where} that was started with other values of {', '.join(changed)}. Use another run.dir for a new run, give the old values to "
-            "go on, or set run.resume = force to go on with the new ones"
+            f"{where} that was started with other values of {', '.join(changed)}. Use another run.dir for a new run, give the old values "
+            "to go on, or set run.resume = force to go on with the new ones"
         )
     if changed:
         console.warn(f"going on although these keys changed: {', '.join(changed)}")

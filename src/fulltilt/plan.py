@@ -116,9 +116,9 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
         source = f"the {in_bytes(facts.free_bytes)} free on this device"
     if blocks < per_sample:
         raise UserError(
-            f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample may need "
-            f"{per_sample} (longest prompt plus rollout.max_new_tokens). Give it {in_bytes(per_sample * block_bytes)} or more, or lower "
-            "rollout.max_new_tokens"
+            f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
+            f"may need {per_sample} (longest prompt plus rollout.max_new_tokens). Give it {in_bytes(per_sample * block_bytes)} or more, or "
+            "lower rollout.max_new_tokens"
         )
     return blocks
 
@@ -128,15 +128,16 @@ def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list
     per_epoch = f"{facts.steps_per_epoch} steps an epoch"
     if not rollout:
         return [
-            f"each of {plan.steps} steps ({per_epoch}): {algorithm.prompts_per_step} rows, {many(plan.updates_per_step, 'optimizer step')}; "
-            f"micro-batches of at most {budgets.token_budget} tokens",
+            f"each of {plan.steps} steps ({per_epoch}): {algorithm.prompts_per_step} rows, "
+            f"{many(plan.updates_per_step, 'optimizer step')}; micro-batches of at most {budgets.token_budget} tokens",
         ]
     cache = budgets.kv_blocks * config.rollout.block_tokens
     return [
-        f"each of {plan.steps} steps ({per_epoch}): {many(algorithm.prompts_per_step, 'prompt')} x {many(algorithm.samples_per_prompt, 'sample')} "
-        f"= {plan.samples_per_step} samples, {many(plan.updates_per_step, 'optimizer step')}",
-        f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most {budgets.max_seqs} samples at once, "
-        f"{budgets.max_batched_tokens} tokens a pass",
+        f"each of {plan.steps} steps ({per_epoch}): {many(algorithm.prompts_per_step, 'prompt')} x "
+        f"{many(algorithm.samples_per_prompt, 'sample')} = {plan.samples_per_step} samples, "
+        f"{many(plan.updates_per_step, 'optimizer step')}",
+        f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most {budgets.max_seqs} samples at "
+        f"once, {budgets.max_batched_tokens} tokens a pass",
         f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}; "
         f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}",
     ]

@@ -158,7 +158,9 @@ def refuse_unknown(
     if features.get("is_causal", getattr(module, "is_causal", True)) is False:
         raise UnsupportedModel(f"{who} is not causal")
     if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
-        raise UnsupportedModel(f"{who} has values of width {value.shape[-1]} and keys of width {key.shape[-1]}: unequal widths are not built")
+        raise UnsupportedModel(
+            f"{who} has values of width {value.shape[-1]} and keys of width {key.shape[-1]}: unequal widths are not built"
+        )
     for name, given in features.items():
         if given is None or name in HARMLESS or name == "is_causal":
             continue
@@ -180,9 +182,7 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, s
     return torch.cat(outputs)[context.unsort] if outputs else q
 
 
-def paged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, layer: int, scale: float, window: int | None
-) -> torch.Tensor:
+def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, layer: int, scale: float, window: int | None) -> torch.Tensor:
     keys, values = context.keys[layer], context.values[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)

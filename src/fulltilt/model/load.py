@@ -46,8 +46,8 @@ def load_model(config: ModelConfig, device: torch.device, path: str | Path | Non
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError, RuntimeError) as error:
         if isinstance(error, KeyError) and attention.NAME in str(error):
             raise attention.UnsupportedModel(
-                f"model.path: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention interface, "
-                "so packed documents would mix. It cannot be trained here"
+                f"model.path: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention "
+                "interface, so packed documents would mix. It cannot be trained here"
             ) from error
         remedy = ". Read that code, then set model.trust_remote_code = true" if "trust_remote_code" in str(error) else ""
         raise UserError(f"model.path: {source} could not be loaded as a causal language model: {first_line(error)}{remedy}") from error
@@ -128,5 +128,3 @@ def architecture(source: str, options: dict[str, Any]) -> str:
 def first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
-
-

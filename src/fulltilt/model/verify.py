@@ -7,6 +7,8 @@ others equals the document alone, within twice what reordering the pack changes 
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from transformers import PreTrainedModel
@@ -53,7 +55,9 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
 
     gap_head = mean_gap(alone[1:2], [own_logprobs(model, documents[1])])
     if not gap_head <= allowed:
-        raise UnsupportedModel(f"{name}: its own logits differ from the plain output layer's by {gap_head:.2g} in log-prob (scaled or capped logits)")
+        raise UnsupportedModel(
+            f"{name}: its own logits differ from the plain output layer's by {gap_head:.2g} in log-prob (scaled or capped logits)"
+        )
     return seen
 
 
@@ -64,7 +68,7 @@ def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tupl
     context = Packed.of(bounds, model.device)
     hidden = hidden_states(model, ids, positions, context)
     results = []
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in pairwise(bounds):
         logprobs, _ = token_logprobs(hidden[start : stop - 1], Head.of(model), ids[start + 1 : stop], 1.0)
         results.append(logprobs)
     return results, context.seen

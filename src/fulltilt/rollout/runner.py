@@ -56,9 +56,7 @@ class Runner:
         device = self.model.device
         ids = [token for work in step.work for token in work.sequence.ids(work.start, work.start + work.count)]
         positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in step.work])
-        hidden = hidden_states(
-            self.model, torch.tensor(ids, device=device), torch.from_numpy(positions).to(device), self._context(step)
-        )
+        hidden = hidden_states(self.model, torch.tensor(ids, device=device), torch.from_numpy(positions).to(device), self._context(step))
         ends = np.cumsum([work.count for work in step.work]) - 1
         drawn = [int(end) for end, work in zip(ends, step.work, strict=True) if work.samples]
         return project(hidden[torch.tensor(drawn, dtype=torch.int64, device=device)], self.head.weight, self.head.bias)

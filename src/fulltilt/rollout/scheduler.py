@@ -1,7 +1,8 @@
 """Which tokens run in the next pass. Pure Python, no tensors.
 
 Enters: groups (a prompt and how many samples), and after each pass the tokens it sampled. Leaves: passes. Guaranteed:
-- no pass holds more tokens than `max_batched_tokens` (unless chunking is off and a prompt alone is longer), nor more than `max_seqs` sequences;
+- no pass holds more than `max_seqs` sequences, nor more tokens than `max_batched_tokens` (unless chunking is off and a prompt alone is
+  longer);
 - a group's prompt is prefilled once while any of its samples keeps it in the cache, and its full blocks are shared;
 - when blocks run out, the youngest sequence gives its blocks back and is finished later from the tokens it has: nothing is lost, and
   the oldest sequence always goes on, so every sequence ends;
@@ -91,7 +92,14 @@ class Counts:
 
 class Scheduler:
     def __init__(
-        self, blocks: int, block_tokens: int, max_seqs: int, max_batched_tokens: int, *, chunked_prefill: bool = True, prefix_sharing: bool = True
+        self,
+        blocks: int,
+        block_tokens: int,
+        max_seqs: int,
+        max_batched_tokens: int,
+        *,
+        chunked_prefill: bool = True,
+        prefix_sharing: bool = True,
     ) -> None:
         self.pool = BlockPool(blocks)
         self.block_tokens = block_tokens

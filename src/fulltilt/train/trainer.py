@@ -1,7 +1,8 @@
 """One optimizer step from one mini-batch.
 
-`accumulate` then `apply`. Enters: a `MiniBatch` whose weights hold the global denominator, and a loss. Leaves: changed parameters and metrics. Guaranteed: the
-gradient is that of the whole mini-batch however it is cut into micro-batches; a non-finite gradient changes nothing and shows.
+`accumulate`, then `apply`. Enters: a `MiniBatch` whose weights hold the global denominator, and a loss. Leaves: changed parameters and
+metrics. Guaranteed: the gradient is that of the whole mini-batch however it is cut into micro-batches; one that is not finite changes
+nothing and shows.
 """
 
 from __future__ import annotations
