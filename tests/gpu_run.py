@@ -54,7 +54,7 @@ def prepare(folder: Path, arguments: argparse.Namespace) -> Path:
     prompts = ("".join(random.choice(list("abcdef "), random.integers(96, 512))) for _ in range(4 * arguments.prompts))
     (folder / "train.jsonl").write_text("".join(json.dumps({"prompt": prompt, "ground_truth": ""}) + "\n" for prompt in prompts))
     (folder / "reward.py").write_text("def score(solution_str):\n    return len(solution_str) / 100\n")
-    (folder / "run.toml").write_text(RUN.format(folder=folder, **vars(arguments)))
+    (folder / "run.toml").write_text(RUN.format(**vars(arguments)))
     return folder / "run.toml"
 
 

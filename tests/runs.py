@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from fulltilt import cli, loop
 from fulltilt import config as configuration
-from fulltilt import loop
 from fulltilt.algo import presets
 from fulltilt.config import Config
 from fulltilt.observe.console import Console
@@ -85,12 +85,15 @@ def make(folder: Path, model: Path, tables: Mapping[str, Mapping[str, Any]] = GR
     """All that a run needs, in `folder`, which is returned. The model is linked, for no run may change it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "model").symlink_to(model)
-    write_rows(folder / "train.jsonl", [{"prompt": f"{n}+{3 * n}=", "ground_truth": str(4 * n), "data_source": "sums"} for n in range(PROMPTS)])
+    sums = [{"prompt": f"{n}+{3 * n}=", "ground_truth": str(4 * n), "data_source": "sums"} for n in range(PROMPTS)]
+    write_rows(folder / "train.jsonl", sums)
     write_rows(folder / "val.jsonl", [{"prompt": f"{n}-1=", "ground_truth": str(n - 1), "data_source": "less"} for n in range(100, 103)])
     write_rows(folder / "sft.jsonl", [{"prompt": f"{n}+{3 * n}=", "response": f"is {4 * n}."} for n in range(PROMPTS)])
     (folder / "reward.py").write_text(REWARDS)
-    lines = [f"[{section}]\n" + "".join(f"{key} = {configuration.toml_value(value)}\n" for key, value in keys.items()) for section, keys in tables.items()]
-    (folder / "run.toml").write_text("\n".join(lines))
+    lines = []
+    for section, keys in tables.items():
+        lines += [f"[{section}]", *(f"{key} = {configuration.toml_value(value)}" for key, value in keys.items())]
+    (folder / "run.toml").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -131,6 +134,28 @@ def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 # -- in this process --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    error: str
+
+
+def command_here(folder: Path, *arguments: str) -> Ended:
+    """The command line without the cost of a new process."""
+    out, error, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["fulltilt", *arguments]
+    try:
+        with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+            cli.main()
+    except SystemExit as ended:
+        assert ended.code is None or isinstance(ended.code, int), ended.code
+        return Ended(ended.code or 0, out.getvalue(), error.getvalue())
+    finally:
+        sys.argv = before
+    raise AssertionError("a command ends with an exit code")
 
 
 @dataclass(frozen=True)

@@ -494,6 +494,8 @@ def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_p
     written = json.loads((tmp_path / "run" / ERRORS_FILE).read_text())
     assert (written["text"], written["samples"], written["message"]) == (texts[2], [2], scores[2].error)
     assert values(pool.collect([group_of(["|6"], 1)])[0]) == [6.0]
+    if "grandchild" in action:
+        assert wait_until_dead(noted_pids(tmp_path)) == []
 
 
 @pytest.mark.parametrize("action", HANGS)
@@ -571,6 +573,28 @@ def test_memory_that_others_leaked_is_not_held_against_a_call(tmp_path: Path, po
     assert pool.stats().failed == 0 and pool.stats().retries >= 2
 
 
+def test_a_crash_that_others_prepared_is_not_held_against_a_call(tmp_path: Path, pool_of: Any) -> None:
+    name = write(
+        tmp_path,
+        """
+        import os, time
+        spoilt = False
+        def score(solution_str):
+            global spoilt
+            if solution_str == "victim" and spoilt:
+                os._exit(1)
+            if solution_str == "spoil":
+                time.sleep(0.3)
+                spoilt = True
+            return 1.0
+        """,
+    )
+    pool = pool_of(name)
+    pool.collect([group_of(["spoil"] * 4)])
+    assert values(pool.collect([group_of(["victim"], 1)])[0]) == [1.0]
+    assert (pool.stats().failed, pool.stats().retries) == (0, 1)
+
+
 def test_the_file_is_read_once(tmp_path: Path, pool_of: Any) -> None:
     name = write(tmp_path, "import os\ndef score(solution_str):\n    if solution_str == 'exit': os._exit(0)\n    return 1")
     pool = pool_of(name, workers=1)
@@ -596,7 +620,7 @@ def test_steps_can_be_told_apart(bad_file: Path, pool_of: Any) -> None:
 
 def test_a_process_that_cannot_start_is_said(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\ncase \"$*\" in *guard.py*) exec {sys.executable} \"$@\";; esac\necho no interpreter today >&2\nexit 9\n")
+    python.write_text(f'#!/bin/sh\ncase "$*" in *guard.py*) exec {sys.executable} "$@";; esac\necho no interpreter today >&2\nexit 9\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(RuntimeError, match=r"exit code 9.*no interpreter today"):

@@ -20,9 +20,10 @@ from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
-LARGEST = 19  # numbers to add go from 0 to this
-SFT_STEPS = 60
-GRPO_STEPS = 60
+LARGEST = 9  # numbers to add go from 0 to this
+RIGHT, WRONG = 5, 5  # how often the warm-up data has each sum right, and how often wrong
+SFT_STEPS = 150
+GRPO_STEPS = 140
 MARK = ".fulltilt-demo"  # a folder with this file is ours to replace
 
 REWARD = '''"""1 for the right sum, 0 otherwise."""
@@ -41,7 +42,7 @@ max_prompt_tokens = 16
 
 [algorithm]
 name = "sft"
-prompts_per_step = 64
+prompts_per_step = 250
 
 [train]
 lr = 3e-3
@@ -73,7 +74,7 @@ max_new_tokens = 6
 function = "{folder}/reward.py:score"
 
 [train]
-lr = 1e-3
+lr = 5e-4
 warmup_steps = 5
 
 [run]
@@ -110,7 +111,7 @@ def run(folder: Path, console: Console) -> DemoSummary:
     (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
     begin = time.perf_counter()
 
-    console.note(f"1. supervised warm-up: a random model sees sums written out ({folder / 'sft.toml'})")
+    console.note(f"1. supervised warm-up: a random model sees sums, half of them wrong ({folder / 'sft.toml'})")
     warm = loop.train(read(folder / "sft.toml"), console)
     stop_if(warm.interrupted)
     shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")
@@ -149,11 +150,21 @@ def prepare(folder: Path) -> None:
     (folder / MARK).touch()
     make_model(folder / "model")
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
-    random.Random(0).shuffle(pairs)
-    write_lines(folder / "data" / "sft.jsonl", [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in pairs])
+    write_lines(folder / "data" / "sft.jsonl", sloppy_sums(pairs))
     tasks = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "addition"} for a, b in pairs]
     write_lines(folder / "data" / "train.jsonl", tasks)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def sloppy_sums(pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Data that teaches the form of an answer and a habit of getting it wrong, for reinforcement learning to mend."""
+    chance = random.Random(0)
+    rows = []
+    for a, b in pairs:
+        others = [total for total in range(2 * LARGEST + 1) if total != a + b]
+        answers = [a + b] * RIGHT + chance.sample(others, WRONG)
+        rows += [{"prompt": f"{a}+{b}=", "response": str(answer)} for answer in answers]
+    return rows
 
 
 def make_model(folder: Path) -> None:

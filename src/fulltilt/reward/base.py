@@ -115,7 +115,6 @@ class RewardPool:
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._mistake: UserError | None = None
         self._closed = False
-        self._owner = os.getpid()
         self._names = list(dict.fromkeys([config.function, *config.sources.values()]))
         self._dispatcher = Dispatcher(self._setup(), _workers(config), config.timeout_s, self._done, self._wake)
         self._dispatcher.start()
@@ -173,8 +172,8 @@ class RewardPool:
 
     def close(self) -> None:
         """Kills all processes. Scores not collected are lost."""
-        # A fork of the trainer that ends must not kill its parent's workers.
-        if self._closed or os.getpid() != self._owner:
+        # In a fork of the trainer this does nothing: only the dispatcher's thread kills, and a fork has no such thread.
+        if self._closed:
             return
         self._closed = True
         atexit.unregister(self.close)

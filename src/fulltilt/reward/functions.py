@@ -167,8 +167,7 @@ def _execute(place: Located) -> ModuleType:
     path = Path(place.path)
     # The file's own imports work as when it is run as a script.
     sys.path.insert(0, str(path.parent))
-    taken = path.stem in sys.modules or path.stem in sys.stdlib_module_names
-    module = ModuleType(f"fulltilt_reward_{path.stem}_{len(sys.modules)}" if taken else path.stem)
+    module = ModuleType(f"fulltilt_reward_{path.stem}_{len(sys.modules)}" if path.stem in sys.modules else path.stem)
     module.__file__ = str(path)
     sys.modules[module.__name__] = module
     try:

@@ -1,0 +1,311 @@
+"""The commands as a user types them: exit codes, messages, machine-readable output, and nothing half-written after a mistake."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import runs
+
+import fulltilt
+from fulltilt.knobs import LEDGER
+from fulltilt.train.checkpoint import write_manifest
+
+ModelFolders = Callable[[str], Path]
+COMMANDS = {
+    "demo": ["--dir", "--json", "--quiet"],
+    "train": ["RUN.toml", "KEY=VALUE", "--check", "--json", "--quiet"],
+    "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
+    "doctor": ["--json"],
+    "knobs": ["WORD", "--json"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
+    return runs.make(tmp_path / "folder", model_folders("qwen2"))
+
+
+def assert_refused(ended: subprocess.CompletedProcess[str], *words: str) -> None:
+    """The user's mistake: 2, said on standard error without a traceback, and standard output left alone."""
+    assert ended.returncode == 2, (ended.returncode, ended.stdout, ended.stderr)
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("error: ")
+    assert "Traceback" not in ended.stderr
+    for word in words:
+        assert word in ended.stderr, (word, ended.stderr)
+
+
+# -- help and lists ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_every_command() -> None:
+    said = runs.command(Path.cwd(), "--help")
+    assert said.returncode == 0
+    for name in (*COMMANDS, "--version"):
+        assert name in said.stdout
+    assert runs.command(Path.cwd(), "-h").stdout == said.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_every_command_names_its_options(tmp_path: Path, name: str) -> None:
+    said = runs.command(tmp_path, name, "--help")
+    assert (said.returncode, said.stderr) == (0, "")
+    for option in (*COMMANDS[name], "--help"):
+        assert option in said.stdout, option
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_version() -> None:
+    said = runs.command(Path.cwd(), "--version")
+    assert (said.returncode, said.stdout) == (0, f"fulltilt {fulltilt.__version__}\n")
+
+
+def test_an_unknown_command_or_option_is_the_users_mistake(folder: Path) -> None:
+    for arguments in (["trian", "run.toml"], ["train", "run.toml", "--jsn"], ["train"]):
+        ended = runs.command(folder, *arguments)
+        assert ended.returncode == 2
+        assert ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_knobs_for_people_and_machines(tmp_path: Path) -> None:
+    listed = json.loads(runs.command(tmp_path, "knobs", "--json").stdout)
+    assert [knob["name"] for knob in listed] == [knob.name for knob in LEDGER]
+    said = runs.command(tmp_path, "knobs")
+    assert said.returncode == 0
+    assert [knob.name for knob in LEDGER if knob.name not in said.stdout] == []
+    # By the name that a verl user knows.
+    found = json.loads(runs.command(tmp_path, "knobs", "ppo_max_token_len_per_gpu", "--json").stdout)
+    assert "actor.token_budget" in [knob["name"] for knob in found]
+    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in runs.command(tmp_path, "knobs", "ppo_max_token_len").stdout
+    assert_refused(runs.command(tmp_path, "knobs", "speling"), "speling")
+
+
+def test_doctor_for_machines(tmp_path: Path) -> None:
+    said = runs.command(tmp_path, "doctor", "--json")
+    assert said.returncode == 0, said.stderr
+    report = json.loads(said.stdout)
+    assert report["broken"] is False
+    assert {"python", "torch", "transformers"} <= {finding["name"] for finding in report["findings"]}
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- mistakes in the configuration: found before torch is loaded ------------------------------------------------------------------------
+
+
+def change(folder: Path, before: str, after: str) -> None:
+    text = (folder / "run.toml").read_text()
+    assert before in text
+    (folder / "run.toml").write_text(text.replace(before, after))
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
+    "no such run file": (lambda folder: (folder / "run.toml").unlink(), ["run.toml: no such file"]),
+    "missing model": (lambda folder: (folder / "model").unlink(), ["model.path: no such folder", '"model"']),
+    "bad TOML": (lambda folder: change(folder, 'path = "model"', "path = model"), ["run.toml, line 2: not valid TOML", "path = model"]),
+    "unknown key": (
+        lambda folder: change(folder, "kl_coef", "kl_coeff"),
+        ["algorithm.kl_coeff: unknown key; the nearest is algorithm.kl_coef\n"],
+    ),
+    "negative batch number": (
+        lambda folder: change(folder, "prompts_per_step = 4", "prompts_per_step = -4"),
+        ["algorithm.prompts_per_step: must be a whole number greater than 0, got -4"],
+    ),
+    "missing data": (lambda folder: (folder / "train.jsonl").unlink(), ["data.train: no such file", "train.jsonl"]),
+    "missing reward": (lambda folder: (folder / "reward.py").unlink(), ["reward.function: no such file", "reward.py"]),
+    "a group of one": (lambda folder: change(folder, "samples_per_prompt = 4", "samples_per_prompt = 1"), ["algorithm.samples_per_prompt"]),
+    "run.dir is a file": (lambda folder: (folder / "run").write_text("mine"), ["run.dir", "is a file"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_in_the_configuration(folder: Path, name: str) -> None:
+    make, words = MISTAKES[name]
+    make(folder)
+    before = runs.contents(folder)
+    assert_refused(runs.command(folder, "train", "run.toml"), *words)
+    assert runs.contents(folder) == before
+    assert not (folder / "run").is_dir()
+
+
+def test_several_mistakes_are_reported_together(folder: Path) -> None:
+    (folder / "model").unlink()
+    change(folder, "kl_coef", "kl_coeff")
+    ended = runs.command(folder, "train", "run.toml", "algorithm.prompts_per_step=-4", "run.stesp=3", "train.lr=fast")
+    assert_refused(ended, "run.toml: 5 mistakes", "model.path", "kl_coeff", "prompts_per_step", "run.steps", "train.lr")
+    assert not (folder / "run").exists()
+
+
+def test_a_knob_that_is_not_built_is_refused_by_name(folder: Path) -> None:
+    missing = [knob for knob in LEDGER if knob.legal and not knob.built]
+    if not missing:
+        pytest.skip("every knob is built")
+    assert_refused(runs.command(folder, "train", "run.toml", f"{missing[0].name}=2"), missing[0].name, "not built")
+    aliases = [(knob, alias) for knob in missing for alias in knob.verl if not alias.endswith("*")]
+    assert_refused(runs.command(folder, "train", "run.toml", f"{aliases[0][1]}=2"), aliases[0][1], aliases[0][0].name)
+    assert not (folder / "run").exists()
+
+
+def test_check_only_checks(folder: Path) -> None:
+    good = runs.command(folder, "train", "run.toml", "--check", "run.steps=3")
+    assert (good.returncode, good.stdout) == (0, "run.toml: no mistakes found\n")
+    assert json.loads(runs.command(folder, "train", "run.toml", "--check", "--json").stdout) == {"ok": True}
+    assert_refused(runs.command(folder, "train", "run.toml", "--check", "run.steps=0"), "run.steps")
+    assert not (folder / "run").exists()
+
+
+# -- mistakes that only model, data, reward or disk can tell ----------------------------------------------------------------------------
+
+
+def nothing(folder: Path) -> None:
+    """The run as it is."""
+
+
+# Each takes seconds to import torch, so they run side by side: what is changed first, then the arguments.
+SLOW: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+    "empty dataset": (lambda folder: (folder / "train.jsonl").write_text(""), []),
+    "all prompts too long": (lambda folder: change(folder, "max_prompt_tokens = 16", "max_prompt_tokens = 2"), []),
+    "syntax error": (lambda folder: (folder / "reward.py").write_text("def score(:\n    return 1\n"), []),
+    "not a number": (nothing, ["--json", "run.eval_before=false", "reward.function=reward.py:not_a_number"]),
+    "three steps": (nothing, ["--json", "run.steps=3"]),
+}
+Ended = Callable[[str], tuple[Path, subprocess.CompletedProcess[str]]]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Iterator[Ended]:
+    """Folder and outcome of a command of SLOW."""
+    model = model_folders("qwen2")
+
+    def run(name: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
+        prepare, arguments = SLOW[name]
+        folder = runs.make(tmp_path_factory.mktemp("slow") / "folder", model)
+        prepare(folder)
+        return folder, runs.command(folder, "train", "run.toml", *arguments)
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        found = {name: pool.submit(run, name) for name in SLOW}
+        yield lambda name: found[name].result()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("empty dataset", ["train.jsonl: holds no rows"]),
+        ("all prompts too long", ["prompts are longer than data.max_prompt_tokens = 2", "the shortest has"]),
+        ("syntax error", ["reward function 'reward.py:score': syntax error at", "reward.py:1"]),
+    ],
+)
+def test_a_mistake_in_data_or_reward(ended: Ended, name: str, words: list[str]) -> None:
+    folder, outcome = ended(name)
+    assert_refused(outcome, *words)
+    assert not (folder / "run").exists()
+
+
+def test_a_reward_that_is_not_a_number_stops_the_run(ended: Ended) -> None:
+    """It is found in step 1: no line and no checkpoint of it is left."""
+    folder, outcome = ended("not a number")
+    assert (outcome.returncode, outcome.stdout) == (2, "")
+    assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "run.toml"]
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_full_disk_is_told_before_anything_is_written(folder: Path) -> None:
+    unshare, mount = shutil.which("unshare"), shutil.which("mount")
+    (folder / "run").mkdir()
+    small = f"{mount} -t tmpfs -o size=2m none run"
+    if not unshare or not mount or subprocess.run([unshare, "-rm", "sh", "-c", small], cwd=folder, capture_output=True).returncode:
+        pytest.skip("no small file system can be mounted here; the test below fills a disk in another way")
+    script = f'{small} && "$@" >said.txt 2>&1; echo $?; ls -A run'
+    ended = subprocess.run(
+        [unshare, "-rm", "sh", "-c", script, "sh", sys.executable, "-m", "fulltilt.cli", "train", "run.toml"],
+        cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    said = (folder / "said.txt").read_text()
+    assert ended.stdout == "2\n", (ended.stdout, said)
+    assert "error: not enough disk space for a checkpoint" in said and "run.dir" in said
+    assert "Traceback" not in said
+
+
+def test_a_disk_that_fills_up_during_the_run(folder: Path) -> None:
+    """A limit on the size of a file stands in for it: the model's weights do not fit. The old checkpoint stays, no half of a new one."""
+    runs.train(folder, "run.steps=2")
+    before = runs.contents(folder / "run" / "checkpoints")
+    limit = min(path.stat().st_size for path in folder.glob("run/checkpoints/*/*/model.safetensors")) // 2
+    ended = subprocess.run(
+        [sys.executable, "-m", "fulltilt.cli", "train", "run.toml", "run.steps=4"],
+        cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert "error: the checkpoint of step 4 could not be written to run/checkpoints" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert runs.contents(folder / "run" / "checkpoints") == before
+    assert [line["step"] for line in runs.metrics(folder)] == [0, 1, 2, 3, 4]
+
+
+# -- output for machines ----------------------------------------------------------------------------------------------------------------
+
+
+def test_train_prints_one_object_a_step_and_nothing_else(ended: Ended) -> None:
+    folder, outcome = ended("three steps")
+    assert outcome.returncode == 0, outcome.stderr
+    assert [json.loads(line) for line in outcome.stdout.splitlines()] == runs.metrics(folder)
+    assert [line["step"] for line in runs.metrics(folder)] == [0, 1, 2, 3]
+    assert "18 rows read" in outcome.stderr and "done: 3 steps in run, reward" in outcome.stderr
+
+
+def test_eval_for_machines(ended: Ended) -> None:
+    """The model as it was gives what validation before the first step gave; the newest checkpoint is another."""
+    folder, _ = ended("three steps")
+    before = runs.contents(folder / "run")
+    started = runs.command(folder, "eval", "run.toml", "--json")
+    assert started.returncode == 0, started.stderr
+    first = json.loads(started.stdout)
+    assert (first["model"], first["step"]) == ("model", 0)
+    assert first["val/reward/mean"] == runs.metrics(folder)[0]["val/reward/mean"]
+    newest = runs.command_here(folder, "eval", "run.toml", "--latest", "--json")
+    assert newest.code == 0, newest.error
+    last = json.loads(newest.out)
+    assert (last["model"], last["step"]) == ("run/checkpoints/step-00000003/model", 3)
+    assert 0 <= last["val/reward/mean"] <= 1
+    assert runs.contents(folder / "run") == before
+
+
+def test_eval_has_its_own_mistakes(folder: Path) -> None:
+    nothing = runs.command_here(folder, "eval", "run.toml", "--latest")
+    assert (nothing.code, nothing.out) == (2, "")
+    assert "error: run holds no intact checkpoint" in nothing.error
+    change(folder, 'val = "val.jsonl"\n', "")
+    change(folder, "eval_every = 5\neval_before = true\n", "")
+    without = runs.command_here(folder, "eval", "run.toml")
+    assert (without.code, without.out) == (2, "")
+    assert "error: data.val: nothing to evaluate on" in without.error
+    assert not (folder / "run").exists()
+
+
+# -- ours -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_only_we_can_have_done_wrong_exits_with_1(ended: Ended, tmp_path: Path) -> None:
+    """A checkpoint that is intact by its own manifest and yet lacks what every checkpoint holds: no user wrote that. The traceback is for
+    the report."""
+    folder = runs.copy(ended("three steps")[0], tmp_path / "broken")
+    checkpoint = runs.checkpoints(folder)[3]
+    state = runs.state(checkpoint)
+    del state["cursor"]
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, 3)
+    outcome = runs.command(folder, "train", "run.toml", "run.steps=4")
+    assert outcome.returncode == 1
+    assert "Traceback" in outcome.stderr and "cursor" in outcome.stderr

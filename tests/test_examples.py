@@ -1,0 +1,241 @@
+"""Examples and pages say what is true: files parse, commands exist, runs train, metrics are the ones listed.
+
+`python tests/test_examples.py` writes examples/demo anew from src/fulltilt/demo.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+import shutil
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from fulltilt import config as configuration
+from fulltilt import demo, loop
+from fulltilt.algo import presets
+from fulltilt.cli import app
+from fulltilt.config import Config
+from fulltilt.observe.console import Console
+
+ROOT = Path(__file__).parents[1]
+RUN_FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.toml"))
+PAGES = sorted(path.relative_to(ROOT).as_posix() for folder in ("*.md", "docs/*.md", "examples/**/*.md") for path in ROOT.glob(folder))
+
+# What a reader has made or downloaded by the time a page speaks of it. All else that a page names must really be there.
+MODELS_OF_THE_READER = (
+    "models/mine",
+    "models/Qwen2.5-0.5B-Instruct",
+    "runs/mine/checkpoints/step-00000030/model",
+    "runs/gsm8k-sft/checkpoints/step-00000232/model",
+)
+OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page: ```kind file"""
+
+    page: str
+    number: int
+    kind: str
+    file: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.number}"
+
+
+def blocks_of(page: str) -> list[Block]:
+    found = re.findall(r"^```(\w*) ?(\S*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [Block(page, number, *parts) for number, parts in enumerate(found, 1)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def blocks(kind: str) -> list[Any]:
+    return [pytest.param(block, id=str(block)) for block in BLOCKS if block.kind == kind]
+
+
+def commands() -> list[Any]:
+    """Every command line of a shell block, and every `fulltilt ...` inside a sentence or a table."""
+    found = {(block.page, line) for block in BLOCKS if block.kind == "sh" for line in block.text.splitlines() if line.strip()}
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        found |= {(page, line) for line in re.findall(r"`(fulltilt [^`\n]+)`", text)}
+    return [pytest.param(line, id=f"{page}: {line}") for page, line in sorted(found)]
+
+
+def demo_files() -> dict[Path, str]:
+    """The demo's run files as it writes them into its default folder."""
+    numbers = {name.lower(): value for name, value in vars(demo).items() if name.isupper()}
+    values = {"folder": "runs/demo", **numbers}
+    folder = ROOT / "examples" / "demo"
+    return {folder / "sft.toml": demo.SFT.format(**values), folder / "grpo.toml": demo.GRPO.format(**values)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in which the reader has done what the pages say: demo, GSM8K, the README's own run."""
+    place = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(ROOT / "examples", place / "examples")
+    demo.prepare(place / "runs" / "demo")
+    shutil.copytree(place / "runs" / "demo" / "model", place / "runs" / "demo" / "warm")
+    prepare_gsm8k(place)
+    for block in BLOCKS:
+        if block.file:
+            (place / block.file).parent.mkdir(exist_ok=True)
+            (place / block.file).write_text(block.text, encoding="utf-8")
+    shutil.copy(place / "mine" / "run.toml", place / "RUN.toml")
+    (place / "mine" / "template.jinja").touch()
+    for folder in MODELS_OF_THE_READER:
+        (place / folder).mkdir(parents=True)
+        (place / folder / "config.json").write_text("{}", encoding="utf-8")
+    return place
+
+
+def prepare_gsm8k(place: Path) -> None:
+    row = json.dumps({"question": "What is 7 plus 8?", "answer": "7+8=<<7+8=15>>15\n#### 15"})
+    source = place / "downloaded"
+    source.mkdir()
+    for split in ("train", "test"):
+        (source / f"{split}.jsonl").write_text(f"{row}\n", encoding="utf-8")
+    runpy.run_path(str(place / "examples" / "gsm8k" / "prepare.py"))["prepare"](source, place / "data" / "gsm8k")
+
+
+@pytest.fixture
+def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(place)
+    # The GSM8K runs name a model of the hub, which these would refuse.
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
+    return place
+
+
+def load(path: str | Path, *overrides: str) -> Config:
+    return configuration.load(path, overrides, extra_checks=[presets.mistakes])
+
+
+def test_there_is_something_to_test() -> None:
+    assert {Path(path).parent.name for path in RUN_FILES} >= {"demo", "gsm8k", "custom_reward"}
+    assert {block.file for block in BLOCKS if block.file} >= {"mine/run.toml", "mine/reward.py", "mine/train.jsonl"}
+    assert len(commands()) > 20
+
+
+@pytest.mark.parametrize("path", RUN_FILES)
+def test_every_example_parses(path: str, there: Path) -> None:
+    assert load(path).run.dir.startswith("runs/")
+
+
+@pytest.mark.parametrize("path", sorted(demo_files()), ids=lambda path: path.name)
+def test_the_demo_examples_are_what_the_demo_writes(path: Path) -> None:
+    remedy = "examples/demo differs from src/fulltilt/demo.py; write it anew with: PYTHONPATH=src python tests/test_examples.py"
+    assert path.is_file() and path.read_text(encoding="utf-8") == demo_files()[path], remedy
+
+
+@pytest.mark.parametrize("block", blocks("toml"))
+def test_every_toml_block_parses(block: Block, there: Path) -> None:
+    """A block that shows some sections only is completed with what every run needs."""
+    needed = {"model": {"path": "models/mine"}, "data": {"train": "mine/train.jsonl"}, "run": {"steps": 1}}
+    configuration.parse(needed | tomllib.loads(block.text), origin=str(block), extra_checks=[presets.mistakes])
+
+
+@pytest.mark.parametrize("block", blocks("json"))
+def test_every_json_block_holds_rows(block: Block) -> None:
+    assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_every_python_block_compiles(block: Block) -> None:
+    compile(block.text, str(block), "exec")
+
+
+@pytest.mark.parametrize("line", commands())
+def test_every_command_exists(line: str, there: Path) -> None:
+    program, *arguments = [word for word in shlex.split(line, comments=True) if not word.startswith("[")]
+    if program == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    elif program == "python":
+        assert (there / arguments[0]).is_file()
+    elif program == "fulltilt":
+        check_own_command(arguments)
+    else:
+        assert program in OTHER_PROGRAMS
+
+
+def check_own_command(arguments: list[str]) -> None:
+    """The subcommand takes these options, and its run file these overrides."""
+    group: Any = typer.main.get_command(app)
+    name, *rest = arguments
+    context = group.commands[name].make_context(name, rest)
+    if "overrides" in context.params:
+        load(context.params["run"], *context.params["overrides"] or ())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
+    missing = [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()]
+    assert not missing
+
+
+@pytest.fixture(scope="module")
+def measured(place: Path) -> dict[str, list[dict[str, Any]]]:
+    """Metrics of the README's own run and of two examples, each cut to a few steps that use all that can be switched on."""
+    runs = {
+        "readme": load_in(place, "mine/run.toml", "run.steps=1", "run.device=cpu", "algorithm.samples_per_prompt=4"),
+        "grpo": load_in(
+            place, "examples/custom_reward/run.toml", "run.steps=2", "run.save_every=1", "run.eval_every=1",
+            "algorithm.minibatches_per_step=2", "algorithm.kl_coef=0.1", "algorithm.samples_per_prompt=4",
+        ),
+        "sft": load_in(place, "examples/demo/sft.toml", "run.steps=1", "data.val=runs/demo/data/sft.jsonl", "run.eval_every=1"),
+    }  # fmt: skip
+    return {name: metrics_of(place, config) for name, config in runs.items()}
+
+
+def load_in(place: Path, path: str, *overrides: str) -> Config:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        return load(path, *overrides)
+
+
+def metrics_of(place: Path, config: Config) -> list[dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        loop.train(config, Console(quiet=True))
+        return [json.loads(line) for line in (Path(config.run.dir) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_the_readme_run_trains_with_its_own_reward(measured: dict[str, list[dict[str, Any]]]) -> None:
+    (step,) = measured["readme"]
+    assert step["reward/errors"] == 0 and 0 <= step["critic/score/mean"] <= 1 and step["actor/updates"] == 1
+
+
+def test_the_custom_reward_is_called_with_its_arguments(measured: dict[str, list[dict[str, Any]]]) -> None:
+    first, second = measured["grpo"]
+    assert first["reward/errors"] == 0 and second["actor/updates"] == 2
+    assert {name for name in first if name.startswith("reward/parts/")} == {"reward/parts/one_digit", "reward/parts/whole_sum"}
+
+
+def test_the_metrics_page_lists_what_runs_write_and_nothing_else(measured: dict[str, list[dict[str, Any]]]) -> None:
+    written = {name for lines in measured.values() for line in lines for name in line if "/" in name}
+    written = {re.sub(r"^reward/parts/.*", "reward/parts/NAME", name) for name in written}
+    written = {re.sub(r"^val-core/.*/reward/mean@\d+", "val-core/SOURCE/reward/mean@N", name) for name in written}
+    rows = [line for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    assert listed - {"perf/max_memory_allocated_gb"} == written - {"perf/max_memory_allocated_gb"}
+
+
+if __name__ == "__main__":
+    for file, text in demo_files().items():
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        print(f"wrote {file}")
