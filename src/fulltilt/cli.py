@@ -7,6 +7,7 @@ after saving. Guaranteed: torch is imported only by commands that need it, so he
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +32,7 @@ app = typer.Typer(
 
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; docs/reference.md lists every key.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace the file's: run.steps=10", show_default=False)
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's: run.steps=10", show_default=False)
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines on standard output, words for people on standard error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
@@ -82,6 +83,9 @@ def demo(
 
     summary = demonstration.run(folder, Console(json=as_json, quiet=quiet))
     print(json.dumps(summary.as_json()) if as_json else summary.line())
+    if summary.reward_last < demonstration.LEARNED:
+        print(f"it should have reached {demonstration.LEARNED}: something is wrong here", file=sys.stderr)
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -103,8 +107,10 @@ def train(
     console = Console(json=as_json, quiet=quiet)
     summary = loop.train(config, console)
     if summary.interrupted:
-        console.note(f"stopped after step {summary.steps}" + (" and saved" if summary.steps else "; there was nothing to save yet"))
-        console.note("go on with: " + " ".join(["fulltilt", *sys.argv[1:]]))
+        print(
+            f"stopped after step {summary.steps}" + (" and saved" if summary.steps else "; there was nothing to save yet"), file=sys.stderr
+        )
+        print(f"go on with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
         f"done: {summary.steps} steps in {summary.dir}"
@@ -151,7 +157,7 @@ def doctor(as_json: Json = False) -> None:
 @app.command()
 def knobs(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORD]...", help="Only knobs whose name or alias holds one of these.", show_default=False)
+        list[str] | None, typer.Argument(metavar="WORD", help="Only knobs whose name or alias holds one of these.", show_default=False)
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -21,9 +21,10 @@ from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
 LARGEST = 9  # numbers to add go from 0 to this
-RIGHT, WRONG = 5, 5  # how often the warm-up data has each sum right, and how often wrong
-SFT_STEPS = 150
-GRPO_STEPS = 140
+RIGHT, WRONG = 9, 11  # how often the warm-up data has each sum right, and how often wrong
+SFT_STEPS = 400
+GRPO_STEPS = 110
+LEARNED = 0.9  # the least that the demo must reach
 MARK = ".fulltilt-demo"  # a folder with this file is ours to replace
 
 REWARD = '''"""1 for the right sum, 0 otherwise."""
@@ -111,7 +112,7 @@ def run(folder: Path, console: Console) -> DemoSummary:
     (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
     begin = time.perf_counter()
 
-    console.note(f"1. supervised warm-up: a random model sees sums, half of them wrong ({folder / 'sft.toml'})")
+    console.note(f"1. supervised warm-up: a random model sees sums, many of them wrong ({folder / 'sft.toml'})")
     warm = loop.train(read(folder / "sft.toml"), console)
     stop_if(warm.interrupted)
     shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")

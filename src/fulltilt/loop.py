@@ -131,7 +131,6 @@ class Run:
         self._saved_step: int | None = None
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
-        self._rewards: list[float] = []
 
     # -- the steps ------------------------------------------------------------------------------------------------------------------
 
@@ -273,7 +272,7 @@ class Run:
                     self.save()
                 raise
         self.metrics.close()
-        rewards = self._rewards
+        rewards = measure.read_values(self.metrics.path, "critic/score/mean")
         return Summary(
             dir=self.config.run.dir,
             steps=self.progress.step,
@@ -292,8 +291,6 @@ class Run:
         if run.eval_every and step % run.eval_every == 0:
             metrics |= self._validate(step)
         self.metrics.append(step, metrics)
-        if "critic/score/mean" in metrics:
-            self._rewards.append(metrics["critic/score/mean"])
         self.console.end_step(metrics)
         if step == self.parts.plan.steps or (run.save_every and step % run.save_every == 0):
             self.save()
@@ -439,10 +436,10 @@ def train(config: Config, console: Console) -> Summary:
     """Run `config` to its end, from the newest intact checkpoint of its folder if there is one."""
     folder = Path(config.run.dir)
     store = CheckpointStore(folder / "checkpoints", config.run.keep)
-    found = find_checkpoint(config, store, console)
+    found, changed = find_checkpoint(config, store, console)
     for text in configuration.warnings(config):
         console.warn(text)
-    parts = assemble(config, found)
+    parts = assemble(config, found, keep_budgets=not changed)
     try:
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
@@ -459,12 +456,13 @@ def checkpoint_bytes(parts: Parts) -> int:
     return model_bytes(parts) + sum(tensor.numel() * tensor.element_size() for tensor in parts.trainer.optimizer.tensors().values())
 
 
-def find_checkpoint(config: Config, store: CheckpointStore, console: Console) -> Checkpoint | None:
+def find_checkpoint(config: Config, store: CheckpointStore, console: Console) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and the keys that changed since."""
     found = store.latest()
     for text in store.skipped:
         console.warn(f"not intact and passed over: {text}")
     if found is None:
-        return None
+        return None, []
     where = f"{config.run.dir} holds a run at step {found.step}"
     if config.run.resume == "never":
         raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to go on")
@@ -477,7 +475,7 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
     if changed:
         console.warn(f"going on although these keys changed: {', '.join(changed)}")
     console.note(f"going on from step {found.step} ({found.path})")
-    return found
+    return found, changed
 
 
 def open_folder(config: Config, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
@@ -510,9 +508,9 @@ def one_process(folder: Path) -> Iterator[None]:
 
 
 def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any]:
-    """Validation rewards of `model.path`, or of the newest checkpoint of `run.dir`."""
+    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest checkpoint of `run.dir`."""
     if config.data.val is None:
-        raise UserError("data.val: nothing to evaluate on. Set data.val to a file of prompts")
+        raise UserError("data.val: nothing to evaluate on. Set data.val")
     found = None
     if latest:
         store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)

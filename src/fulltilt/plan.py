@@ -125,15 +125,15 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
 
 def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list[str]:
     algorithm, budgets = config.algorithm, plan.budgets
-    per_epoch = f"{facts.steps_per_epoch} steps an epoch"
+    per_epoch = f"{many(facts.steps_per_epoch, 'step')} an epoch"
     if not rollout:
         return [
-            f"each of {plan.steps} steps ({per_epoch}): {algorithm.prompts_per_step} rows, "
+            f"{many(plan.steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "
             f"{many(plan.updates_per_step, 'optimizer step')}; micro-batches of at most {budgets.token_budget} tokens",
         ]
     cache = budgets.kv_blocks * config.rollout.block_tokens
     return [
-        f"each of {plan.steps} steps ({per_epoch}): {many(algorithm.prompts_per_step, 'prompt')} x "
+        f"{many(plan.steps, 'step')} ({per_epoch}), each of {many(algorithm.prompts_per_step, 'prompt')} x "
         f"{many(algorithm.samples_per_prompt, 'sample')} = {plan.samples_per_step} samples, "
         f"{many(plan.updates_per_step, 'optimizer step')}",
         f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most {budgets.max_seqs} samples at "

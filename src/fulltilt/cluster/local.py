@@ -74,15 +74,16 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 
 
-def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool = True) -> Parts:
+def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool = True, keep_budgets: bool = True) -> Parts:
+    """`keep_budgets`: compute in the shapes of the checkpoint, for the same bits; otherwise plan anew."""
     algorithm = build(config)
     device = choose_device(config.run.device)
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
     rollout = "rollout" in algorithm.needs
-    reward = RewardPool(config.reward, Path(config.run.dir) if training else None) if rollout or not training else None
+    reward = RewardPool(config.reward, Path(config.run.dir) if training else None) if rollout else None
     try:
-        return _assemble(config, algorithm, device, reward, resume, training=training, rollout=rollout or not training)
+        return _assemble(config, algorithm, device, reward, resume, training=training, rollout=rollout, keep_budgets=keep_budgets)
     except BaseException:
         if reward:
             reward.close()
@@ -91,7 +92,7 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
 
 def _assemble(
     config: Config, algorithm: Algorithm, device: torch.device, reward: RewardPool | None, resume: Checkpoint | None,
-    *, training: bool, rollout: bool,
+    *, training: bool, rollout: bool, keep_budgets: bool,
 ) -> Parts:  # fmt: skip
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
@@ -112,7 +113,7 @@ def _assemble(
         longest=max(train_data.longest, val_data.longest if val_data else 0),
         steps_per_epoch=steps_per_epoch,
     )
-    plan = make_plan(config, facts, rollout=rollout, kept=saved["budgets"] if saved else None)
+    plan = make_plan(config, facts, rollout=rollout, kept=saved["budgets"] if saved and keep_budgets else None)
 
     temperature = config.rollout.temperature if rollout and training else 1.0
     actor = Role("actor", model, temperature, optimizer)

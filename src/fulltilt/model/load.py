@@ -49,7 +49,11 @@ def load_model(config: ModelConfig, device: torch.device, path: str | Path | Non
                 f"model.path: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention "
                 "interface, so packed documents would mix. It cannot be trained here"
             ) from error
-        remedy = ". Read that code, then set model.trust_remote_code = true" if "trust_remote_code" in str(error) else ""
+        remedy = ""
+        if "trust_remote_code" in str(error):
+            remedy = ". Read that code, then set model.trust_remote_code = true"
+        elif not Path(source).is_dir():
+            remedy = ". It is no folder here; a hub name needs a network: offline, give the folder of a downloaded model"
         raise UserError(f"model.path: {source} could not be loaded as a causal language model: {first_line(error)}{remedy}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:

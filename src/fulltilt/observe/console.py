@@ -145,7 +145,7 @@ class Console:
         shown = (
             ("reward", "critic/score/mean", "{:.3f}"),
             ("length", "response_length/mean", "{:.1f}"),
-            ("loss", "actor/loss", "{:.4f}"),
+            ("loss", "train/loss", "{:.4f}"),
         )
         numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.seconds.items())

@@ -110,6 +110,12 @@ class MetricsFile:
             self._file.close()
 
 
+def read_values(path: Path, name: str) -> list[float]:
+    """The values of one metric, in the order of the steps that have it."""
+    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+    return [line[name] for line in lines if line.get(name) is not None]
+
+
 class RolloutFiles:
     """`rollouts/step-000012.jsonl`: sampled rollouts of a step, one sample a line, for people to read."""
 

@@ -20,19 +20,19 @@ _NUMBER = re.compile(rf"(?P<sign>(?:(?<![0-9])-)?)\+?(?:\$(?P<inner>-?))?(?P<dig
 
 def strict(solution_str: str, ground_truth: Any) -> dict[str, float]:
     """1 if the number after the last `####` is the answer."""
-    found = _marked_number(solution_str)
-    return {"score": float(found is not None and _equal(found, answer_of(ground_truth))), "format": float(found is not None)}
+    answer, found = answer_of(ground_truth), _marked_number(solution_str)
+    return {"score": float(found is not None and _equal(found, answer)), "format": float(found is not None)}
 
 
 def flexible(solution_str: str, ground_truth: Any) -> dict[str, float]:
     """1 if the last number of the text is the answer."""
-    found = _last_number(solution_str)
+    answer, found = answer_of(ground_truth), _last_number(solution_str)
     marked = _marked_number(solution_str) is not None
-    return {"score": float(found is not None and _equal(found, answer_of(ground_truth))), "format": float(marked)}
+    return {"score": float(found is not None and _equal(found, answer)), "format": float(marked)}
 
 
 def answer_of(ground_truth: Any) -> str:
-    """The true answer in the form the comparison uses; ValueError if there is none."""
+    """The true answer in the form the comparison uses. ValueError if there is none: looked at first, so that no row without one gets 0."""
     text = str(ground_truth)
     found = _marked_number(text) if MARK in text else _plain_number(text)
     if found is None:

@@ -228,7 +228,9 @@ class Scheduler:
             shared = holder.blocks[:full]
             self.pool.share(shared)
             if prompt % self.block_tokens:
-                self._copies[own[0]] = holder.blocks[full]
+                # The holder may itself be waiting for its copy: then what it will hold is what its own source holds now.
+                source = holder.blocks[full]
+                self._copies[own[0]] = self._copies.get(source, source)
             sequence.blocks = [*shared, *own]
             sequence.computed = prompt
             self.counts.shared_tokens += prompt
