@@ -107,9 +107,8 @@ def train(
     console = Console(json=as_json, quiet=quiet)
     summary = loop.train(config, console)
     if summary.interrupted:
-        print(
-            f"stopped after step {summary.steps}" + (" and saved" if summary.steps else "; there was nothing to save yet"), file=sys.stderr
-        )
+        saved = "and saved" if summary.steps else "with nothing to save yet"
+        print(f"stopped after step {summary.steps} {saved}", file=sys.stderr)
         print(f"go on with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
@@ -127,7 +126,7 @@ def evaluate(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score a model on data.val, sampling as the eval section says."""
+    """Score a model on data.val, sampling as the eval section says (for SFT: its loss there)."""
     config = read_config(run, overrides)
     from fulltilt import loop
     from fulltilt.observe.console import Console
