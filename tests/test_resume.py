@@ -133,13 +133,13 @@ def test_stopped_twice_then_gone_on(tmp_path: Path, untouched: Path, model_folde
     runs.assert_equal_runs(folder, untouched)
 
 
-def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
-    """Ctrl-C to this very process half a second after `holds`: by then the run is inside a reward that takes longer."""
+def interrupt_when(holds: Callable[[], bool], delay: float = 0.5) -> threading.Thread:
+    """Ctrl-C to this very process so many seconds after `holds`."""
 
     def wait_and_send() -> None:
         while not holds():
             time.sleep(0.01)
-        time.sleep(0.5)
+        time.sleep(delay)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=wait_and_send, daemon=True)
@@ -148,9 +148,9 @@ def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
 
 
 def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders: ModelFolders) -> None:
-    """Its rewards would take a minute; the checkpoint is that of the step before, and nothing of the dropped one is left."""
+    """Its rewards would take a minute in all; the checkpoint is that of the step before, and nothing of the dropped one is left."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
-    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 16, seconds = 60 }", "reward.timeout_s=100")
+    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 16, seconds = 8 }", "reward.timeout_s=100")
     options = ("data.shuffle=false", "run.steps=3", "run.save_every=0", "run.eval_every=0", "run.eval_before=false", *slow)
     sender = interrupt_when((folder / "run" / "rollouts" / "step-000001.jsonl").exists)
     begin = time.perf_counter()
@@ -162,6 +162,21 @@ def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders
     assert [line["step"] for line in runs.metrics(folder)] == [1]
     assert list(runs.contents(folder / "run" / "rollouts")) == ["step-000001.jsonl"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Most of each step is its thirty updates. Whichever step is the last whole one, its checkpoint is that of a run left alone."""
+    options = ("algorithm.epochs=15", "run.steps=3", "run.save_every=1", "run.keep=3", "run.eval_every=0", "run.eval_before=false")
+    expected = runs.make(tmp_path / "expected", model_folders("qwen2"))
+    runs.train(expected, *options)
+    folder = runs.make(tmp_path / "stopped", model_folders("qwen2"))
+    sender = interrupt_when((folder / "run" / "rollouts" / "step-000001.jsonl").exists, delay=0.6 * step_seconds(expected))
+    trained = runs.train(folder, *options)
+    sender.join()
+    last = trained.summary.steps
+    assert trained.summary.interrupted and last in (1, 2)
+    runs.assert_equal_checkpoints(runs.checkpoints(folder)[last], runs.checkpoints(expected)[last])
+    assert runs.without_clock(runs.metrics(folder)) == runs.without_clock(runs.metrics(expected)[:last])
 
 
 def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(tmp_path: Path, model_folders: ModelFolders) -> None:
@@ -223,12 +238,13 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, untouched: Path, name:
     runs.assert_equal_runs(folder, untouched)
 
 
-def test_metrics_that_a_kill_cut_in_two_are_mended(tmp_path: Path, untouched: Path) -> None:
+def test_what_a_kill_left_half_written_is_mended(tmp_path: Path, untouched: Path) -> None:
     folder = runs.copy(untouched, tmp_path / "cut")
     cut_back(folder, 14)
     metrics = folder / "run" / "metrics.jsonl"
     os.truncate(metrics, metrics.stat().st_size - 20)
-    (folder / "run" / "rollouts" / "step-000016.jsonl.partial").write_text('{"half')
+    for name in ("step-000017.jsonl", "step-000018.jsonl.partial"):  # of a longer run that was killed, as this one is not
+        (folder / "run" / "rollouts" / name).write_text('{"half')
     assert "shorter" not in runs.train(folder).said
     runs.assert_equal_runs(folder, untouched)
 
