@@ -260,6 +260,7 @@ FREE_ON_RESUME: frozenset[str] = frozenset(
         "run.eval_every",
         "run.eval_before",
         "run.resume",
+        "run.dir",
         "run.save_rollouts",
         "reward.workers",
         "reward.timeout_s",

@@ -22,8 +22,8 @@ from fulltilt.records import UserError
 
 LARGEST = 9  # numbers to add go from 0 to this
 RIGHT, WRONG = 9, 11  # how often the warm-up data has each sum right, and how often wrong
-SFT_STEPS = 400
-GRPO_STEPS = 110
+SFT_STEPS = 700
+GRPO_STEPS = 90
 LEARNED = 0.9  # the least that the demo must reach
 MARK = ".fulltilt-demo"  # a folder with this file is ours to replace
 

@@ -156,6 +156,7 @@ class Run:
             parts.engine.sync(step)
 
         self.rollouts.write(step, groups, scores)
+        self.interrupts.hold()  # a step that made no update holds only here
         self.progress = Progress(step, cursor)
         flat = [score for of_group in scores for score in of_group]
         reward_stats = parts.reward.stats().since(before)
@@ -176,6 +177,7 @@ class Run:
         rows = [replace(row, group=place) for place, row in enumerate(taken)]
         with self.console.phase("update-actor"):
             updated = self._update(rows)
+        self.interrupts.hold()
         self.progress = Progress(step, cursor)
         trained, total = sum(int(row.mask.sum()) for row in rows), sum(row.tokens for row in rows)
         return {**updated, **self._times(trained, total)}
@@ -257,20 +259,20 @@ class Run:
         steps = self.parts.plan.steps
         begin = time.perf_counter()
         interrupted = False
-        with self.interrupts.watch(), self.console.run(total=steps, done=self.progress.step):
-            try:
+        try:
+            with self.interrupts.watch(), self.console.run(total=steps, done=self.progress.step):
                 if self.progress.step == 0 and self.config.run.eval_before:
                     self._validate_before()
                 for step in range(self.progress.step + 1, steps + 1):
                     self._whole_step(step)
-            except Interrupted:
-                interrupted = True
+        except Interrupted:
+            interrupted = True
+            self.save()
+        except UserError:
+            # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save.
+            if not self.interrupts.held:
                 self.save()
-            except UserError:
-                # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save.
-                if not self.interrupts.held:
-                    self.save()
-                raise
+            raise
         self.metrics.close()
         rewards = measure.read_values(self.metrics.path, "critic/score/mean")
         return Summary(
@@ -287,7 +289,6 @@ class Run:
         run = self.config.run
         self.console.begin_step(step)
         metrics = self._step(step)
-        self.interrupts.hold()
         if run.eval_every and step % run.eval_every == 0:
             metrics |= self._validate(step)
         self.metrics.append(step, metrics)
@@ -436,19 +437,22 @@ def train(config: Config, console: Console) -> Summary:
     """Run `config` to its end, from the newest intact checkpoint of its folder if there is one."""
     folder = Path(config.run.dir)
     store = CheckpointStore(folder / "checkpoints", config.run.keep)
-    found, changed = find_checkpoint(config, store, console)
-    for text in configuration.warnings(config):
-        console.warn(text)
-    parts = assemble(config, found, keep_budgets=not changed)
-    try:
+    with contextlib.ExitStack() as stack:
+        # A folder that holds a run is locked before it is read; into a new one nothing is written before all is known to be well.
+        known = store.folder.is_dir()
+        if known:
+            stack.enter_context(one_process(folder))
+        found, changed = find_checkpoint(config, store, console)
+        for text in configuration.warnings(config):
+            console.warn(text)
+        parts = assemble(config, found, keep_budgets=not changed)
+        stack.callback(parts.close)
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
         store.require_space(checkpoint_bytes(parts))
-        with one_process(folder):
-            run = Run(config, parts, store, open_folder(config, folder, found, console), console)
-            return run.train()
-    finally:
-        parts.close()
+        if not known:
+            stack.enter_context(one_process(folder))
+        return Run(config, parts, store, open_folder(config, folder, found, console), console).train()
 
 
 def checkpoint_bytes(parts: Parts) -> int:
@@ -481,7 +485,10 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
 def open_folder(config: Config, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
     """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration beside them."""
     state = found.state() if found else None
-    (folder / "run.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+    try:
+        (folder / "run.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"run.dir: {folder / 'run.toml'} cannot be written: {error.strerror}. Choose another folder") from error
     metrics = MetricsFile(folder / "metrics.jsonl")
     warning = metrics.truncate(state["metrics_offset"] if state else 0)
     metrics.close()
