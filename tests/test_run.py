@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulltilt import loop
 from fulltilt.cluster.local import assemble
+from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
+from fulltilt.plan import Facts, make_budgets
 from fulltilt.rollout.sampler import sample_seed
 
 ModelFolders = Callable[[str], Path]
@@ -331,3 +333,29 @@ def test_sft_learns_its_rows(tmp_path: Path, model_folders: ModelFolders) -> Non
     assert not any(name.startswith(("critic/", "response_length/", "timing_s/gen")) for name in lines[0])
     assert "train/loss" in lines[0] and lines[0]["actor/updates"] == 2
     assert not (folder / "run" / "rollouts").exists()
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_are_planned_obeyed_and_kept(folder: Path) -> None:
+    """Their number decides last bits, so a resumed run takes the checkpoint's and not what the machine would choose now."""
+    before = torch.get_num_threads()
+    try:
+        runs.train(folder, *PLAIN, "run.steps=1", "run.threads=2")
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        assert runs.state(runs.checkpoints(folder)[1])["budgets"]["threads"] == 2
+        runs.train(folder, *PLAIN, "run.steps=2", "run.threads=2")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_small_model_gets_one_thread_unless_told_otherwise() -> None:
+    facts = Facts("cpu", 2**30, 1_000_000, 8, False, None, 64, 10, 1)
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"steps": 1}})
+    assert make_budgets(config, facts, 4).threads == 1
+    assert make_budgets(config, replace(facts, parameters=500_000_000), 4).threads == 8
+    assert make_budgets(config, replace(facts, threads_given=True, cores=3), 4).threads == 3
+    assert make_budgets(config, replace(facts, device="cuda"), 4).threads == 8

@@ -17,6 +17,7 @@ from fulltilt.records import UserError
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
+ONE_THREAD_PARAMETERS = 30_000_000  # smaller matrices are multiplied before a second thread has woken up
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 
 
@@ -26,6 +27,9 @@ class Facts:
 
     device: str  # "cuda" or "cpu"
     free_bytes: int  # on the device, with model and optimizer in place
+    parameters: int
+    cores: int  # that torch would use if left alone
+    threads_given: bool  # by OMP_NUM_THREADS
     context_limit: int | None  # positions the model was made for
     kv_bytes_per_token: int
     longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
@@ -36,6 +40,7 @@ class Facts:
 class Budgets:
     """Numbers that execution depends on and results do not. A checkpoint keeps them."""
 
+    threads: int  # of torch on the CPU
     kv_blocks: int
     max_seqs: int
     max_batched_tokens: int
@@ -93,6 +98,7 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
     max_seqs = max(1, min(MOST_SEQS[facts.device], samples)) if rollout.max_seqs == "auto" else rollout.max_seqs
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
     return Budgets(
+        threads=threads(config, facts),
         kv_blocks=kv_blocks(config, facts, max_seqs) if samples else 0,
         max_seqs=max_seqs,
         max_batched_tokens=batched,
@@ -100,6 +106,13 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
         forward_token_budget=forward,
         ref_token_budget=forward if config.ref.forward_token_budget == "auto" else config.ref.forward_token_budget,
     )
+
+
+def threads(config: Config, facts: Facts) -> int:
+    if config.run.threads != "auto":
+        return config.run.threads
+    small = facts.device == "cpu" and facts.parameters < ONE_THREAD_PARAMETERS
+    return 1 if small and not facts.threads_given else facts.cores
 
 
 def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:

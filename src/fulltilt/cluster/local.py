@@ -31,6 +31,8 @@ from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Role, frozen
 from fulltilt.train.trainer import Trainer
 
+THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
+
 
 @dataclass(frozen=True, eq=False)
 class Parts:
@@ -108,12 +110,16 @@ def _assemble(
     facts = Facts(
         device=device.type,
         free_bytes=free_bytes(device),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        cores=THREADS,
+        threads_given="OMP_NUM_THREADS" in os.environ,
         context_limit=load.context_limit(model),
         kv_bytes_per_token=bytes_per_token(layers, model.dtype),
         longest=max(train_data.longest, val_data.longest if val_data else 0),
         steps_per_epoch=steps_per_epoch,
     )
     plan = make_plan(config, facts, rollout=rollout, kept=saved["budgets"] if saved and keep_budgets else None)
+    torch.set_num_threads(plan.budgets.threads)
 
     temperature = config.rollout.temperature if rollout and training else 1.0
     actor = Role("actor", model, temperature, optimizer)
