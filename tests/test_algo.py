@@ -338,10 +338,13 @@ def test_sft_loss_is_the_weighted_negative_log_likelihood() -> None:
 # --------------------------------------------------------------------------------------------------------------------------- the presets
 
 
-def config(ref: dict[str, Any] | None = None, rollout: dict[str, Any] | None = None, **algorithm: Any) -> Config:
-    return Config.model_validate(
-        {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": algorithm, "rollout": rollout or {}, "ref": ref or {}}
-    )
+SECTIONS = ("rollout", "ref", "reward", "eval", "data")
+
+
+def config(**settings: Any) -> Config:
+    """Keys of [algorithm], or whole other sections by name."""
+    sections = {name: settings.pop(name) for name in SECTIONS if name in settings}
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": settings, **sections})
 
 
 def test_every_name_of_the_configuration_has_a_preset() -> None:
@@ -413,6 +416,10 @@ def test_sft_preset() -> None:
     [
         ({"name": "sft", "clip_low": 0.1}, ["algorithm.clip_low", "does not use"]),
         ({"name": "sft", "samples_per_prompt": 8}, ["algorithm.samples_per_prompt", "does not use"]),
+        ({"name": "sft", "rollout": {"temperature": 0.5}}, ["rollout.temperature", "samples nothing"]),
+        ({"name": "sft", "reward": {"function": "gsm8k"}}, ["reward.function", "scores nothing"]),
+        ({"name": "sft", "eval": {"max_prompts": 3}}, ["eval.max_prompts", "samples nothing"]),
+        ({"data": {"train": "t", "response_key": "answer"}}, ["data.response_key", "reads prompts only"]),
         ({"name": "sft", "aggregation": "seq-mean-token-sum-norm"}, ["algorithm.length_norm", "Set it"]),
         ({"samples_per_prompt": 1}, ["a group of one has no baseline", "at least 2"]),
         ({"dual_clip": 1.0}, ["algorithm.dual_clip = 1.0", "exceed 1"]),
@@ -435,7 +442,6 @@ def test_mistakes_say_what_and_how_to_mend_it(settings: dict[str, Any], words: l
     [
         {},
         {"name": "sft"},
-        {"name": "sft", "rollout": {"temperature": 0}},
         {"name": "sft", "aggregation": "seq-mean-token-sum-norm", "length_norm": 8},
         {"dual_clip": 0},
         {"kl_coef": 0.1, "kl_estimator": "k2", "ref": {"path": "other"}},

@@ -158,7 +158,7 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
         ("rollout.max_seqs=many", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got "many"'),
         ("rollout.memory_fraction=1.5", 'rollout.memory_fraction: must be "auto" or a number greater than 0 and at most 1, got 1.5'),
         ("rollout.top_p=0", "rollout.top_p: must be a number greater than 0 and at most 1, got 0"),
-        ("rollout.stop=end", 'rollout.stop: must be a list of text, got "end"'),
+        ("rollout.stop=end", 'rollout.stop: must be a list of text that is not empty, got "end"'),
         ("train.lr=nan", "train.lr: must be a number greater than 0, got nan (not a finite number)"),
         ("train.betas=[0.9]", "train.betas: must be a list of 2, each a number at least 0 and less than 1, got [0.9]"),
         ("train.schedule=cosin", 'train.schedule: must be "constant", "linear" or "cosine", got "cosin"'),

@@ -9,7 +9,17 @@ import models
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, GptOssConfig, GraniteConfig, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    GptOssConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
 
 from fulltilt.config import ModelConfig
 from fulltilt.model import attention
@@ -56,6 +66,36 @@ def test_soft_cap_sinks_and_scaled_logits_are_refused_by_name(tmp_path: Path) ->
     assert "sinks" in refused(GptOssConfig(**small, num_local_experts=2, num_experts_per_tok=1), tmp_path / "gptoss")
     message = refused(GraniteConfig(**models.SMALL, logits_scaling=4.0), tmp_path / "granite")
     assert "GraniteForCausalLM" in message and "logits" in message
+
+
+def test_what_short_documents_hide_is_refused(tmp_path: Path) -> None:
+    """Frequencies that depend on the longest position of a pass, and windows that a model applies only through its own mask."""
+    dynamic = LlamaConfig(**models.SMALL, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
+    assert "dynamic" in refused(dynamic, tmp_path / "dynamic")
+    moe = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    windowed = Qwen2MoeConfig(**models.SMALL, **moe, use_sliding_window=True, sliding_window=8, layer_types=["sliding_attention"] * 2)
+    assert "window" in refused(windowed, tmp_path / "windowed")
+
+
+def test_windows_that_are_switched_off_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for name, config in {
+        "qwen2": Qwen2Config(**models.SMALL, use_sliding_window=False, sliding_window=8),
+        "mixed": Qwen2Config(**models.SMALL, use_sliding_window=True, sliding_window=8, max_window_layers=1),
+        "mistral": MistralConfig(**models.SMALL, sliding_window=None),
+    }.items():
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        seen = verify(load_model(ModelConfig(path=str(tmp_path / name)), CPU))
+        assert [shape.window for shape in seen.values()] == ([None, 8] if name == "mixed" else [None, None])
+
+
+def test_a_broken_generation_config_is_not_passed_over(tmp_path: Path) -> None:
+    models.save("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1, 20')
+    with pytest.raises(UserError, match="could not be loaded"):
+        end_tokens(ModelConfig(path=str(tmp_path)), models.tokenizer())
+    (tmp_path / "generation_config.json").unlink()
+    assert end_tokens(ModelConfig(path=str(tmp_path)), models.tokenizer()) == {1}
 
 
 def test_a_model_that_does_not_call_the_interface_is_refused(tmp_path: Path) -> None:

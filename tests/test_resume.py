@@ -16,6 +16,8 @@ import models
 import pytest
 import runs
 
+from fulltilt.records import UserError
+
 ModelFolders = Callable[[str], Path]
 
 
@@ -179,7 +181,9 @@ def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, mode
     assert runs.without_clock(runs.metrics(folder)) == runs.without_clock(runs.metrics(expected)[:last])
 
 
-def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(tmp_path: Path, model_folders: ModelFolders) -> None:
+def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(
+    tmp_path: Path, model_folders: ModelFolders, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Validation of step 1 is slow and its update is done: the step is kept, its line and checkpoint are whole."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 99, seconds = 3 }")
@@ -187,7 +191,7 @@ def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(tmp_pat
     trained = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.save_every=0", "eval.max_prompts=2", *slow)
     sender.join()
     assert (trained.summary.interrupted, trained.summary.steps) == (True, 1)
-    assert "stopping after the update in progress" in trained.said
+    assert "stopping at the end of this step" in capfd.readouterr().err
     (line,) = runs.metrics(folder)
     assert line["step"] == 1 and "val/reward/mean" in line
     assert list(runs.checkpoints(folder)) == [1]
@@ -303,3 +307,53 @@ def test_a_second_process_is_kept_out(tmp_path: Path, model_folders: ModelFolder
         assert end_with(first, signal.SIGKILL) == -signal.SIGKILL
     # A killed process leaves no lock behind.
     assert "going on from step" in runs.train(folder, "run.steps=5").said
+
+
+# -- what must not be lost or mixed up ---------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_that_cannot_be_used_are_not_written_over(tmp_path: Path, untouched: Path) -> None:
+    folder = runs.copy(untouched, tmp_path / "folder")
+    for checkpoint in runs.checkpoints(folder).values():
+        (checkpoint / "trainer.safetensors").write_bytes(b"torn")
+    before = runs.contents(folder / "run")
+    with pytest.raises(UserError, match="none that can be used"):
+        runs.train(folder)
+    assert runs.contents(folder / "run") == before
+
+
+def test_other_rows_under_the_same_path_are_noticed(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    quick = ("run.eval_every=0", "run.eval_before=false")
+    runs.train(folder, *quick, "run.steps=1")
+    rows = (folder / "train.jsonl").read_text().splitlines(keepends=True)
+    (folder / "train.jsonl").write_text("".join(rows[:9]))
+    with pytest.raises(UserError, match=r"data\.train: its rows"):
+        runs.train(folder, *quick, "run.steps=2")
+    assert "rows of data.train changed" in runs.train(folder, *quick, "run.steps=2", "run.resume=force").said
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_with_the_same_sizes(
+    tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Free memory is never the same twice; what was planned from it is."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    quick = ("run.eval_every=0", "run.eval_before=false", "run.steps=1")
+    monkeypatch.setattr("fulltilt.cluster.local.free_bytes", lambda device: 2**18)
+    runs.train(folder, *quick)
+    planned = runs.state(runs.checkpoints(folder)[1])["budgets"]
+    shutil.rmtree(folder / "run" / "checkpoints")
+    monkeypatch.setattr("fulltilt.cluster.local.free_bytes", lambda device: 2**17)
+    runs.train(folder, *quick)
+    assert runs.state(runs.checkpoints(folder)[1])["budgets"] == planned
+    shutil.rmtree(folder / "run")
+    runs.train(folder, *quick)
+    assert runs.state(runs.checkpoints(folder)[1])["budgets"] != planned
+
+
+def test_a_mistake_in_validation_loses_no_step(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    nan_for_validation = "reward.sources={ less = 'reward.py:not_a_number' }"
+    with pytest.raises(UserError, match="not_a_number"):
+        runs.train(folder, "run.eval_before=false", "run.eval_every=2", "run.save_every=0", "run.steps=4", nan_for_validation)
+    assert list(runs.checkpoints(folder)) == [2] and [line["step"] for line in runs.metrics(folder)] == [1, 2]

@@ -737,3 +737,11 @@ def test_a_closed_pool_says_so_and_leaves_no_process(tmp_path: Path, pool_of: An
     assert wait_until_dead(pids) == []
     with pytest.raises(RuntimeError, match="closed"):
         pool.collect([group_of(["a"])])
+
+
+def test_an_error_that_is_no_utf8_is_written_down_like_any_other(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text('def score(solution_str):\n    raise ValueError("bad \\udcff byte")\n')
+    with RewardPool(RewardConfig(function=f"{tmp_path / 'odd.py'}:score", workers=1), tmp_path / "run") as pool:
+        ((scored,),) = pool.collect([group_of(["x"])])
+    assert scored.error is not None and "bad" in scored.error
+    assert "bad" in (tmp_path / "run" / "reward_errors.jsonl").read_text(encoding="utf-8")

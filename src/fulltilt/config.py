@@ -113,7 +113,7 @@ class RolloutConfig(Section):
     """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
     top_k: NotNegative = 0
     """Sample among the k likeliest tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
-    stop: list[str] = Field(default_factory=list)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
     engine: Literal["native"] = "native"
     """The engine that generates."""
@@ -601,6 +601,16 @@ def _batching_of(role: str) -> Callable[[Config], Iterator[str]]:
     return check
 
 
+def _eval_sampling(config: Config) -> Iterator[str]:
+    section = config.eval
+    if section.temperature > 0:
+        return
+    without_effect = {"top_p": section.top_p < 1, "top_k": section.top_k > 0, "samples_per_prompt": section.samples_per_prompt > 1}
+    for key, given in without_effect.items():
+        if given:
+            yield f"eval.{key}: eval.temperature is 0, every sample of a prompt is the same. Remove the key, or set a temperature above 0."
+
+
 def _enough_prompts(config: Config) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.minibatches_per_step > algorithm.prompts_per_step:
@@ -707,6 +717,7 @@ RULES: tuple[Rule, ...] = (
     Rule(("ref.path",), lambda config: _model_folder("ref.path", config.ref.path)),
     Rule(("run.steps", "run.epochs"), _steps_or_epochs),
     Rule(("run.dir",), _run_folder),
+    Rule(("eval.temperature", "eval.top_p", "eval.top_k", "eval.samples_per_prompt"), _eval_sampling),
 )
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -42,6 +44,7 @@ Metrics = dict[str, float]
 # What a need of the algorithm means: the phase it is, and the role whose log-probs are asked for.
 ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-logprob", "ref")}
 
+PLAN = "plan.json"
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 
 
@@ -59,8 +62,7 @@ class Interrupts:
     there the wish is held back.
     """
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self) -> None:
         self._wanted = False
         self.held = False
 
@@ -86,7 +88,8 @@ class Interrupts:
             raise KeyboardInterrupt
         self._wanted = True
         if self.held:
-            self.console.note("stopping after the update in progress; press Ctrl-C again to stop at once, without saving")
+            # Written past every buffer: the signal may have come in the middle of another message.
+            os.write(2, b"stopping at the end of this step; Ctrl-C again stops at once, without saving\n")
         else:
             raise Interrupted
 
@@ -123,12 +126,12 @@ class Run:
         self.store = store
         self.progress = progress
         self.console = console
-        self.interrupts = Interrupts(console)
+        self.interrupts = Interrupts()
         folder = Path(config.run.dir)
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
-        self._saved_step: int | None = None
+        self._saved_step = progress.step  # what the run resumed from is there already
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
 
@@ -289,8 +292,14 @@ class Run:
         run = self.config.run
         self.console.begin_step(step)
         metrics = self._step(step)
-        if run.eval_every and step % run.eval_every == 0:
-            metrics |= self._validate(step)
+        try:
+            if run.eval_every and step % run.eval_every == 0:
+                metrics |= self._validate(step)
+        except UserError:
+            # A reward that is no number, say. The step itself is whole: keep it.
+            self.metrics.append(step, metrics)
+            self.save()
+            raise
         self.metrics.append(step, metrics)
         self.console.end_step(metrics)
         if step == self.parts.plan.steps or (run.save_every and step % run.save_every == 0):
@@ -311,7 +320,7 @@ class Run:
 
     def save(self) -> None:
         """A checkpoint of the last whole step, unless it is there already."""
-        if self._saved_step == self.progress.step or self.progress.step == 0:
+        if self._saved_step == self.progress.step:
             return
         trainer, model = self.parts.trainer, self.parts.actor.model
         assert trainer
@@ -325,6 +334,7 @@ class Run:
             "seed": self.config.run.seed,
             "surplus": [],  # groups sampled and not yet trained on; algorithms that carry some over put them here
             "budgets": asdict(self.parts.plan.budgets),
+            "data": self.parts.data_digest,
             "metrics_offset": self.metrics.offset(),
             "config": configuration.snapshot(self.config),
         }
@@ -411,6 +421,7 @@ def validation_metrics(groups: Sequence[Group], scores: Sequence[Sequence[Score]
     return {
         **({"val/reward/mean": float(np.mean(everything))} if everything else {}),
         **found,
+        "val/prompts": len(groups),
         "val/response_length/mean": float(np.mean(lengths)),
         "val/reward_errors": errors,
     }
@@ -445,14 +456,15 @@ def train(config: Config, console: Console) -> Summary:
         found, changed = find_checkpoint(config, store, console)
         for text in configuration.warnings(config):
             console.warn(text)
-        parts = assemble(config, found, keep_budgets=not changed)
+        parts = assemble(config, found, kept=kept_budgets(config, folder, found, changed))
         stack.callback(parts.close)
+        check_data(config, parts, found, console)
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
         store.require_space(checkpoint_bytes(parts))
         if not known:
             stack.enter_context(one_process(folder))
-        return Run(config, parts, store, open_folder(config, folder, found, console), console).train()
+        return Run(config, parts, store, open_folder(config, parts, folder, found, console), console).train()
 
 
 def checkpoint_bytes(parts: Parts) -> int:
@@ -466,6 +478,11 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
     for text in store.skipped:
         console.warn(f"not intact and passed over: {text}")
     if found is None:
+        if store.skipped:
+            raise UserError(
+                f"{store.folder} holds checkpoints but none that can be used: {'; '.join(store.skipped)}. Restore one, use another "
+                f"run.dir, or delete {store.folder} to start over"
+            )
         return None, []
     where = f"{config.run.dir} holds a run at step {found.step}"
     if config.run.resume == "never":
@@ -482,13 +499,40 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
     return found, changed
 
 
-def open_folder(config: Config, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
-    """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration beside them."""
+def kept_budgets(config: Config, folder: Path, found: Checkpoint | None, changed: list[str]) -> dict[str, Any] | None:
+    """The sizes to compute in again, for the same bits: the checkpoint's, or those a run killed before its first checkpoint had."""
+    if found:
+        return None if changed else found.state()["budgets"]
+    try:
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return None if configuration.differences(plan["config"], configuration.snapshot(config)) else plan["budgets"]
+
+
+def check_data(config: Config, parts: Parts, found: Checkpoint | None, console: Console) -> None:
+    """Other rows under the same path would make another run of it."""
+    if found is None or found.state()["data"] == parts.data_digest:
+        return
+    if config.run.resume != "force":
+        raise UserError(
+            f"data.train: its rows are not those that the run in {config.run.dir} was started with. Bring them back, use another run.dir "
+            "for a new run, or set run.resume = force to go on with the new ones"
+        )
+    console.warn("going on although the rows of data.train changed")
+
+
+def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
+    """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration and the plan beside them."""
     state = found.state() if found else None
     try:
         (folder / "run.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+        plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
+        partial = folder / f"{PLAN}.partial"
+        partial.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        partial.replace(folder / PLAN)
     except OSError as error:
-        raise UserError(f"run.dir: {folder / 'run.toml'} cannot be written: {error.strerror}. Choose another folder") from error
+        raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}. Choose another folder") from error
     metrics = MetricsFile(folder / "metrics.jsonl")
     warning = metrics.truncate(state["metrics_offset"] if state else 0)
     metrics.close()
@@ -526,6 +570,8 @@ def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any
             raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
     parts = assemble(config, found, training=False)
     try:
+        for text in parts.notes:
+            console.note(text)
         console.begin_step(found.step if found else 0)
         with console.run(total=1), console.phase("eval"):
             metrics = validate(config, parts, console)

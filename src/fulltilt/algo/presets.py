@@ -116,7 +116,7 @@ def build(config: Config) -> Algorithm:
 
 def mistakes(config: Config) -> list[str]:
     """What the user must change in `[algorithm]`, and in what it reads of other sections; empty when all is well."""
-    return [*_unused_keys(config), *_wrong_numbers(config), *_keys_without_effect(config)]
+    return [*_unused_keys(config), *_unused_sections(config), *_wrong_numbers(config), *_keys_without_effect(config)]
 
 
 def _resolve(config: Config) -> dict[str, Any]:
@@ -135,6 +135,17 @@ def _unused_keys(config: Config) -> Iterator[str]:
     for key in type(config.algorithm).model_fields:
         if key not in used and _is_set(config, key):
             yield f"algorithm.{key}: the algorithm {name!r} does not use it. Remove the key; {name!r} reads {', '.join(sorted(used))}"
+
+
+def _unused_sections(config: Config) -> Iterator[str]:
+    name = config.algorithm.name
+    if PRESETS[name].rollout:
+        if "response_key" in config.data.model_fields_set:
+            yield f"data.response_key: the algorithm {name!r} reads prompts only. Remove the key."
+        return
+    for section in ("rollout", "reward", "eval"):
+        for key in sorted(getattr(config, section).model_fields_set):
+            yield f"{section}.{key}: the algorithm {name!r} samples nothing and scores nothing. Remove the key."
 
 
 def _wrong_numbers(config: Config) -> Iterator[str]:

@@ -6,9 +6,12 @@ reward, data and model are found in that order (cheapest first) before anything 
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -46,6 +49,7 @@ class Parts:
     trainer: Trainer | None  # None: only evaluation
     engine: Engine | None  # None: nothing is sampled (SFT)
     reward: RewardPool | None
+    data_digest: str  # of the training data's tokens
     notes: tuple[str, ...]  # what was read and found, for the console
 
     def close(self) -> None:
@@ -70,14 +74,18 @@ def be_deterministic() -> None:
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # macOS does not tell what is available: half of what there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where a system does not tell: half of what there is
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        known = [1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])]
+    with contextlib.suppress(OSError, ValueError):  # a container may allow less
+        group = Path("/sys/fs/cgroup")
+        known.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(known))
 
 
-def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool = True, keep_budgets: bool = True) -> Parts:
-    """`keep_budgets`: compute in the shapes of the checkpoint, for the same bits; otherwise plan anew."""
+def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool = True, kept: dict[str, Any] | None = None) -> Parts:
+    """`kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits; None: plan anew."""
     algorithm = build(config)
     device = choose_device(config.run.device)
     if config.run.deterministic and device.type == "cuda":
@@ -85,7 +93,7 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
     rollout = "rollout" in algorithm.needs
     reward = RewardPool(config.reward, Path(config.run.dir) if training else None) if rollout else None
     try:
-        return _assemble(config, algorithm, device, reward, resume, training=training, rollout=rollout, keep_budgets=keep_budgets)
+        return _assemble(config, algorithm, device, reward, resume, training=training, rollout=rollout, kept=kept)
     except BaseException:
         if reward:
             reward.close()
@@ -94,7 +102,7 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
 
 def _assemble(
     config: Config, algorithm: Algorithm, device: torch.device, reward: RewardPool | None, resume: Checkpoint | None,
-    *, training: bool, rollout: bool, keep_budgets: bool,
+    *, training: bool, rollout: bool, kept: dict[str, Any] | None,
 ) -> Parts:  # fmt: skip
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
@@ -118,7 +126,7 @@ def _assemble(
         longest=max(train_data.longest, val_data.longest if val_data else 0),
         steps_per_epoch=steps_per_epoch,
     )
-    plan = make_plan(config, facts, rollout=rollout, kept=saved["budgets"] if saved and keep_budgets else None)
+    plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
 
     temperature = config.rollout.temperature if rollout and training else 1.0
@@ -128,10 +136,13 @@ def _assemble(
         if resume and saved:
             optimizer.restore(resume.tensors(), updates=saved["updates"], skipped=saved["skipped"])
         trainer = Trainer(actor, algorithm.loss, entropy_gradient=algorithm.entropy_gradient)
-    ref = load_ref(config, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
+    ref = load_ref(config, tokenizer, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
     engine = NativeEngine(model, tokenizer, ends, layers, limits(config, plan.budgets)) if rollout else None
-    notes = (f"data: {train_data.describe()}", f"data: {train_data.describe_epoch(config.algorithm.prompts_per_step)}") if training else ()
-    return Parts(algorithm, plan, tokenizer, train_data, val_data, actor, ref, trainer, engine, reward, notes)
+    notes = [f"data: {train_data.describe()}", f"data: {train_data.describe_epoch(config.algorithm.prompts_per_step)}"] if training else []
+    if val_data:
+        notes.append(f"validation data: {val_data.describe()}")
+    check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
+    return Parts(algorithm, plan, tokenizer, train_data, val_data, actor, ref, trainer, engine, reward, digest(train_data), tuple(notes))
 
 
 def read_data(
@@ -146,6 +157,26 @@ def read_data(
     return read(config.data.train), val
 
 
+def digest(data: PromptSet | RowSet) -> str:
+    """Tells one data set from another by its token ids, in order."""
+    found = hashlib.sha256()
+    for item in data.items:
+        found.update(len(item.ids).to_bytes(8, "little"))
+        found.update(item.ids.tobytes())
+    return found.hexdigest()
+
+
+def check_sources(config: Config, sets: list[PromptSet]) -> None:
+    """A reward for a data source that no row has is a misspelling: its rows would go to another function."""
+    seen = {prompt.data_source for prompts in sets for prompt in prompts.prompts}
+    unknown = sorted(set(config.reward.sources) - seen)
+    if sets and unknown:
+        raise UserError(
+            f"reward.sources: no row has the data source {', '.join(map(repr, unknown))}; the data has "
+            f"{', '.join(map(repr, sorted(seen)))}. Mend the name or remove it"
+        )
+
+
 def limits(config: Config, budgets: Budgets) -> EngineLimits:
     return EngineLimits(
         blocks=budgets.kv_blocks,
@@ -157,8 +188,9 @@ def limits(config: Config, budgets: Budgets) -> EngineLimits:
     )
 
 
-def load_ref(config: Config, device: torch.device, temperature: float) -> Role:
+def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, temperature: float) -> Role:
     """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
     model = load.load_model(config.model, device, path=config.ref.path)
     verify(model)
+    load.check_vocabulary(model, tokenizer)
     return frozen("ref", model, temperature)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -91,12 +92,13 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
     """Every token that ends a response, read from the model's small files only."""
     named: list[Any] = [tokenizer.eos_token_id]
     options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
-    with contextlib.suppress(OSError):  # many models have no generation config
-        named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
     try:
+        if not Path(config.path).is_dir() or (Path(config.path) / "generation_config.json").exists():
+            with contextlib.suppress(EntryNotFoundError):  # many models have none
+                named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
         text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options).get_text_config()
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: the config of {config.path} could not be loaded: {first_line(error)}") from error
+        raise UserError(f"model.path: the configuration of {config.path} could not be loaded: {first_line(error)}") from error
     named.append(getattr(text, "eos_token_id", None))
     ids: set[int] = set()
     for entry in named:

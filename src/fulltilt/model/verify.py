@@ -8,6 +8,7 @@ others equals the document alone, within twice what reordering the pack changes 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,9 +43,10 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
     changed = [documents[0], (documents[1] + 1) % rows, *documents[2:]]
     others, _ = packed_logprobs(model, changed)
     gap_others = mean_gap([together[index] for index in (0, 2, 3)], [others[index] for index in (0, 2, 3)])
-    if not gap_others <= ROUNDING[model.dtype]:
+    if not gap_others <= ROUNDING[model.dtype] / 20:  # the shapes are the same, so the roundings should be
         raise UnsupportedModel(f"{name}: changing one packed document moved the others' log-probs by {gap_others:.2g}: documents mix")
 
+    refuse_what_short_documents_hide(model, seen, name)
     order = [2, 0, 3, 1]
     permuted, _ = packed_logprobs(model, [documents[index] for index in order])
     allowed = max(2 * mean_gap([together[index] for index in order], permuted), ROUNDING[model.dtype])
@@ -59,6 +61,36 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
             f"{name}: its own logits differ from the plain output layer's by {gap_head:.2g} in log-prob (scaled or capped logits)"
         )
     return seen
+
+
+def refuse_what_short_documents_hide(model: PreTrainedModel, seen: dict[int, LayerShape], name: str) -> None:
+    """What goes wrong only beyond the length of the documents tried here must be read from the configuration."""
+    text = model.config.get_text_config()
+    for rope in rope_types(getattr(text, "rope_parameters", None)):
+        if rope in ("dynamic", "longrope"):
+            raise UnsupportedModel(
+                f"{name}: its rotary frequencies ({rope}) depend on the longest position of a pass, so a document's log-probs would change "
+                "with what is packed beside it"
+            )
+    kinds = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    for layer, shape in seen.items():
+        kind = kinds[layer] if kinds else "sliding_attention" if window else "full_attention"
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModel(f"{name}: layer {layer} is of the kind {kind}, which is not built")
+        if shape.window != (window if kind == "sliding_attention" else None):
+            raise UnsupportedModel(
+                f"{name}: layer {layer} has a window of {window if kind == 'sliding_attention' else None} tokens by its configuration, but "
+                f"its attention asks for {shape.window}: the window would be lost"
+            )
+
+
+def rope_types(parameters: Any) -> set[str]:
+    """Of a configuration's rotary parameters, which may be given for each kind of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [kind for value in parameters.values() if isinstance(value, dict) for kind in rope_types(value)]
+    return {*nested, *([str(parameters["rope_type"])] if "rope_type" in parameters else [])}
 
 
 def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:

@@ -134,7 +134,8 @@ class Console:
 
     def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:
         # Paths and errors hold brackets, which are not markup here.
-        where.print(Text(text, style), soft_wrap=True)
+        # A lone surrogate, which a reward's message may hold, is no UTF-8.
+        where.print(Text(text.encode("utf-8", "backslashreplace").decode(), style), soft_wrap=True)
         where.file.flush()
 
     def _show_phase(self) -> None:

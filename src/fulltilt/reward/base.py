@@ -256,7 +256,7 @@ class RewardPool:
         }
         try:
             self._errors_file.parent.mkdir(parents=True, exist_ok=True)
-            with self._errors_file.open("a", encoding="utf-8") as file:
+            with self._errors_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {self._errors_file}: {error.strerror}. Make room or choose another run.dir") from error

@@ -189,8 +189,7 @@ class NativeEngine:
         if not drawing:
             return
         keys = noise_keys(np.array([d.seed for d in drawing]), np.array([len(d.sequence.tokens) for d in drawing]))
-        expanded = logits if len(rows) == len(logits) else logits[rows]
-        tokens, logprobs = draw(expanded, keys, sampling)
+        tokens, logprobs = draw(logits, keys, sampling, np.array(rows) if len(rows) > len(logits) else None)
         for draft, token, logprob in zip(drawing, tokens.tolist(), logprobs.tolist(), strict=True):
             draft.logprobs.append(logprob)
             draft.sequence.tokens.append(token)

@@ -31,12 +31,13 @@ class Sampling:
     stop: tuple[str, ...] = ()
 
 
-def draw(logits: torch.Tensor, keys: np.ndarray, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [S] and log-probs float32 [S]. `keys` is uint64 [S], from `noise_keys`."""
+def draw(logits: torch.Tensor, keys: np.ndarray, sampling: Sampling, rows: np.ndarray | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 [S] and log-probs float32 [S]. `keys` is uint64 [S], from `noise_keys`; `rows` says which row of the logits each draws
+    from when several draw from one, so that no row is ever copied more than a chunk at a time."""
     tokens, logprobs = [], []
     size = max(1, CHUNK_NUMBERS // logits.shape[1])
-    for start in range(0, len(logits), size):
-        part = logits[start : start + size]
+    for start in range(0, len(keys), size):
+        part = logits[start : start + size] if rows is None else logits[torch.from_numpy(rows[start : start + size]).to(logits.device)]
         scaled = part / (sampling.temperature or 1.0)
         if sampling.temperature == 0:
             chosen = part.argmax(-1)
@@ -56,8 +57,10 @@ def restrict(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True, stable=True)
         probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability
-        ordered = ordered.masked_fill(before >= sampling.top_p, -torch.inf)
+        # In whole numbers: on CUDA a sum of floats in running order is not deterministic.
+        share = (probability.double() * 2**40).long()
+        before = share.cumsum(-1) - share
+        ordered = ordered.masked_fill(before >= int(sampling.top_p * 2**40), -torch.inf)
         logits = torch.empty_like(logits).scatter_(1, order, ordered)
     return logits
 

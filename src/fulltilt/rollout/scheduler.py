@@ -138,7 +138,7 @@ class Scheduler:
         longer = [sequence for sequence in self.running if sequence.length - sequence.computed > 1]
         for sequence in singles + longer:
             left = self._plan(sequence, work, left)
-        while self._waiting and left > 0 and len(self.running) < self.max_seqs and self._admit(self._waiting[0][1]):
+        while self._waiting and left > 0 and self._has_seat(self._waiting[0][1]) and self._admit(self._waiting[0][1]):
             _, sequence = heapq.heappop(self._waiting)
             left = self._plan(sequence, work, left)
         # A sequence planned early in this pass may have given its blocks back to an older one since.
@@ -164,7 +164,7 @@ class Scheduler:
             for member in family.members[1:]:
                 if member.finished:
                     continue
-                if len(self.running) < self.max_seqs and self._admit(member):
+                if self._has_seat(member) and self._admit(member):
                     continue
                 self._wait(member)
         for member in family.members:
@@ -175,6 +175,13 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         heapq.heappush(self._waiting, (sequence.number, sequence))
+
+    def _has_seat(self, sequence: Sequence) -> bool:
+        """A family that has yet to be let loose takes a seat for every member, so that its prompt is still there when they follow."""
+        if not self.running:
+            return True
+        taken = sum(1 if runner.family.opened else len(runner.family.members) for runner in self.running)
+        return taken + (1 if sequence.family.opened else len(sequence.family.members)) <= self.max_seqs
 
     def _plan(self, sequence: Sequence, work: list[Work], left: int) -> int:
         """Add the sequence's next tokens to the pass if tokens and blocks allow; returns the tokens left."""
@@ -221,7 +228,9 @@ class Scheduler:
         holder = sequence.family.holder() if self.prefix_sharing else None
         prompt = len(sequence.family.prompt)
         full = prompt // self.block_tokens if holder else 0
-        own = self.pool.take(blocks_for(sequence.length, self.block_tokens) - full)
+        needed = blocks_for(sequence.length, self.block_tokens) - full
+        # Blocks are left for those that run to grow by one each; without, a newcomer is soon sent away again.
+        own = self.pool.take(needed) if not self.running or self.pool.free - needed >= len(self.running) else None
         if own is None:
             return False
         if holder:

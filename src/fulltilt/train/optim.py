@@ -46,13 +46,15 @@ class Optimizer:
         self._masters = {name: self._master(p) for name, p in self._parameters.items()}
         matrices = [master for master in self._masters.values() if master.ndim >= 2]
         others = [master for master in self._masters.values() if master.ndim < 2]
+        on_cuda = all(master.is_cuda for master in self._masters.values())  # fused there: no temporaries of the size of the masters
         self._adam = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr, betas=config.betas, eps=config.eps,
+            lr=config.lr, betas=config.betas, eps=config.eps, fused=on_cuda,
         )  # fmt: skip
         for master in self._masters.values():
             # Taken now rather than at the first step, so that memory measured at the start of a run stays true.
-            self._adam.state[master] = {"step": torch.zeros((), dtype=torch.float32)} | {name: torch.zeros_like(master) for name in MOMENTS}
+            step = torch.zeros((), dtype=torch.float32, device=master.device if on_cuda else "cpu")
+            self._adam.state[master] = {"step": step} | {name: torch.zeros_like(master) for name in MOMENTS}
 
     def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         if parameter.dtype in (torch.float32, torch.float64):
