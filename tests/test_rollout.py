@@ -12,7 +12,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, GenerationConfig
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from fulltilt.config import ModelConfig
 from fulltilt.model.load import end_tokens, load_model
@@ -198,6 +200,24 @@ def test_stop_window_sees_a_string_of_many_bytes() -> None:
     assert stops.ended(encode("x" * 50 + "Answer:")) and stops.ended(encode("12##"))
     assert not stops.ended(encode("x" * 50 + "Answer")) and not stops.ended(encode("# #"))
     assert stops.text(encode("12 ## Answer: 3")) == "12 "
+
+
+def test_stop_strings_with_tokenizers_that_swallow_spaces_or_split_characters() -> None:
+    """A sentencepiece-style decoder drops the space that a text begins with; a byte-level one needs several tokens for one character."""
+    words = Tokenizer(tokenizer_models.WordLevel({"<unk>": 0, "\u2581END": 1, "\u2581go": 2, "\u2581a": 3}, unk_token="<unk>"))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    stops = StopStrings(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"), [" END"])
+    assert stops.ended([1]) and stops.text([1]) == ""
+    assert stops.ended([2, 1]) and stops.text([2, 1]) == "go" and stops.text([2, 2]) == "go go"
+    assert not stops.ended([2])
+
+    alphabet = {symbol: number for number, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = Tokenizer(tokenizer_models.BPE(alphabet, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    stops = StopStrings(tokenizer, ["終わり"])
+    ids = tokenizer("はい、終わり").input_ids
+    assert len(ids) == 18 and stops.ended(ids) and not stops.ended(ids[:-1]) and stops.text(ids) == "はい、"
 
 
 def test_ids_beyond_the_tokenizer_are_sampled_and_kept(model_folders) -> None:

@@ -207,20 +207,32 @@ class StopStrings:
         self.tokenizer = tokenizer
         self.strings = tuple(strings)
         # A token is at least one byte of text, so a string that the newest token completes began at most its byte count of tokens ago;
-        # a few more, because a tokenizer may swallow a leading space of what it decodes.
-        self._window = max((len(string.encode()) for string in self.strings), default=0) + 4
+        # a few more for ids beyond the tokenizer, which have no text.
+        self._window = max((len(string.encode()) for string in self.strings), default=0) + 8
+        # Decoded behind another token: some tokenizers swallow the space that a text begins with.
+        anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:] if self.strings else []
+        self._anchor = [token for token in anchor if token not in tokenizer.all_special_ids]
 
     def ended(self, ids: Sequence[int]) -> bool:
         if not self.strings:
             return False
-        text = self.tokenizer.decode(ids[-self._window :], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._whole(ids[-self._window :], skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
     def text(self, ids: Sequence[int]) -> str:
         """The response as people and rewards read it: without special tokens, ending before the first stop string."""
-        text = str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        places = [place for string in self.strings if (place := text.find(string)) >= 0]
-        return text[: min(places)] if places else text
+        text = self._decode(ids, skip_special_tokens=True)
+        whole = self._whole(ids, skip_special_tokens=True)
+        places = [place for string in self.strings if (place := whole.find(string)) >= 0]
+        swallowed = len(whole) - len(text)
+        return text[: max(0, min(places) - swallowed)] if places else text
+
+    def _whole(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        before = self._decode(self._anchor, skip_special_tokens=skip_special_tokens)
+        return self._decode([*self._anchor, *ids], skip_special_tokens=skip_special_tokens).removeprefix(before)
+
+    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
 
 
 def finished_sample(draft: Draft, stops: StopStrings) -> Sample:
