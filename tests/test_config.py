@@ -280,11 +280,18 @@ def test_what_the_rules_allow(run: dict[str, dict[str, Any]], tmp_path: Path, ov
     assert mistakes_of(run, *overrides) == []
 
 
-def test_hub_names_only_when_online(run: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names_only_when_online_or_downloaded_before(
+    run: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("TRANSFORMERS_OFFLINE", raising=False)
     (mistake,) = mistakes_of(run, "model.path=org/name")
-    assert mistake.startswith('model.path: no such folder: "org/name", and HF_HUB_OFFLINE forbids')
+    assert mistake.startswith('model.path: no such folder: "org/name"; it is not in the hub')
+    snapshot_folder = tmp_path / "hub" / "models--org--name" / "snapshots" / "abc"
+    snapshot_folder.mkdir(parents=True)
+    (snapshot_folder / "config.json").write_text("{}")
+    assert mistakes_of(run, "model.path=org/name") == []
     monkeypatch.delenv("HF_HUB_OFFLINE")
     assert mistakes_of(run, "model.path=org/name", "model.revision=main") == []
     assert len(mistakes_of(run, "model.path=./org/name")) == 1

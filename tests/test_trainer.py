@@ -112,6 +112,13 @@ def test_forward_only_log_probs_equal_the_updates(model_folders) -> None:
 # -- optimizer --------------------------------------------------------------------------------------------------------------------------
 
 
+def low_gradient(trainer: Trainer, batch: MiniBatch) -> torch.Tensor:
+    """What the accumulators of bf16 parameters hold after one mini-batch."""
+    trainer.optimizer.zero_grad()
+    trainer.accumulate(batch)
+    return torch.cat([p.main_grad.flatten() for p in trainer.actor.model.parameters()])  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_low_precision_parameters_have_float32_masters_and_gradients(family: str, model_folders) -> None:
     """bf16 parameters: many micro-batches sum in float32. Summed in bf16, small gradients would vanish beside large ones."""
@@ -119,12 +126,16 @@ def test_low_precision_parameters_have_float32_masters_and_gradients(family: str
     with torch.no_grad():  # the same numbers in both, so that only the arithmetic differs
         for a, b in zip(low.actor.model.parameters(), exact.actor.model.parameters(), strict=True):
             b.copy_(a)
-    rows = random_rows(24)
+    rows = random_rows(64)
     one_by_one = minibatch(rows, "token-mean", 1, MicroSizing(True, 1))
-    low.accumulate(one_by_one)
-    expected = gradient(exact, [one_by_one])
-    accumulated = torch.cat([p.main_grad.flatten() for p in low.actor.model.parameters()])  # type: ignore[union-attr]
+    assert len(one_by_one.micro_batches) == len(rows)
+    accumulated = low_gradient(low, one_by_one)
     assert accumulated.dtype == torch.float32 and all(p.grad is None for p in low.actor.model.parameters())
+    # The same gradients, each alone in its accumulator, summed where nothing is lost. Rounding the sum to bf16 after each would be 1e-2.
+    single = [low_gradient(low, MiniBatch((micro,), one_by_one.trained_tokens)) for micro in one_by_one.micro_batches]
+    summed = torch.stack(single).double().sum(0)
+    assert (accumulated - summed).norm() / summed.norm() < 1e-5
+    expected = gradient(exact, [one_by_one])
     # Each micro-batch's own arithmetic is bf16: a few percent in all, but no systematic loss.
     assert (accumulated - expected).norm() / expected.norm() < 0.05
     assert abs(accumulated.norm() / expected.norm() - 1) < 0.02

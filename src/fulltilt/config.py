@@ -648,11 +648,18 @@ def _model_folder(key: str, path: str | None) -> Iterator[str]:
         yield f"{key}: {_shown(path)} is a file. Give the folder of a Hugging Face model"
     elif not _HUB_NAME.fullmatch(path):
         yield f"{key}: no such folder: {_shown(path)}{_tilde(path)}. Give the folder of a Hugging Face model, or a hub name like org/name"
-    elif _offline():
+    elif _offline() and not _cached(path):
         yield (
-            f"{key}: no such folder: {_shown(path)}, and HF_HUB_OFFLINE forbids asking the hub for it. "
+            f"{key}: no such folder: {_shown(path)}; it is not in the hub's cache and HF_HUB_OFFLINE forbids asking the hub for it. "
             "Give the folder of a Hugging Face model, or unset HF_HUB_OFFLINE"
         )
+
+
+def _cached(name: str) -> bool:
+    """Whether any revision of a hub's model was downloaded before."""
+    from huggingface_hub import constants
+
+    return any((Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").glob("snapshots/*/config.json"))
 
 
 def _tilde(path: str) -> str:

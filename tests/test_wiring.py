@@ -1,0 +1,373 @@
+"""Settings and checks that other rooms are tested to have do reach a run: whatever is taken out of the loop's wiring, a test misses it.
+
+Runs of one step on a tiny model, in this process wherever that can show it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import runs
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedConfig
+
+from fulltilt import loop
+from fulltilt.cluster import local
+from fulltilt.cluster.local import Parts, assemble
+from fulltilt.config import Config
+from fulltilt.observe.console import Console
+from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
+from fulltilt.train.checkpoint import CheckpointStore
+
+ModelFolders = Callable[[str], Path]
+ONE = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0", "run.steps=1")
+ON_POLICY = (*ONE, "algorithm.minibatches_per_step=1")
+NO_REFERENCE = "algorithm.kl_coef=0.0"
+END = 1  # the tests' tokenizer pads with it too
+
+REWARDS = '''
+import zlib
+
+
+def fingerprint(solution_str):
+    """Another response, another number."""
+    return zlib.crc32(solution_str.encode()) / 2**32
+
+
+def truth(ground_truth):
+    return float(ground_truth)
+
+
+def huge(solution_str):
+    """A number, but a gradient times it is none in float32."""
+    return 3e38 * (zlib.crc32(solution_str.encode()) % 2)
+'''
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
+    return prepared(tmp_path / "folder", model_folders("qwen2"))
+
+
+def prepared(folder: Path, model: Path) -> Path:
+    runs.make(folder, model)
+    (folder / "more.py").write_text(REWARDS)
+    return folder
+
+
+def one_step(folder: Path, *overrides: str) -> dict[str, Any]:
+    runs.train(folder, *ONE, *overrides)
+    (line,) = runs.metrics(folder)
+    return line
+
+
+def save_model(config: PreTrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    models.tokenizer().save_pretrained(folder)
+    return folder
+
+
+@contextlib.contextmanager
+def parts_of(folder: Path, config: Config) -> Iterator[Parts]:
+    with contextlib.chdir(folder):
+        parts = assemble(config)
+        try:
+            yield parts
+        finally:
+            parts.close()
+
+
+def silent() -> Console:
+    said = io.StringIO()
+    return Console(stdout=said, stderr=said, terminal=False)
+
+
+# -- how samples are drawn --------------------------------------------------------------------------------------------------------------
+
+
+def test_trainer_and_reference_see_the_rollouts_temperature(folder: Path) -> None:
+    """The engine's log-probs are at the temperature; the actor's and the reference's of the same model agree only at the same one."""
+    line = one_step(folder, "rollout.temperature=0.7", "algorithm.minibatches_per_step=1")
+    assert line["rollout_corr/logprob_abs_gap"] < 1e-4
+    assert abs(line["actor/kl_loss"]) < 1e-6
+    responses = [row["response"] for row in runs.rollouts(folder, 1)]
+    shutil.rmtree(folder / "run")
+    one_step(folder, "rollout.temperature=1.0")
+    assert responses != [row["response"] for row in runs.rollouts(folder, 1)]
+
+
+@pytest.mark.parametrize("restriction", ["rollout.top_k=1", "rollout.top_p=0.000001"])
+def test_restrictions_reach_the_sampler(folder: Path, restriction: str) -> None:
+    """With one candidate a token the samples of a group are all alike, though the temperature is 1."""
+    one_step(folder, restriction)
+    groups: dict[int, set[str]] = {}
+    for row in runs.rollouts(folder, 1):
+        groups.setdefault(row["uid"], set()).add(row["response"])
+    assert [len(responses) for responses in groups.values()] == [1, 1, 1, 1]
+    assert len(set.union(*groups.values())) > 1
+
+
+def test_end_tokens_of_the_generation_config_reach_the_engine(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Here every small letter ends a response, though model config and tokenizer name only </s>."""
+    model = shutil.copytree(model_folders("qwen2"), tmp_path / "many-ends")
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    ids = models.tokenizer().convert_tokens_to_ids(letters)
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [END, *ids]}))
+    folder = prepared(tmp_path / "folder", model)
+    one_step(folder)
+    rows = runs.rollouts(folder, 1)
+    ended = [row for row in rows if row["finish"] == "stop" and row["response"][-1:] in letters]
+    assert len(ended) >= 4
+    assert all(row["response_tokens"] <= 16 for row in ended) and min(row["response_tokens"] for row in ended) < 16
+    assert not any(character in letters for row in rows for character in row["response"][:-1])
+
+
+def validation(folder: Path, parts: Parts, *overrides: str) -> float:
+    config = runs.read_config(folder, "reward.function=more.py:fingerprint", NO_REFERENCE, *overrides)
+    with contextlib.chdir(folder):
+        found = loop.validate(config, parts, silent())
+    assert found[f"val-core/less/reward/mean@{config.eval.samples_per_prompt}"] == found["val/reward/mean"]
+    return found["val/reward/mean"]
+
+
+def test_validation_samples_as_the_eval_section_says(folder: Path) -> None:
+    """Greedy at first, whatever the rollout does; sampled if a temperature is set, and greedy again if that leaves one candidate."""
+    alike = partial(pytest.approx, abs=1e-12)
+    with parts_of(folder, runs.read_config(folder, "reward.function=more.py:fingerprint", NO_REFERENCE)) as parts:
+        greedy = validation(folder, parts)
+        assert validation(folder, parts, "rollout.temperature=1.3") == alike(greedy)
+        warm = ("eval.temperature=1.0", "rollout.top_k=1", "rollout.top_p=0.000001")
+        one, four = (validation(folder, parts, *warm, f"eval.samples_per_prompt={samples}") for samples in (1, 4))
+        assert one != alike(greedy) and four != alike(greedy) and one != alike(four)
+        for restriction in ("eval.top_k=1", "eval.top_p=0.000001"):
+            for samples in (1, 4):
+                assert validation(folder, parts, "eval.temperature=1.0", restriction, f"eval.samples_per_prompt={samples}") == alike(greedy)
+
+
+def test_validation_of_a_run_takes_the_first_prompts(folder: Path) -> None:
+    """The answers are 99, 100 and 101."""
+    before = ("run.eval_before=true", "reward.function=more.py:truth", "run.steps=1", "eval.temperature=0.9", "eval.samples_per_prompt=2")
+    for overrides, mean in (((), 100), (("eval.max_prompts=2",), 99.5)):
+        runs.train(folder, *before, *overrides, f"run.dir=run-{mean}")
+        first = json.loads((folder / f"run-{mean}" / "metrics.jsonl").read_text().splitlines()[0])
+        assert (first["step"], first["val-core/less/reward/mean@2"]) == (0, mean)
+
+
+# -- which model ------------------------------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        runs.train(folder, *ONE, *overrides)
+    assert not (folder / "run").exists()
+    return str(caught.value)
+
+
+def test_a_reward_for_a_source_that_no_row_has_is_refused(folder: Path) -> None:
+    assert "no row has the data source 'sum'" in refused(folder, 'reward.sources={ sum = "more.py:truth" }')
+
+
+@pytest.fixture
+def scaled_logits(tmp_path: Path) -> Path:
+    """A model whose own logits are not its output layer's: trained as if they were, it would learn something else."""
+    return save_model(GraniteConfig(**models.SMALL, logits_scaling=4.0), tmp_path / "granite")
+
+
+def test_a_run_verifies_its_model(tmp_path: Path, scaled_logits: Path) -> None:
+    message = refused(prepared(tmp_path / "folder", scaled_logits), NO_REFERENCE)
+    assert "GraniteForCausalLM" in message and "logits" in message
+
+
+def test_a_run_verifies_its_reference(folder: Path, scaled_logits: Path) -> None:
+    assert "GraniteForCausalLM" in refused(folder, f"ref.path={scaled_logits}")
+
+
+@pytest.mark.parametrize("role", ["model", "ref"])
+def test_a_run_refuses_a_tokenizer_larger_than_a_model(folder: Path, tmp_path: Path, role: str) -> None:
+    small = save_model(LlamaConfig(**{**models.SMALL, "vocab_size": 90}), tmp_path / "small")
+    tokens = len(models.tokenizer())
+    assert tokens > 90
+    message = refused(folder, f"{role}.path={small}", *([NO_REFERENCE] if role == "model" else []))
+    assert f"the tokenizer has {tokens} tokens but the model's embedding only 90 rows" in message
+
+
+def test_another_reference_is_used(folder: Path, tmp_path: Path) -> None:
+    """At the first update the divergence from the run's own start is nothing; from a model with other weights it is not."""
+    other = models.save("qwen2", tmp_path / "other", seed=1)
+    own = one_step(folder, "algorithm.minibatches_per_step=1")["actor/kl_loss"]
+    shutil.rmtree(folder / "run")
+    apart = one_step(folder, "algorithm.minibatches_per_step=1", f"ref.path={other}")["actor/kl_loss"]
+    assert abs(own) < 1e-6 and apart > 0.05
+
+
+def test_the_revision_of_a_hub_name_is_the_one_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache as a download leaves it, with one revision: model, tokenizer and end tokens can only come from there."""
+    snapshot = "0123456789abcdef0123456789abcdef01234567"
+    cached = tmp_path / "hub" / "models--someone--tiny"
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "second").write_text(snapshot)
+    model = models.save("llama", cached / "snapshots" / snapshot, seed=3)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    folder = prepared(tmp_path / "folder", model)
+    named = ("model.path=someone/tiny", NO_REFERENCE, "train.lr=1e-12")
+    assert "someone/tiny" in refused(folder, *named)
+    runs.train(folder, *ONE, *named, "model.revision=second")
+    trained, started = runs.parameters(runs.checkpoints(folder)[1]), AutoModelForCausalLM.from_pretrained(model).state_dict()
+    for name, values in trained.items():
+        torch.testing.assert_close(values, started[name], rtol=0, atol=1e-6)
+
+
+# -- the update -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Path) -> None:
+    """The tokenizer pads with its end token: a mask made by looking for padding would leave the sampled end out."""
+    config = runs.read_config(folder, *ON_POLICY, "algorithm.samples_per_prompt=24", "run.save_rollouts=96")
+    with parts_of(folder, config) as parts:
+        engine, trainer = parts.engine, parts.trainer
+        assert isinstance(engine, local.NativeEngine) and trainer and parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id == END
+        held: list[tuple[str, int]] = []
+        batches: list[MiniBatch] = []
+        really_release, really_accumulate = engine.release, trainer.accumulate
+
+        def release() -> None:
+            held.append(("release", engine.runner.held_bytes))
+            really_release()
+
+        def accumulate(batch: MiniBatch) -> dict[str, float]:
+            held.append(("update", engine.runner.held_bytes))
+            batches.append(batch)
+            return really_accumulate(batch)
+
+        engine.release, trainer.accumulate = release, accumulate  # type: ignore[method-assign]
+        store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)
+        loop.Run(config, parts, store, loop.Progress(), silent()).rl_step(1)
+        assert max(size for _, size in held) > 0
+        assert [size for name, size in held if name == "update"] == [0]
+        loop.validate(config, parts, silent())
+        assert engine.runner.held_bytes == 0
+    ended = sum(row["finish"] == "stop" for row in runs.rollouts(folder, 1))
+    trained = np.concatenate([micro.ids[micro.trained] for micro in batches[0].micro_batches])
+    assert ended > 0 and int((trained == END).sum()) == ended
+
+
+def test_rows_train_every_sampled_token_and_no_other() -> None:
+    prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
+    sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
+    (row,) = loop.make_rows([Group(prompt, (sample,))], [[Score(0.5)]], exclude_errors=True)
+    assert row.ids.tolist() == [5, END, 6, 7, 8, END]
+    assert row.mask.tolist() == [False, False, False, True, True, True]
+    assert row.rollout_logprobs is not None and row.rollout_logprobs.tolist() == [0, 0, 0, -1, -2, -3]
+
+
+def test_a_gradient_that_is_not_finite_is_said_and_counted(folder: Path) -> None:
+    """Rewards near the end of float32 and advantages that are not divided by their spread: numbers all, but not times a gradient."""
+    said = runs.train(folder, *ON_POLICY, NO_REFERENCE, "reward.function=more.py:huge", "algorithm.normalize_by_std=false").said
+    assert "warning: 1 of 1 optimizer steps had a gradient that is not finite: parameters were left as they were" in said
+    (line,) = runs.metrics(folder)
+    assert (line["actor/skipped_updates"], line["actor/updates"]) == (1, 1)
+    checkpoint = runs.checkpoints(folder)[1]
+    assert runs.state(checkpoint)["skipped"] == 1
+    started = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert all(torch.equal(values, started[name]) for name, values in runs.parameters(checkpoint).items())
+
+
+# -- stop and go on ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_keeps_its_budgets_on_a_fuller_machine(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less memory would plan a smaller KV cache and with it other shapes. A new run there does; one killed before its first checkpoint is
+    not new."""
+    runs.train(folder, *ONE)
+    kept = runs.state(runs.checkpoints(folder)[1])["budgets"]
+    killed = runs.copy(folder, tmp_path / "killed")
+    shutil.rmtree(killed / "run" / "checkpoints")
+    monkeypatch.setattr(local, "free_bytes", lambda device: 400_000)
+    assert "going on from step 1" in runs.train(folder, *ONE, "run.steps=2").said
+    assert runs.state(runs.checkpoints(folder)[2])["budgets"] == kept
+    assert "going on" not in runs.train(killed, *ONE).said
+    assert runs.state(runs.checkpoints(killed)[1])["budgets"] == kept
+    runs.train(folder, *ONE, "run.dir=new")
+    assert runs.state(folder / "new" / "checkpoints" / "step-00000001")["budgets"]["kv_blocks"] < kept["kv_blocks"]
+
+
+def test_a_run_does_not_go_on_with_other_rows(folder: Path) -> None:
+    runs.train(folder, *ONE)
+    before = runs.contents(folder / "run")
+    path = folder / "train.jsonl"
+    path.write_text(path.read_text().replace("5+15=", "5+16="))
+    with pytest.raises(UserError, match=r"^data\.train: its rows are not those that the run in run was started with"):
+        runs.train(folder, *ONE, "run.steps=2")
+    assert runs.contents(folder / "run") == before
+    assert "going on although the rows of data.train changed" in runs.train(folder, *ONE, "run.steps=2", "run.resume=force").said
+
+
+def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert process.poll() is None and time.monotonic() < end, "it ended, or did not come so far"
+        time.sleep(0.02)
+
+
+def test_a_second_ctrl_c_stops_at_once_without_saving(folder: Path) -> None:
+    """The parameters of step 1 have moved and its validation takes a minute: the first Ctrl-C waits, the second does not."""
+    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 99, seconds = 60 }", "reward.timeout_s=100")
+    process = runs.start(folder, "train", "run.toml", "--json", "run.eval_before=false", "run.eval_every=1", "data.shuffle=false", *slow)
+    said = folder / "said.txt"
+    try:
+        wait_for((folder / "run" / "rollouts" / "step-000001.jsonl").exists, process)
+        time.sleep(0.3)
+        os.killpg(process.pid, signal.SIGINT)
+        wait_for(lambda: "Ctrl-C again stops at once" in said.read_text(), process, 10)
+        assert process.poll() is None
+        begin = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=30)
+        assert time.monotonic() - begin < 20 and process.returncode == 130
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    assert "Traceback" not in said.read_text() and "saved" not in said.read_text().replace("without saving", "")
+    assert not runs.checkpoints(folder)
+    assert (folder / "run" / "metrics.jsonl").read_text() == ""
+
+
+# -- the demo ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_demo_learns_and_says_so(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "fulltilt.cli", "demo", "--dir", "demo"],
+        cwd=tmp_path, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1100,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
+    assert summary.keys() == {"reward_first", "reward_last", "seconds", "tokens_per_s"}
+    assert summary["reward_first"] <= 0.5 and summary["reward_last"] >= 0.9
+    assert summary["seconds"] > 0 and summary["tokens_per_s"] > 0
+    last = ended.stdout.rstrip().splitlines()[-1]
+    assert re.fullmatch(r"reward \d\.\d\d -> \d\.\d\d in \d+ s", last), last
+    assert last == f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f} in {summary['seconds']:.0f} s"
