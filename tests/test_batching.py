@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.batching import cost, schedule
+from fulltilt.batching import schedule
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
 from fulltilt.records import Row
 
@@ -99,18 +99,6 @@ def test_minibatches_need_not_divide() -> None:
     assert schedule.split_minibatches([0, 0, 1, 2, 2], 2) == [[0, 1, 2], [3, 4]]
     assert schedule.split_minibatches([3, 1, 3, 1], 5) == [[1, 3], [0, 2]]
     assert schedule.split_minibatches([], 2) == []
-
-
-def test_cost_adds_attention_to_the_weights() -> None:
-    quadratic = cost.quadratic_share(layers=2, attention_width=64, parameters=1000)
-    assert quadratic == pytest.approx(0.128)
-    assert cost.row_cost(10) == 10
-    assert cost.row_cost(10, quadratic) == pytest.approx(10 + 12.8)
-    # Causal attention by counting: token i multiplies with i + 1 keys and values, two operations each time, in each layer.
-    tokens, layers, width, parameters = 400, 3, 16, 5000
-    counted = 2 * parameters * tokens + layers * sum(2 * 2 * width * (i + 1) for i in range(tokens))
-    estimate = cost.row_cost(tokens, cost.quadratic_share(layers, width, parameters)) * 2 * parameters
-    assert estimate == pytest.approx(counted, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- packing
@@ -263,7 +251,7 @@ def test_scatter_refuses_lost_and_repeated_rows() -> None:
 
 def test_batching_does_not_import_torch() -> None:
     code = (
-        "import sys, fulltilt.batching.pack, fulltilt.batching.cost\n"
+        "import sys, fulltilt.batching.pack\n"
         "assert 'torch' not in sys.modules and 'fulltilt.algo' not in sys.modules\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
