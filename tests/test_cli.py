@@ -215,7 +215,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ended: Ended) -> None:
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.stderr
     assert "Traceback" not in outcome.stderr
-    assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "run.toml"]
+    assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "plan.json", "run.toml"]
     assert (folder / "run" / "metrics.jsonl").read_bytes() == b""
 
 

@@ -154,6 +154,7 @@ def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 16, seconds = 8 }", "reward.timeout_s=100")
     options = ("data.shuffle=false", "run.steps=3", "run.save_every=0", "run.eval_every=0", "run.eval_before=false", *slow)
+    handler = signal.getsignal(signal.SIGINT)
     sender = interrupt_when((folder / "run" / "rollouts" / "step-000001.jsonl").exists)
     begin = time.perf_counter()
     trained = runs.train(folder, *options)
@@ -163,7 +164,7 @@ def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders
     assert list(runs.checkpoints(folder)) == [1]
     assert [line["step"] for line in runs.metrics(folder)] == [1]
     assert list(runs.contents(folder / "run" / "rollouts")) == ["step-000001.jsonl"]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, model_folders: ModelFolders) -> None:
