@@ -27,6 +27,7 @@ test: .venv/ready
 
 check: .venv/ready
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 	$(BIN)/python -m pytest -q -m long
 

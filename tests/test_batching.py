@@ -250,9 +250,6 @@ def test_scatter_refuses_lost_and_repeated_rows() -> None:
 
 
 def test_batching_does_not_import_torch() -> None:
-    code = (
-        "import sys, fulltilt.batching.pack\n"
-        "assert 'torch' not in sys.modules and 'fulltilt.algo' not in sys.modules\n"
-    )
+    code = "import sys, fulltilt.batching.pack\nassert 'torch' not in sys.modules and 'fulltilt.algo' not in sys.modules\n"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)
