@@ -287,7 +287,7 @@ def test_a_finished_run_is_done_and_more_steps_go_on(tmp_path: Path, untouched: 
     assert "done: 16 steps" in again.out
     runs.assert_equal_runs(folder, untouched)
 
-    runs.train(folder, "run.steps=18")
+    assert "the cosine schedule now ends at another step" in runs.train(folder, "run.steps=18").said
     assert list(runs.checkpoints(folder)) == [16, 18]
     assert runs.without_clock(runs.metrics(folder)[:17]) == runs.without_clock(runs.metrics(untouched))
     assert [line["step"] for line in runs.metrics(folder)[17:]] == [17, 18]

@@ -487,7 +487,8 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
     where = f"{config.run.dir} holds a run at step {found.step}"
     if config.run.resume == "never":
         raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to go on")
-    changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
+    saved, now = found.state()["config"], configuration.snapshot(config)
+    changed = configuration.differences(saved, now)
     if changed and config.run.resume == "auto":
         raise UserError(
             f"{where} that was started with other values of {', '.join(changed)}. Use another run.dir for a new run, give the old values "
@@ -495,6 +496,8 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
         )
     if changed:
         console.warn(f"going on although these keys changed: {', '.join(changed)}")
+    if config.train.schedule != "constant" and any(saved[key] != now[key] for key in ("run.steps", "run.epochs")):
+        console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
     console.note(f"going on from step {found.step} ({found.path})")
     return found, changed
 
