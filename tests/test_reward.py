@@ -615,7 +615,7 @@ def test_steps_can_be_told_apart(bad_file: Path, pool_of: Any) -> None:
     pool.collect([group_of(["|1", "|2", "|3"], 1)])
     step = pool.stats().since(before)
     assert (step.calls, step.failed, step.recent) == (3, 0, ())
-    assert before.metrics()["reward/errors"] == 1
+    assert before.errors == 1
 
 
 def test_a_process_that_cannot_start_is_said(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ taken as it is or refused with the reason; `auto` becomes a number here and nowh
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fulltilt.config import Config
@@ -170,7 +170,3 @@ def in_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-
-def as_json(plan: Plan) -> dict[str, Any]:
-    return asdict(plan)

@@ -141,6 +141,8 @@ def _assemble(
     notes = [f"data: {train_data.describe()}", f"data: {train_data.describe_epoch(config.algorithm.prompts_per_step)}"] if training else []
     if val_data:
         notes.append(f"validation data: {val_data.describe()}")
+    if reward and not reward.memory_limited:
+        notes.append("this system does not limit the memory of reward processes: reward.memory_gb has no effect")
     check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
     return Parts(algorithm, plan, tokenizer, train_data, val_data, actor, ref, trainer, engine, reward, digest(train_data), tuple(notes))
 

@@ -65,16 +65,6 @@ class RewardStats:
             recent=self.recent if self.failed > before.failed else (),
         )
 
-    def metrics(self) -> dict[str, float]:
-        return {
-            "reward/calls": self.calls,
-            "reward/errors": self.errors,
-            "reward/timeouts": self.timeouts,
-            "reward/crashes": self.crashes,
-            "reward/retries": self.retries,
-            "reward/call_seconds": self.seconds,
-        }
-
     def __str__(self) -> str:
         if not self.failed:
             return f"{self.calls} reward calls, none failed"
