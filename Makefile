@@ -1,7 +1,7 @@
 # Plain rules, so that the make 3.81 of macOS reads them too.
 #
 #   make PYTHON=/opt/python3.12/bin/python3 test                          another interpreter for .venv
-#   make TORCH_INDEX=https://download.pytorch.org/whl/cpu test            another source of the torch wheel
+#   make TORCH_INDEX=URL test                                             another index for the torch wheel
 
 PYTHON =
 TORCH_INDEX =

@@ -181,7 +181,7 @@ def no_cuda() -> Finding:
 
     if torch.version.cuda is None:
         seen = shutil.which("nvidia-smi") is not None
-        remedy = "install a CUDA build of torch: https://pytorch.org/get-started/locally" if seen else ""
+        remedy = "install a build of torch with CUDA" if seen else ""
         return Finding("cuda", "missing", f"this torch ({torch.__version__}) is built without CUDA; runs use the CPU", remedy)
     detail = f"this torch is built for CUDA {torch.version.cuda}, but no device answers ({driver_version()}); runs use the CPU"
     return Finding("cuda", "missing", detail, "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be a GPU")
