@@ -232,7 +232,7 @@ class RunConfig(Section):
     """Where to run. `auto`: CUDA if there is one."""
     threads: Positive | Auto = "auto"
     """Threads of torch on the CPU; a checkpoint keeps the number, which decides the last bits of a sum. `auto`: OMP_NUM_THREADS if it is
-    set; else one for models under 30 million parameters, where several only wait for one another, and one per core for larger ones."""
+    set; else one for models under 30 million parameters, and one per core for larger ones."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
     save_rollouts: Positive = 16

@@ -35,6 +35,7 @@ from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.records import Group, MiniBatch, Prompt, Row, Score, UserError
+from fulltilt.reward.base import RewardPool
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
@@ -144,7 +145,7 @@ class Run:
         prompts, cursor = self._take(cast("InEpochs[Prompt]", parts.train_data))
         with phase("rollout"):
             seed = int(sample_seed(config.run.seed, 0, step))
-            groups = collect(parts.engine, prompts, training_sampling(config), seed, self._hand_to_rewards(len(prompts)))
+            groups = collect(parts.engine, prompts, training_sampling(config), seed, hand_to(parts.reward, self.console, len(prompts)))
             parts.engine.release()
         with phase("reward"):
             scores = parts.reward.collect(groups)
@@ -189,19 +190,6 @@ class Run:
 
     def _take(self, data: InEpochs[Any]) -> tuple[tuple[Any, ...], Cursor]:
         return data.take(self.progress.cursor, self.config.algorithm.prompts_per_step, self.config.run.seed, self.config.data.shuffle)
-
-    def _hand_to_rewards(self, total: int) -> Callable[[Group], None]:
-        assert self.parts.reward
-        submit = self.parts.reward.submit
-        done = 0
-
-        def hand_over(group: Group) -> None:
-            nonlocal done
-            submit(group)
-            done += 1
-            self.console.phase_progress(done, total)
-
-        return hand_over
 
     def _annotate(self, rows: list[Row], need: str) -> list[Row]:
         phase, name = ANNOTATIONS[need]
@@ -379,6 +367,19 @@ def make_rows(groups: Sequence[Group], scores: Sequence[Sequence[Score]], *, exc
     return rows
 
 
+def hand_to(reward: RewardPool, console: Console, total: int) -> Callable[[Group], None]:
+    """For `collect`: every group goes to the rewards the moment it is complete, and shows as progress."""
+    done = 0
+
+    def hand_over(group: Group) -> None:
+        nonlocal done
+        reward.submit(group)
+        done += 1
+        console.phase_progress(done, total)
+
+    return hand_over
+
+
 def mean_of(found: Sequence[Metrics]) -> Metrics:
     return {name: float(np.mean([metrics[name] for metrics in found])) for name in (found[0] if found else {})}
 
@@ -386,22 +387,14 @@ def mean_of(found: Sequence[Metrics]) -> Metrics:
 def validate(config: Config, parts: Parts, console: Console) -> Metrics:
     """Rewards of the validation prompts under verl's names, or the loss of the validation rows."""
     if isinstance(parts.val_data, RowSet):
-        return validate_loss(parts.val_data, parts)
+        return validate_loss(config, parts.val_data, parts)
     assert isinstance(parts.val_data, PromptSet) and parts.engine and parts.reward
     prompts = parts.val_data.prompts[: config.eval.max_prompts]
     sampling = replace(
         training_sampling(config), samples=config.eval.samples_per_prompt,
         temperature=config.eval.temperature, top_p=config.eval.top_p, top_k=config.eval.top_k,
     )  # fmt: skip
-    done: list[int] = []
-
-    def hand_over(group: Group) -> None:
-        assert parts.reward
-        parts.reward.submit(group)
-        done.append(group.prompt.uid)
-        console.phase_progress(len(done), len(prompts))
-
-    groups = collect(parts.engine, prompts, sampling, EVALUATION_STREAM ^ config.run.seed, hand_over)
+    groups = collect(parts.engine, prompts, sampling, EVALUATION_STREAM ^ config.run.seed, hand_to(parts.reward, console, len(prompts)))
     parts.engine.release()
     scores = parts.reward.collect(groups)
     return validation_metrics(groups, scores, config.eval.samples_per_prompt)
@@ -427,9 +420,9 @@ def validation_metrics(groups: Sequence[Group], scores: Sequence[Sequence[Score]
     }
 
 
-def validate_loss(data: RowSet, parts: Parts) -> Metrics:
+def validate_loss(config: Config, data: RowSet, parts: Parts) -> Metrics:
     total, tokens = 0.0, 0
-    sizing = MicroSizing(dynamic=True, token_budget=parts.plan.budgets.forward_token_budget)
+    sizing = MicroSizing(config.actor.dynamic_batch, parts.plan.budgets.forward_token_budget, config.actor.micro_batch)
     for micro in forward_micro_batches(data.rows, sizing):
         logprobs = parts.actor.logprobs(micro)
         total -= float(logprobs.sum(dtype=np.float64))

@@ -17,7 +17,7 @@ from fulltilt.records import UserError
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
-ONE_THREAD_PARAMETERS = 30_000_000  # smaller matrices are multiplied before a second thread has woken up
+ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 
 

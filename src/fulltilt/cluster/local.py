@@ -107,6 +107,7 @@ def _assemble(
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
     train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)
+    check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
     model = load.load_model(config.model, device, path=resume.model_folder if resume else None)
     load.check_vocabulary(model, tokenizer)
     layers = verify(model)
@@ -143,7 +144,6 @@ def _assemble(
         notes.append(f"validation data: {val_data.describe()}")
     if reward and not reward.memory_limited:
         notes.append("this system does not limit the memory of reward processes: reward.memory_gb has no effect")
-    check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
     return Parts(algorithm, plan, tokenizer, train_data, val_data, actor, ref, trainer, engine, reward, digest(train_data), tuple(notes))
 
 

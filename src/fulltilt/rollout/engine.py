@@ -222,6 +222,8 @@ class StopStrings:
     def text(self, ids: Sequence[int]) -> str:
         """The response as people and rewards read it: without special tokens, ending before the first stop string."""
         text = self._decode(ids, skip_special_tokens=True)
+        if not self.strings:
+            return text
         whole = self._whole(ids, skip_special_tokens=True)
         places = [place for string in self.strings if (place := whole.find(string)) >= 0]
         swallowed = len(whole) - len(text)
