@@ -22,10 +22,10 @@ help:
 demo: .venv/ready
 	$(BIN)/fulltilt demo
 
-test: .venv/ready
+test: .venv/dev
 	$(BIN)/python -m pytest -q -m "not long"
 
-check: .venv/ready
+check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
@@ -54,7 +54,12 @@ reference: .venv/ready
 		"$$chosen" -m venv --clear .venv; \
 	fi
 	$(PIP) install --no-compile $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX),-c constraints.txt) "$$(grep '^torch==' constraints.txt)"
-	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev]"
+	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+# What the tests need beside it: their tools, and every extra that runs without a GPU.
+.venv/dev: .venv/ready
+	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev,math,peft,tensorboard,wandb,mlflow,trackio]"
 	@touch $@
 
 clean:

@@ -251,7 +251,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         (["data.val=gone"], 'data.val: no such file or folder: "gone"'),
         (["model.chat_template=gone.jinja"], 'model.chat_template: no such file: "gone.jinja"'),
         (["reward.function=gone.py:score"], 'reward.function: no such file: "gone.py"'),
-        (["reward.function=gone.py"], 'reward.function: "gone.py" names no reward. Use "gsm8k" or "gsm8k_flexible", or write FILE.py:NAME'),
+        (["reward.function=gone.py"], 'reward.function: "gone.py" names no reward. Use "gsm8k", "gsm8k_flexible", "math", "dapo" or "reward_model", or write FILE.py:NAME'),
         (["reward.function=gsm9k"], 'reward.function: "gsm9k" names no reward.'),
         (["reward.sources.math=gone.py:score"], 'reward.sources.math: no such file: "gone.py"'),
         (["run.dir=train.jsonl"], 'run.dir: "train.jsonl" is a file.'),
@@ -299,7 +299,7 @@ def test_hub_names_only_when_online_or_downloaded_before(
 
 
 def test_built_in_rewards_are_those_of_the_reward_room() -> None:
-    assert set(configuration.REWARDS) == set(functions.BUILT_IN)
+    assert set(configuration.REWARDS) == {*functions.BUILT_IN, configuration.REWARD_MODEL}
 
 
 # ---- all at once

@@ -69,7 +69,7 @@ def data(**settings: Any) -> DataConfig:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, prompt: object, **settings: Any) -> tuple[list[int], str]:
-    ids, text = PromptEncoder(tokenizer, data(**settings)).encode(prompt)
+    ids, text, _ = PromptEncoder(tokenizer, data(**settings)).encode(prompt)
     assert ids.dtype == np.int64
     return ids.tolist(), text
 
@@ -144,6 +144,7 @@ def test_every_format_gives_the_same_prompts(kind: str, tmp_path: Path, tokenize
         assert prompt.ids.tolist() == [BOS, *plain(tokenizer, prompt.text.removeprefix("<s>"))]
         assert (prompt.data_source, prompt.ground_truth) == ("openai/gsm8k", str(number + 1))
         assert prompt.extra_info == {**ROWS[number]["extra_info"], "ability": "math"}
+        assert prompt.source == tuple(ROWS[number]["prompt"])
 
 
 def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
@@ -377,6 +378,14 @@ def test_columns_other_than_verls(tmp_path: Path, tokenizer: PreTrainedTokenizer
     assert {prompt.data_source for prompt in prompts} == {"unknown"}
 
 
+def test_a_prompts_source_is_what_its_ids_were_made_from(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "2+3="}])
+    assert load_prompts(path, tokenizer, data()).prompts[0].source == "2+3="
+    prompt = load_prompts(path, tokenizer, data(apply_template="always", system="Add.")).prompts[0]
+    assert prompt.source == ({"role": "system", "content": "Add."}, *USER)
+    assert tokenizer.apply_chat_template(list(prompt.source), add_generation_prompt=True, return_dict=False) == prompt.ids.tolist()
+
+
 # Over-long prompts
 
 
@@ -401,7 +410,7 @@ def test_all_prompts_too_long_names_limit_and_shortest(tmp_path: Path, tokenizer
 
 
 def numbered(count: int) -> PromptSet:
-    return PromptSet(tuple(Prompt(uid, np.array([uid]), str(uid)) for uid in range(count)), count, 0, 1, 1)
+    return PromptSet(tuple(Prompt(uid, np.array([uid]), str(uid)) for uid in range(count)), count, 0, 1)
 
 
 def taken(
@@ -451,6 +460,19 @@ def test_a_step_larger_than_the_data_is_refused() -> None:
     for ask in (lambda: numbered(3).take(Cursor(), 4, 0, True), lambda: numbered(3).steps_per_epoch(4)):
         with pytest.raises(UserError, match=r"takes 4 prompts.*only 3\. Lower algorithm\.prompts_per_step to at most 3"):
             ask()
+
+
+def test_a_digest_tells_data_sets_apart_by_tokens_order_and_mask(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def digest(rows: list[dict[str, Any]], load: Any = load_sft, **settings: Any) -> str:
+        found: str = load(write_lines(tmp_path / "a.jsonl", rows), tokenizer, data(**settings)).digest()
+        return found
+
+    one, other = {"prompt": "2+3=", "response": "5"}, {"prompt": "2+4=", "response": "6"}
+    talk = {"messages": [*USER, {"role": "assistant", "content": "5"}] * 2}
+    rows = [[one], [one, other], [other, one], [{"prompt": "2+3", "response": "=5"}], [talk]]
+    digests = [*map(digest, rows), digest([talk], train_turns="last"), *(digest(part, load_prompts) for part in rows[:3])]
+    assert len(set(digests)) == len(digests)
+    assert digest([{**one, "comment": "no token"}]) == digest([one])
 
 
 # SFT rows
@@ -506,15 +528,132 @@ def test_sft_trains_on_what_a_template_drops(tmp_path: Path) -> None:
     assert sft_rows(tmp_path, forgetful, rows)[0][1] == "<think>count</think>5</s>"
 
 
-def test_sft_trains_on_the_last_turn_of_the_assistant(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-    answer = {"role": "assistant", "content": "5"}
-    assert sft_rows(tmp_path, tokenizer, [{"messages": [*USER, answer, *USER, answer]}]) == [
-        ("<s>[user]2+3=</s>\n[assistant]5</s>\n[user]2+3=</s>\n[assistant]", "5</s>")
-    ]
+def said(*texts: str) -> list[dict[str, str]]:
+    """A conversation in which user and assistant take turns."""
+    return [{"role": "assistant" if place % 2 else "user", "content": text} for place, text in enumerate(texts)]
+
+
+CHATML = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+# In the manner of reasoning models: earlier turns lose their reasoning, the last one has a block for it even when there is none.
+FORGETS = (
+    "{% for m in messages %}<|turn|>{{ m['role'] }}\n{% set parts = m['content'].split('</think>') %}"
+    "{% if m['role'] == 'assistant' and loop.last %}<think>{{ parts[0].replace('<think>', '') if parts | length > 1 }}</think>{% endif %}"
+    "{{ parts[-1] }}</s>\n{% endfor %}{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "an end token after every message": (TEMPLATE, 1),
+    "chatml": (CHATML, 1),
+    "contents trimmed": (CHATML.replace("m['content']", "m['content'] | trim"), 1),
+    "generation marks around content only": (
+        CHATML.replace("{{ m['content'] }}", "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
+                       "{% else %}{{ m['content'] }}{% endif %}"), 1,
+    ),
+    "no words before an answer": (
+        "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}{{ m['content'] + eos_token }}"
+        "{% else %}[INST]{{ m['content'] }}[/INST]{% endif %}{% endfor %}", 1,
+    ),
+    "the assistant under another name": (CHATML.replace("{{ m['role'] }}", "{{ 'model' if m['role'] == 'assistant' else m['role'] }}")
+                                         .replace("<|turn|>assistant", "<|turn|>model"), 1),
+    "reasoning dropped": (FORGETS, 3),
+    "reasoning block only where one answers now": (
+        CHATML.replace("<|turn|>assistant\n", "<|turn|>assistant\n<think></think>"), 3,
+    ),
+    "no end of turn": (CHATML.replace("</s>", ""), 3),
+    "only the end of the conversation": (CHATML.replace("</s>", "") + "{% if not add_generation_prompt %}</s>{% endif %}", 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("train_turns", ["all", "last"])
+def test_every_trained_token_stands_behind_what_rollout_reads(name: str, train_turns: str, tmp_path: Path) -> None:
+    template, expected_rows = TEMPLATES[name]
+    tokenizer = make_tokenizer(template=template)
+    config = data(train_turns=train_turns, system="Add.")
+    talk = [*said("2+3=", "<think>two</think>5", "and 1?", " 6 "), {"role": "tool", "content": "right"}, *said("x", "bye")[1:]]
+    loaded = load_sft(write_lines(tmp_path / "a.jsonl", [{"messages": talk}]), tokenizer, config)
+    encoder = PromptEncoder(tokenizer, config)
+    turns = [place for place, message in enumerate(talk) if message["role"] == "assistant"]
+    expected = [(encoder.encode(talk[:turn]).ids.tolist(), talk[turn]["content"]) for turn in turns][-1 if train_turns == "last" else 0 :]
+    found = []
+    for row in loaded.rows:
+        assert row.ids.dtype == np.int64 and row.mask.dtype == np.bool_ and row.mask[-1]
+        edges = np.flatnonzero(np.diff(row.mask.astype(int), prepend=0, append=0))
+        for start, end in edges.reshape(-1, 2).tolist():
+            assert row.ids[end - 1] == EOS and EOS not in row.ids[start : end - 1]
+            found.append((row.ids[:start].tolist(), tokenizer.decode(row.ids[start : end - 1])))
+    assert [prompt for prompt, _ in found] == [prompt for prompt, _ in expected]
+    for (_, written), (_, answer) in zip(found, expected, strict=True):
+        assert answer.strip() in written and len(written) <= len(answer) + len("<think></think>\n")
+    assert len(loaded.rows) == (expected_rows if train_turns == "all" else 1)
+    assert ("1 conversation became 3 rows" in loaded.describe()) == (len(loaded.rows) == 3)
+
+
+def test_sft_writes_a_conversation_in_one_row(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(template=CHATML)
+    path = write_lines(tmp_path / "a.jsonl", [{"chat": said("2+3=", "5", "and 1?", "6"), "prompt": "ignored: there is no response"}])
+    (row,) = load_sft(path, tokenizer, data(messages_key="chat")).rows
+    text = "<|turn|>user\n2+3=</s>\n<|turn|>assistant\n5</s>\n<|turn|>user\nand 1?</s>\n<|turn|>assistant\n6</s>"
+    assert tokenizer.decode(row.ids) == text and tokenizer.decode(row.ids[row.mask]) == "5</s>6</s>"
+
+
+def test_sft_weighs_the_messages_of_the_assistant(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    talk: list[dict[str, Any]] = said("a", "1", "b", "2", "c", "3")
+    talk[1]["weight"], talk[3]["weight"], talk[5]["weight"] = 1, 1, 0
+    rows: list[dict[str, Any]] = [{"messages": talk}, {"messages": said("a", "4")}]
+    for write in ("jsonl", "parquet"):  # parquet gives every message a weight, mostly None
+        path = write_format(write, tmp_path, rows)
+        all_turns, last_turn = (load_sft(path, tokenizer, data(train_turns=turns)).rows for turns in ("all", "last"))
+        assert [tokenizer.decode(row.ids[row.mask]) for row in all_turns] == ["1</s>2</s>", "4</s>"]
+        assert [tokenizer.decode(row.ids[row.mask]) for row in last_turn] == ["2</s>", "4</s>"]
+        assert tokenizer.decode(all_turns[0].ids).endswith("[user]b</s>\n[assistant]2</s>")
+
+
+def test_sft_rows_of_a_split_conversation_are_limited_one_by_one(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(template=FORGETS)
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": said("a", "1", "b", "2", "c", "3")}])
+    whole = load_sft(path, tokenizer, data())
+    prompts = [int(row.mask.argmax()) for row in whole.rows]
+    loaded = load_sft(path, tokenizer, data(max_prompt_tokens=prompts[1]))
+    assert [row.ids.tolist() for row in loaded.rows] == [row.ids.tolist() for row in whole.rows[:2]]
+    assert (loaded.rows_read, loaded.too_long, loaded.split) == (1, 1, (1, 3))
+
+
+def test_sft_leaves_out_rows_beyond_max_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "1" * n, "response": "2" * m} for n, m in ((1, 1), (1, 9), (9, 1), (2, 2))])
+    loaded = load_sft(path, tokenizer, data(max_prompt_tokens=8, max_tokens=6))
+    assert [row.tokens for row in loaded.rows] == [4, 6] and loaded.too_long == 2
+    assert loaded.describe() == (
+        "4 rows read, 1 left out with prompts of more than 8 tokens, 1 left out with rows of more than 6 tokens; "
+        "the longest row kept has 6 tokens"
+    )
+    with pytest.raises(
+        UserError, match=r"all 4 rows are longer than data\.max_tokens = 3; the shortest has 4 tokens\. Raise data\.max_tok"
+    ):
+        load_sft(path, tokenizer, data(max_tokens=3))
+
+
+def test_sft_trains_on_reasoning_and_tool_calls_or_refuses(tmp_path: Path) -> None:
+    calls = "{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}"
+    speaks = CHATML.replace("{{ m['content'] }}", "<think>{{ m.reasoning_content }}</think>{{ m['content'] }}" + calls)
+    answer = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [{"name": "add"}]}
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": [*USER, answer]}])
+    tokenizer = make_tokenizer(template=speaks)
+    (row,) = load_sft(path, tokenizer, data()).rows
+    assert tokenizer.decode(row.ids[row.mask]) == '<think>hm</think>[{"name": "add"}]</s>'
+    for deaf in (speaks.replace("{{ m.reasoning_content }}", ""), speaks.replace(calls, "")):
+        with pytest.raises(UserError, match=r"reasoning_content and tool_calls would be lost"):
+            load_sft(path, make_tokenizer(template=deaf), data())
 
 
 def test_sft_ends_a_response_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     assert sft_rows(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5</s>"}]) == [("<s>2+3=", "5</s>")]
+    # Here the template ends the turn and then the text, and sampling stops at either.
+    twice = make_tokenizer(template=TEMPLATE.replace("{{ eos_token }}", "<|turn|>\n{{ eos_token }}"))
+    row = load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": USER, "response": "5</s>"}]), twice, data(), end_ids=[TURN]).rows[0]
+    assert twice.decode(row.ids[row.mask]) == "5</s>"
 
 
 def test_sft_leaves_out_over_long_prompts_and_goes_in_epochs(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -534,10 +673,15 @@ def test_sft_leaves_out_over_long_prompts_and_goes_in_epochs(tmp_path: Path, tok
         ({"prompt": "2"}, "needs 'prompt' and 'response', or 'messages'"),
         ({"prompt": "2", "response": 5}, "'response' is of type int"),
         ({"prompt": "2", "response": ""}, "response is empty"),
-        ({"messages": USER}, "must end with the assistant's message"),
-        ({"messages": [{"role": "assistant", "content": "5"}]}, "after at least one other"),
+        ({"messages": USER}, "must be a list of messages that ends with the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "5"}]}, "'5' .assistant. answers nothing"),
+        ({"messages": [*USER, *said("a", "5")[1:], *said("a", "6")[1:]]}, "'6' .assistant. answers nothing"),
+        ({"prompt": said("a", "5"), "response": "6"}, "'6' .assistant. answers nothing"),
+        ({"messages": [{**USER[0], "weight": 1}, {"role": "assistant", "content": "5"}]}, "'2.3=' .user. has the weight 1"),
+        ({"messages": [*USER, {"role": "assistant", "content": "5", "weight": 0.5}]}, "'5' .assistant. has the weight 0.5"),
+        ({"messages": [*USER, {"role": "assistant", "content": "5", "weight": 0}]}, "nothing to train on"),
         ({"messages": [*USER, {"role": "assistant", "content": ""}]}, "response is empty"),
-        ({"messages": [*USER, {"role": "assistant", "tool_calls": []}]}, "its tool_calls would be lost"),
+        ({"messages": [*USER, {"role": "assistant", "tool_calls": [{"name": "add"}]}]}, "its tool_calls would be lost"),
     ],
 )
 def test_a_broken_sft_row_names_file_and_line(row: dict[str, Any], word: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -554,11 +698,11 @@ def test_sft_needs_an_end_of_sequence_token(tmp_path: Path) -> None:
         load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": "1", "response": "1"}]), endless, data())
 
 
-# examples/gsm8k/prepare.py
+# examples/*/prepare.py
 
 
-def prepare(*arguments: object) -> subprocess.CompletedProcess[str]:
-    script = REPOSITORY / "examples" / "gsm8k" / "prepare.py"
+def prepare(*arguments: object, example: str = "gsm8k") -> subprocess.CompletedProcess[str]:
+    script = REPOSITORY / "examples" / example / "prepare.py"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "src")}
     command = [sys.executable, str(script), *(str(argument) for argument in arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
@@ -602,3 +746,20 @@ def test_preparing_refuses_what_is_not_gsm8k_and_writes_nothing(tmp_path: Path) 
     assert "Traceback" not in result.stderr and not out.exists()
     assert "is the source itself" in prepare("--source", source, "--out", source).stderr
     assert "--source" in prepare("--help").stdout
+
+
+def test_problems_are_prepared_once_each_with_their_final_answer(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    solution = "First \\boxed{1}, then it is \\boxed{\\frac{1}{2}} in all."
+    pairs = [("a", solution), ("b", " 7 "), ("a ", "\\boxed{\\frac{1}{2}}"), ("c", "1"), ("c", "2")]
+    source = write_lines(tmp_path / "source.jsonl", [{"prompt": problem, "solution": answer} for problem, answer in pairs])
+    out = tmp_path / "made" / "train.parquet"
+    columns = ("--problem", "prompt", "--answer", "solution", "--name", "competition")
+    result = prepare("--source", source, "--out", out, *columns, example="math")
+    assert result.returncode == 0 and "2 problems; 1 left out that came with more than one answer" in result.stdout, result.stderr
+    prompts = load_prompts(str(out), tokenizer, data()).prompts
+    assert [(prompt.ground_truth, prompt.data_source) for prompt in prompts] == [("\\frac{1}{2}", "competition"), ("7", "competition")]
+    assert 'a\n\nThink step by step. Write the final answer alone on the last line, after "Answer:".</s>' in prompts[0].text
+    write_lines(tmp_path / "source.jsonl", [{"problem": "a", "answer": "\\boxed{1"}])
+    result = prepare("--source", source, "--out", tmp_path / "other.parquet", example="math")
+    assert result.returncode == 2 and "source.jsonl:1: needs 'problem' and 'answer'" in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "other.parquet").exists()

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import typer
+from transformers import AutoModelForSequenceClassification
 
 from fulltilt import config as configuration
 from fulltilt import demo, loop
@@ -32,8 +34,10 @@ PAGES = sorted(path.relative_to(ROOT).as_posix() for folder in ("*.md", "docs/*.
 # What a reader has made or downloaded by the time a page speaks of it. All else that a page names must really be there.
 MODELS_OF_THE_READER = (
     "models/mine",
+    "models/mine-reward",
     "models/Qwen2.5-0.5B-Instruct",
     "runs/mine/checkpoints/step-00000030/model",
+    "runs/chat-sft/checkpoints/step-00000015/model",
     "runs/gsm8k-sft/checkpoints/step-00000232/model",
 )
 OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
@@ -41,7 +45,7 @@ OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: ```kind file"""
+    """A fenced block of a page: ```kind file, or the file in a comment on its first line."""
 
     page: str
     number: int
@@ -55,7 +59,12 @@ class Block:
 
 def blocks_of(page: str) -> list[Block]:
     found = re.findall(r"^```(\w*) ?(\S*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return [Block(page, number, *parts) for number, parts in enumerate(found, 1)]
+    return [Block(page, number, kind, file or first_comment(text), text) for number, (kind, file, text) in enumerate(found, 1)]
+
+
+def first_comment(text: str) -> str:
+    named = re.match(r"# (mine/\S+)\n", text)
+    return named[1] if named else ""
 
 
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -84,12 +93,13 @@ def demo_files() -> dict[Path, str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout in which the reader has done what the pages say: demo, GSM8K, the README's own run."""
+    """A checkout in which the reader has done what the pages say: demo, GSM8K, mathematics, the README's own run."""
     place = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "examples", place / "examples")
     demo.prepare(place / "runs" / "demo")
     shutil.copytree(place / "runs" / "demo" / "model", place / "runs" / "demo" / "warm")
     prepare_gsm8k(place)
+    prepare_math(place)
     for block in BLOCKS:
         if block.file:
             (place / block.file).parent.mkdir(exist_ok=True)
@@ -103,12 +113,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prepare_gsm8k(place: Path) -> None:
-    row = json.dumps({"question": "What is 7 plus 8?", "answer": "7+8=<<7+8=15>>15\n#### 15"})
+    rows = [json.dumps({"question": f"What is 7 plus {n}?", "answer": f"7+{n}=<<7+{n}={7 + n}>>{7 + n}\n#### {7 + n}"}) for n in range(4)]
     source = place / "downloaded"
     source.mkdir()
     for split in ("train", "test"):
-        (source / f"{split}.jsonl").write_text(f"{row}\n", encoding="utf-8")
+        (source / f"{split}.jsonl").write_text("\n".join(rows), encoding="utf-8")
     runpy.run_path(str(place / "examples" / "gsm8k" / "prepare.py"))["prepare"](source, place / "data" / "gsm8k")
+
+
+def prepare_math(place: Path) -> None:
+    prepare = runpy.run_path(str(place / "examples" / "math" / "prepare.py"))["prepare"]
+    rows = [json.dumps({"problem": f"What is {n} / 8?", "answer": rf"It is $\boxed{{\frac{{{n}}}{{8}}}}$."}) for n in range(4)]
+    (place / "downloaded" / "math.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    for split in ("train", "val"):
+        prepare(place / "downloaded" / "math.jsonl", place / "data" / "math" / f"{split}.parquet", "problem", "answer", "math")
 
 
 @pytest.fixture
@@ -125,7 +143,7 @@ def load(path: str | Path, *overrides: str) -> Config:
 
 
 def test_there_is_something_to_test() -> None:
-    assert {Path(path).parent.name for path in RUN_FILES} >= {"demo", "gsm8k", "custom_reward"}
+    assert {Path(path).parent.name for path in RUN_FILES} >= {"demo", "gsm8k", "custom_reward", "chat", "math"}
     assert {block.file for block in BLOCKS if block.file} >= {"mine/run.toml", "mine/reward.py", "mine/train.jsonl"}
     assert len(commands()) > 20
 
@@ -143,8 +161,9 @@ def test_the_demo_examples_are_what_the_demo_writes(path: Path) -> None:
 
 @pytest.mark.parametrize("block", blocks("toml"))
 def test_every_toml_block_parses(block: Block, there: Path) -> None:
-    """A block that shows some sections only is completed with what every run needs."""
+    """A block that shows some sections only is completed with what such a run needs."""
     needed = {"model": {"path": "models/mine"}, "data": {"train": "mine/train.jsonl"}, "run": {"steps": 1}}
+    needed |= {"reward_model": {"path": "models/mine-reward"}} if "reward_model" in block.text else {}
     configuration.parse(needed | tomllib.loads(block.text), origin=str(block), extra_checks=[presets.mistakes])
 
 
@@ -185,6 +204,63 @@ def test_every_link_leads_somewhere(page: str) -> None:
     links = re.findall(r"\]\(([^)#\s]+)\)", (ROOT / page).read_text(encoding="utf-8"))
     missing = [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()]
     assert not missing
+
+
+# Each example with a model that fits here and numbers that make it two steps; everything else is as shipped.
+SMALL = ("run.device=cpu", "run.save_every=0", "data.max_prompt_tokens=400")
+TWO_STEPS, AN_EPOCH = ("run.steps=2", "algorithm.prompts_per_step=2"), ("run.epochs=1", "algorithm.prompts_per_step=2")
+SAMPLED = ("algorithm.minibatches_per_step=1", "rollout.max_new_tokens=8")
+GROUPS = (*SAMPLED, "algorithm.samples_per_prompt=2")
+FEWER: dict[str, tuple[str, ...]] = {
+    "examples/chat/ppo.toml": (*TWO_STEPS, *SAMPLED, "reward_model.path=runs/tiny-reward", "algorithm.critic_warmup=1"),
+    "examples/chat/sft.toml": ("run.epochs=1", "algorithm.prompts_per_step=12", "run.eval_every=1"),
+    "examples/gsm8k/dapo.toml": (*TWO_STEPS, *GROUPS, "algorithm.overlong_buffer=4"),
+    "examples/gsm8k/grpo.toml": (*AN_EPOCH, *GROUPS),
+    "examples/gsm8k/lora.toml": (*AN_EPOCH, *GROUPS, "lora.rank=2", "lora.alpha=4"),
+    "examples/gsm8k/ppo.toml": (*AN_EPOCH, *SAMPLED, "run.eval_every=1"),
+    "examples/gsm8k/sft.toml": (*AN_EPOCH, "run.eval_every=1"),
+    "examples/math/dapo.toml": (
+        *TWO_STEPS, *GROUPS, "algorithm.overlong_buffer=4", "algorithm.prompts_per_round=2", "algorithm.max_rounds=2",
+        "eval.samples_per_prompt=2",
+    ),
+}  # fmt: skip
+
+
+def test_every_example_with_a_model_of_its_own_is_run() -> None:
+    made_here = {path for path in RUN_FILES if path.startswith(("examples/demo/", "examples/custom_reward/"))}
+    assert FEWER.keys() == set(RUN_FILES) - made_here
+
+
+@pytest.fixture(scope="module")
+def small_models(place: Path) -> Path:
+    """The same place, with a policy whose template ends every turn, and a reward model of another family."""
+    models.save("qwen2", place / "runs" / "tiny")
+    talks = models.tokenizer()
+    talks.chat_template = models.TEMPLATE.replace("\n{% endfor %}", "{{ eos_token }}\n{% endfor %}")
+    talks.save_pretrained(place / "runs" / "tiny")
+    shape = models.FAMILIES["llama"]()
+    shape.num_labels = 1
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(place / "runs" / "tiny-reward")
+    models.tokenizer().save_pretrained(place / "runs" / "tiny-reward")
+    return place
+
+
+def load_small(place: Path, path: str, *overrides: str) -> Config:
+    folder = f"run.dir=runs/trained/{Path(path).parent.name}-{Path(path).stem}"
+    return load_in(place, path, "model.path=runs/tiny", folder, *SMALL, *FEWER[path], *overrides)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", FEWER)
+def test_every_example_trains(path: str, small_models: Path) -> None:
+    config = load_small(small_models, path)
+    lines = metrics_of(small_models, config)
+    steps = [line for line in lines if line["step"] > 0]
+    assert [line["step"] for line in steps] == [1, 2]
+    assert all(line.get("reward/errors", 0) == 0 for line in steps)
+    validated = [name for name in ("val/loss", "val/reward/mean") if name in lines[0]]
+    assert bool(validated) == config.run.eval_before
+    assert (small_models / config.run.dir / "checkpoints" / "step-00000002" / "model").is_dir()
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineLimits, NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Role
+from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
@@ -73,7 +73,7 @@ def test_gradients_equal_the_cpus(family: str, model_folders) -> None:
     flat = []
     for device, dtype in ((GPU, "bfloat16"), (CPU, "float32")):
         model = load_model(ModelConfig(path=str(folder), dtype=dtype), device)
-        trainer = Trainer(Role("actor", model, 1.0, Optimizer(model, TrainConfig(), 1)), sft_loss, entropy_gradient=False)
+        trainer = Trainer(Policy("actor", model, 1.0, Optimizer(model, TrainConfig(), 1)), sft_loss)
         trainer.accumulate(batch)
         flat.append(torch.cat([getattr(p, "main_grad", p.grad).flatten().float().cpu() for p in model.parameters()]))
     assert (flat[0] - flat[1]).norm() / flat[1].norm() < 0.05

@@ -182,16 +182,20 @@ def test_rollouts_truncate(tmp_path: Path) -> None:
 
 def test_summarise_scores() -> None:
     scores = [Score(1.0, {"format": 1.0}), Score(0.0, {"format": 0.0}), Score(99.0, error="crashed"), Score(99.0, error="ran out of time")]
-    assert summarise_scores(scores, timeouts=1, excluded=2) == {
+    assert summarise_scores([scores, [Score(0.5)], [Score(0.5), Score(0.5)]], timeouts=1, excluded=2) == {
         "critic/score/mean": 0.5,
         "critic/score/max": 1.0,
         "critic/score/min": 0.0,
         "reward/parts/format": 0.5,
+        "reward/groups_with_variance": 1 / 3,
+        "reward/samples": 7,
         "reward/errors": 2,
         "reward/timeouts": 1,
         "reward/excluded": 2,
     }
-    assert summarise_scores([Score(0.0, error="crashed")], timeouts=0, excluded=1) == {
+    assert summarise_scores([[Score(0.0, error="crashed")]], timeouts=0, excluded=1) == {
+        "reward/groups_with_variance": 0.0,
+        "reward/samples": 1,
         "reward/errors": 1,
         "reward/timeouts": 0,
         "reward/excluded": 1,
@@ -213,6 +217,17 @@ def test_summarise_rows_counts_trained_tokens_only() -> None:
         "critic/advantages/min": -1.0,
     }
     assert summarise_rows([]) == {}
+
+
+def test_summarise_rows_says_what_the_critic_knew() -> None:
+    """Values that halve the error of returns leave a quarter of the variance. A KL penalty is in the rewards."""
+    mask = np.array([False, True, True])
+    numbers = {"values": [9, 1, 3], "returns": [9, 0, 4], "advantages": [0, 0, 0], "token_rewards": [0, -0.5, 2]}
+    found = summarise_rows([Row(np.arange(3), mask, reward=2.0, **{name: np.array(each, np.float32) for name, each in numbers.items()})])
+    assert found["critic/rewards/mean"] == 1.5
+    assert (found["critic/values/mean"], found["critic/values/max"], found["critic/values/min"]) == (2, 3, 1)
+    assert (found["critic/returns/mean"], found["critic/returns/max"], found["critic/returns/min"]) == (2, 4, 0)
+    assert found["critic/vf_explained_var"] == 0.75
 
 
 def test_summarise_lengths() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,9 @@ import pytest
 
 from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
-from fulltilt.reward import functions, gsm8k
+from fulltilt.reward import functions, gsm8k, sums
 from fulltilt.reward.base import ERRORS_FILE, RewardPool
-from fulltilt.reward.worker import MOST_CHILDREN
+from fulltilt.reward.worker import MOST_CHILDREN, family_of
 
 MISBEHAVING = '''
 import ctypes, os, signal, subprocess, sys, time
@@ -125,7 +127,7 @@ def bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def pool_of() -> Iterator[Callable[..., RewardPool]]:
     pools: list[RewardPool] = []
 
-    def make(function: str, run_dir: Path | None = None, **settings: Any) -> RewardPool:
+    def make(function: str | dict[str, float], run_dir: Path | None = None, **settings: Any) -> RewardPool:
         settings = {"workers": 2, "timeout_s": 20.0, "memory_gb": 0.5} | settings
         pools.append(RewardPool(RewardConfig(function=function, **settings), run_dir))
         return pools[-1]
@@ -232,6 +234,22 @@ def test_gsm8k_format_part() -> None:
     assert [gsm8k.flexible(text, "18")["format"] for text in texts] == [1.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("#### 1,018.50 in all, not 7", "1018.5", "7"),
+        ("#### $-018.0", "-18", "-18"),
+        ("#### -0.00", "0", "0"),
+        ("#### .50", "0.5", "0.5"),
+        ("#### 100", "100", "100"),
+        ("so 3", None, "3"),
+        ("nothing", None, None),
+    ],
+)
+def test_gsm8k_says_what_it_read(text: str, strict: str | None, flexible: str | None) -> None:
+    assert (gsm8k.strict(text, "18")["pred"], gsm8k.flexible(text, "18")["pred"]) == (strict, flexible)
+
+
 @pytest.mark.parametrize("truth", [None, "", "eighteen", "#### eighteen", "18 or 19"])
 def test_gsm8k_refuses_a_ground_truth_without_number(truth: Any) -> None:
     with pytest.raises(ValueError, match="holds no number"):
@@ -292,11 +310,12 @@ def test_verls_signature_and_our_prompt(tmp_path: Path, pool_of: Any) -> None:
         """
         def score(data_source, solution_str, ground_truth, extra_info=None, prompt_str=""):
             assert (data_source, prompt_str) == ("math", "what?"), (data_source, prompt_str)
-            return {"score": ground_truth[int(solution_str)], "index": extra_info["index"], "note": "text is no part", "nan": float("nan")}
+            right = ground_truth[int(solution_str)]
+            return {"score": right, "index": extra_info["index"], "note": "text is no part", "nan": float("nan"), "pred": solution_str}
         """,
     )
     group = group_of(["1", "0"], source="math", truth=np.array([0.25, 0.75]), extra={"index": 7}, prompt="what?")
-    assert pool_of(name).collect([group])[0] == [Score(0.75, {"index": 7.0}), Score(0.25, {"index": 7.0})]
+    assert pool_of(name).collect([group])[0] == [Score(0.75, {"index": 7.0}, answer="1"), Score(0.25, {"index": 7.0}, answer="0")]
 
 
 def test_only_what_is_named_is_passed(tmp_path: Path) -> None:
@@ -336,6 +355,29 @@ def test_results_that_are_numbers(result: Any, expected: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pred", "answer"),
+    [
+        (" 1/2 ", "1/2"),
+        (18, "18"),
+        (18.0, "18"),
+        (0.1, "0.1"),
+        (10**30, str(10**30)),
+        (np.int64(7), "7"),
+        (np.float32(0.5), "0.5"),
+        (np.array([3.0]), "3"),
+        ("x" * 500, "x" * 200),
+        ("a\udcffb", "a?b"),
+        ("  ", None),
+        (None, None),
+        (float("nan"), None),
+        ([1, 2], None),
+    ],
+)
+def test_the_answer_is_kept_as_text_and_is_no_part(pred: Any, answer: str | None) -> None:
+    assert functions.checked({"score": 1, "acc": True, "pred": pred}, 0) == (1.0, {"acc": 1.0}, answer)
+
+
+@pytest.mark.parametrize(
     "result",
     [np.nan, float("inf"), 10**400, "1", None, [1], 1j, np.ones(2), Scalar(1, 2), {"value": 1}, {"score": np.nan}, {"score": "1"}],
 )
@@ -354,6 +396,22 @@ def test_a_reward_that_is_no_number_stops_the_run(tmp_path: Path, pool_of: Any, 
         assert part in str(caught.value)
     with pytest.raises(UserError):
         pool.submit(group_of(["good"]))
+
+
+def test_the_page_about_rewards_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
+    assert {language for language, _ in blocks} == {"python", "toml"}
+    for language, text in blocks:
+        if language == "toml":
+            sections = tomllib.loads(text)
+            assert RewardConfig(**sections.pop("reward")) and set(sections) <= {"reward_model"}
+        elif "def " in text:
+            name = re.findall(r"def (\w+)", text)[0]
+            assert load(write(tmp_path, text).replace(":score", f":{name}")).takes
+        else:
+            exec(text, {})
+            assert capsys.readouterr().out.splitlines() == re.findall(r"  # (.*)", text)
 
 
 # Routing and order
@@ -427,6 +485,104 @@ def test_random_numbers_depend_on_the_sample_only(tmp_path: Path, pool_of: Any) 
     second = [values(scores) for scores in pool_of(name, workers=3, memory_gb=2.0).collect(groups[1][::-1])][::-1]
     assert first == second
     assert len({value for scores in first for value in scores}) == 16
+
+
+# Weighted sums
+
+PARTED = """
+    def length(solution_str): return {"score": len(solution_str), "words": len(solution_str.split()), "pred": "first"}
+    def fails(solution_str): return 1 / (solution_str != "#### 18")
+    def score(solution_strs): return [{"score": -1.0, "size": len(solution_strs), "pred": "last"}] * len(solution_strs)
+    def reward_model(): return 3.0
+    def huge(): return 1e308
+    """
+
+
+def parted(folder: Path) -> str:
+    return write(folder, PARTED).removesuffix(":score")
+
+
+def test_a_sum_weighs_its_functions_and_keeps_what_each_said(tmp_path: Path, pool_of: Any) -> None:
+    file = parted(tmp_path)
+    pool = pool_of({f"{file}:score": 0.5, f"{file}:length": -2.0, "gsm8k": 10.0})
+    first, second = pool.collect([group_of(["#### 18", "no"])])[0]
+    own = {"score": -1.0, "score/size": 2.0}
+    assert first == Score(-4.5, own | {"length": 7.0, "length/words": 2.0, "gsm8k": 1.0, "gsm8k/format": 1.0}, answer="last")
+    assert second == Score(-4.5, own | {"length": 2.0, "length/words": 1.0, "gsm8k": 0.0, "gsm8k/format": 0.0}, answer="last")
+    # The batch function is called once for the group, the others once for each sample.
+    assert pool.stats().calls == 5
+
+
+def test_the_answer_is_the_first_that_a_function_gives(tmp_path: Path, pool_of: Any) -> None:
+    file = parted(tmp_path)
+    pool = pool_of({f"{file}:huge": 1e-308, "gsm8k": 1.0, f"{file}:length": 1.0})
+    assert [score.answer for score in pool.collect([group_of(["#### 18", "no"])])[0]] == ["18", "first"]
+
+
+def test_a_single_name_is_as_it_always_was(tmp_path: Path, pool_of: Any) -> None:
+    groups = [group_of(["#### 18", "no"]), group_of(["#### 18", "no"], 1)]
+    plain, table = pool_of("gsm8k"), pool_of({"gsm8k": 1.0})
+    expected = [[Score(1.0, {"format": 1.0}, answer="18"), Score(0.0, {"format": 0.0})]]
+    assert plain.collect(groups[:1]) == table.collect(groups[1:]) == expected
+    assert plain.stats().calls == table.stats().calls == 2
+    assert pool_of({"gsm8k": -3.0}).collect(groups[:1])[0][0] == Score(-3.0, {"format": 1.0}, answer="18")
+
+
+def test_sums_are_routed_by_data_source(tmp_path: Path, pool_of: Any) -> None:
+    file = parted(tmp_path)
+    pool = pool_of("gsm8k", sources={"sum": {"gsm8k": 1.0, f"{file}:length": 1.0}})
+    groups = [group_of(["#### 18"], source=source) for source in ("plain", "sum")]
+    (plain,), (both,) = pool.collect(groups)
+    assert (plain.value, dict(plain.parts)) == (1.0, {"format": 1.0})
+    assert (both.value, both.parts["gsm8k"], both.parts["length"]) == (8.0, 1.0, 7.0)
+
+
+@pytest.mark.parametrize(("on_error", "value"), [("exclude", 0.0), ("score", -7.0)])
+def test_if_one_function_fails_so_does_the_sum(tmp_path: Path, pool_of: Any, on_error: str, value: float) -> None:
+    file = parted(tmp_path)
+    pool = pool_of({"gsm8k": 1.0, f"{file}:fails": 1.0}, on_error=on_error, error_score=-7.0)
+    failed, good = pool.collect([group_of(["#### 18", "18"])])[0]
+    assert failed.error is not None and "fails raised ZeroDivisionError" in failed.error
+    assert (failed.value, failed.answer, dict(failed.parts)) == (value, None, {})
+    assert (good.value, good.error, good.parts["fails"]) == (1.0, None, 1.0)
+    assert (pool.stats().calls, pool.stats().errors) == (4, 1)
+
+
+def test_rewards_of_one_name_are_told_apart() -> None:
+    names = ["a.py:score", "b.py:score", "b.py:style", "gsm8k", "mine/gsm8k.py:gsm8k"]
+    assert list(sums.short_labels(names).values()) == ["a.py:score", "b.py:score", "style", "gsm8k", "mine/gsm8k.py:gsm8k"]
+
+
+def test_a_sum_beyond_all_numbers_stops_the_run(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of({f"{parted(tmp_path)}:huge": 10.0, "gsm8k": 1.0})
+    with pytest.raises(UserError, match="weighted sum of 10 x 1e\\+308, 1 x 1 is not finite"):
+        pool.collect([group_of(["#### 18"])])
+
+
+def test_the_reward_model_is_left_to_the_device(tmp_path: Path, pool_of: Any) -> None:
+    mine = f"{parted(tmp_path)}:reward_model"
+    pool = pool_of(
+        {"gsm8k": 2.0, "reward_model": 1.0, mine: 1.0}, sources={"model": "reward_model", "two": {"gsm8k": 2.0, "reward_model": 1.0}}
+    )
+    groups = [group_of(["#### 18", "no"], source=source) for source in ("anything", "model", "two")]
+    pool.submit(groups[0])
+    three, model_only, two = pool.collect(groups)
+    assert two[0] == Score(2.0, {"gsm8k": 1.0, "gsm8k/format": 1.0}, answer="18")
+    assert three[0] == Score(5.0, {"gsm8k": 1.0, "gsm8k/format": 1.0, mine: 3.0}, answer="18")
+    assert model_only == [Score(0.0), Score(0.0)]
+    assert pool.stats().calls == 6
+
+
+def test_without_functions_there_are_no_processes() -> None:
+    before = set(family_of(os.getpid(), generations=1))
+    with RewardPool(RewardConfig(function={"reward_model": 0.5})) as pool:
+        assert pool.collect([group_of(["a", "b"]), group_of([], 1)]) == [[Score(0.0), Score(0.0)], []]
+        assert set(family_of(os.getpid(), generations=1)) <= before and pool.memory_limited
+        assert pool.stats().calls == 0
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(group_of(["a"], 2))
+    with pytest.raises(UserError, match=r"reward\.args, reward\.timeout_s: the only reward is reward_model"):
+        RewardPool(RewardConfig(function="reward_model", timeout_s=5.0, args={"a": 1}))
 
 
 # Batch functions

@@ -13,10 +13,10 @@ import runs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fulltilt import loop
 from fulltilt.cluster.local import assemble
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
+from fulltilt.loop.experience import training_sampling
 from fulltilt.plan import Facts, make_budgets
 from fulltilt.rollout.sampler import sample_seed
 
@@ -299,7 +299,7 @@ def test_groups_enter_in_prompt_order(folder: Path) -> None:
     config = runs.read_config(folder, *options)
     with contextlib.chdir(folder), contextlib.closing(assemble(config)) as parts:
         assert parts.engine is not None and isinstance(parts.train_data, PromptSet)
-        groups = parts.engine.generate(parts.train_data.prompts[:4], loop.training_sampling(config), seed=int(sample_seed(7, 0, 1)))
+        groups = parts.engine.generate(parts.train_data.prompts[:4], training_sampling(config), seed=int(sample_seed(7, 0, 1)))
         finished = [group.prompt.uid for group in groups]
     assert finished != [0, 1, 2, 3], "they happened to be done in order: choose another seed"
     runs.train(folder, *options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import models
@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.algo.loss import KL_ESTIMATORS, PolicyLossSettings, policy_loss, sft_loss
+from fulltilt.algo.loss import KL_ESTIMATORS, PolicyLossSettings, clipped_surrogate, policy_loss, sft_loss
 from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
 from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
-from fulltilt.records import MiniBatch, Row
+from fulltilt.records import LossParts, MiniBatch, Row, TokenTerms
 from fulltilt.train.optim import Optimizer, learning_rate
-from fulltilt.train.roles import Role, frozen
-from fulltilt.train.trainer import Loss, Trainer
+from fulltilt.train.roles import Policy
+from fulltilt.train.trainer import Trainer
 
 CPU = torch.device("cpu")
-EVERYTHING = PolicyLossSettings(
-    clip_low=0.2, clip_high=0.28, dual_clip=3.0, kl_coef=0.1, kl=KL_ESTIMATORS["k3"], entropy_coef=0.05, importance_cap=2.0
-)
-POLICY: Loss = partial(policy_loss, settings=EVERYTHING)
+CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+EVERYTHING = PolicyLossSettings(kl_coef=0.1, kl=KL_ESTIMATORS["k3"], entropy_coef=0.05, importance_cap=2.0)
+Loss = Callable[[TokenTerms], LossParts]
+POLICY: Loss = partial(policy_loss, surrogate=CLIPPED, settings=EVERYTHING)
 
 
 def make_trainer(folder, dtype: str = "float64", loss: Loss = POLICY, **train) -> Trainer:
     model = load_model(ModelConfig(path=str(folder), dtype=dtype), CPU)
     optimizer = Optimizer(model, TrainConfig(**train), total_updates=10)
-    return Trainer(Role("actor", model, temperature=0.8, optimizer=optimizer), loss, entropy_gradient=True)
+    return Trainer(Policy("actor", model, temperature=0.8, optimizer=optimizer, entropy_gradient=True), loss)
 
 
 def random_rows(count: int = 11, seed: int = 0) -> list[Row]:
@@ -55,7 +55,7 @@ def gradient(trainer: Trainer, batches: Sequence[MiniBatch]) -> torch.Tensor:
     trainer.optimizer.zero_grad()
     for batch in batches:
         trainer.accumulate(batch)
-    return torch.cat([parameter.grad.flatten() for parameter in trainer.actor.model.parameters()])  # type: ignore[union-attr]
+    return torch.cat([parameter.grad.flatten() for parameter in trainer.role.model.parameters()])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", ["llama-tied", "mistral"])
@@ -102,11 +102,10 @@ def test_one_by_one_equals_packed_through_plain_transformers(model_folders) -> N
 def test_forward_only_log_probs_equal_the_updates(model_folders) -> None:
     trainer, rows = make_trainer(model_folders("llama")), random_rows(4)
     batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 60))
-    ref = frozen("ref", load_model(ModelConfig(path=str(model_folders("llama")), dtype="float64"), CPU), temperature=0.8)
+    ref = Policy("ref", load_model(ModelConfig(path=str(model_folders("llama")), dtype="float64"), CPU), temperature=0.8)
     for micro in batch.micro_batches:
-        with_gradient, _ = trainer.actor.run(micro)
-        np.testing.assert_allclose(ref.logprobs(micro), with_gradient.detach().numpy(), rtol=0, atol=1e-6)
-    assert not any(parameter.requires_grad for parameter in ref.model.parameters())
+        with_gradient, _ = trainer.role.run(micro)
+        np.testing.assert_allclose(ref.annotate(micro), with_gradient.detach().numpy(), rtol=0, atol=1e-6)
 
 
 # -- optimizer --------------------------------------------------------------------------------------------------------------------------
@@ -116,7 +115,7 @@ def low_gradient(trainer: Trainer, batch: MiniBatch) -> torch.Tensor:
     """What the accumulators of bf16 parameters hold after one mini-batch."""
     trainer.optimizer.zero_grad()
     trainer.accumulate(batch)
-    return torch.cat([p.main_grad.flatten() for p in trainer.actor.model.parameters()])  # type: ignore[union-attr]
+    return torch.cat([p.main_grad.flatten() for p in trainer.role.model.parameters()])  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
@@ -124,13 +123,13 @@ def test_low_precision_parameters_have_float32_masters_and_gradients(family: str
     """bf16 parameters: many micro-batches sum in float32. Summed in bf16, small gradients would vanish beside large ones."""
     low, exact = make_trainer(model_folders(family), "bfloat16", sft_loss), make_trainer(model_folders(family), "float32", sft_loss)
     with torch.no_grad():  # the same numbers in both, so that only the arithmetic differs
-        for a, b in zip(low.actor.model.parameters(), exact.actor.model.parameters(), strict=True):
+        for a, b in zip(low.role.model.parameters(), exact.role.model.parameters(), strict=True):
             b.copy_(a)
     rows = random_rows(64)
     one_by_one = minibatch(rows, "token-mean", 1, MicroSizing(True, 1))
     assert len(one_by_one.micro_batches) == len(rows)
     accumulated = low_gradient(low, one_by_one)
-    assert accumulated.dtype == torch.float32 and all(p.grad is None for p in low.actor.model.parameters())
+    assert accumulated.dtype == torch.float32 and all(p.grad is None for p in low.role.model.parameters())
     # The same gradients, each alone in its accumulator, summed where nothing is lost. Rounding the sum to bf16 after each would be 1e-2.
     single = [low_gradient(low, MiniBatch((micro,), one_by_one.trained_tokens)) for micro in one_by_one.micro_batches]
     summed = torch.stack(single).double().sum(0)
@@ -141,14 +140,14 @@ def test_low_precision_parameters_have_float32_masters_and_gradients(family: str
     assert abs(accumulated.norm() / expected.norm() - 1) < 0.02
     tensors = low.optimizer.tensors()
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
-    assert sum(name.startswith("master/") for name in tensors) == len(list(low.actor.model.parameters()))
+    assert sum(name.startswith("master/") for name in tensors) == len(list(low.role.model.parameters()))
 
 
 def test_updates_too_small_for_bf16_add_up_in_the_master(model_folders) -> None:
     """A learning rate below bf16's resolution moves nothing in one step and something in many; without masters it never would."""
     trainer = make_trainer(model_folders("llama"), "bfloat16", sft_loss, lr=3e-5, clip_grad=0.0)
     batch = minibatch(random_rows(6), "token-mean", 1, MicroSizing(True, 1000))
-    weight = trainer.actor.model.model.layers[0].mlp.up_proj.weight
+    weight = trainer.role.model.model.layers[0].mlp.up_proj.weight
     start = weight.detach().clone()
     moved = []
     for _ in range(30):
@@ -160,7 +159,7 @@ def test_updates_too_small_for_bf16_add_up_in_the_master(model_folders) -> None:
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_shows(model_folders) -> None:
     trainer = make_trainer(model_folders("llama"), "float32", lr=0.1)
-    before = [parameter.detach().clone() for parameter in trainer.actor.model.parameters()]
+    before = [parameter.detach().clone() for parameter in trainer.role.model.parameters()]
     rows = random_rows(4)
     assert rows[0].advantages is not None
     rows[0].advantages[rows[0].mask] = np.nan
@@ -168,12 +167,12 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_shows(model_folders) 
     trainer.accumulate(batch)
     report = trainer.apply()
     assert report["actor/skipped_updates"] == 1 and trainer.optimizer.skipped == 1 and trainer.optimizer.updates == 1
-    for parameter, old in zip(trainer.actor.model.parameters(), before, strict=True):
+    for parameter, old in zip(trainer.role.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old) and parameter.grad is None
     good = minibatch(random_rows(4, seed=9), "token-mean", 1, MicroSizing(True, 1000))
     trainer.accumulate(good)
     assert trainer.apply()["actor/skipped_updates"] == 0
-    assert not torch.equal(next(trainer.actor.model.parameters()), before[0])
+    assert not torch.equal(next(trainer.role.model.parameters()), before[0])
 
 
 def test_clipping_bounds_the_step(model_folders) -> None:
@@ -193,11 +192,11 @@ def test_clipping_bounds_the_step(model_folders) -> None:
 
 def test_weight_decay_spares_vectors(model_folders) -> None:
     trainer = make_trainer(model_folders("qwen2"), "float32", sft_loss, lr=0.1, weight_decay=0.5)
-    names = {name: parameter.detach().clone() for name, parameter in trainer.actor.model.named_parameters()}
-    for parameter in trainer.actor.model.parameters():
+    names = {name: parameter.detach().clone() for name, parameter in trainer.role.model.named_parameters()}
+    for parameter in trainer.role.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     trainer.apply()
-    for name, parameter in trainer.actor.model.named_parameters():
+    for name, parameter in trainer.role.model.named_parameters():
         expected = names[name] * (0.95 if parameter.ndim >= 2 else 1.0)
         torch.testing.assert_close(parameter.detach(), expected)
 
@@ -221,14 +220,14 @@ def test_restored_optimizer_goes_on_bit_for_bit(dtype: str, model_folders) -> No
         for batch in part:
             trainer.accumulate(batch)
             trainer.apply()
-    second.actor.model.load_state_dict(first.actor.model.state_dict())
+    second.role.model.load_state_dict(first.role.model.state_dict())
     second.optimizer.restore(first.optimizer.tensors(), first.optimizer.updates, first.optimizer.skipped)
     for batch in batches[2:]:
         second.accumulate(batch)
         second.apply()
     for name, tensor in whole.optimizer.tensors().items():
         assert torch.equal(tensor, second.optimizer.tensors()[name]), name
-    for a, b in zip(whole.actor.model.parameters(), second.actor.model.parameters(), strict=True):
+    for a, b in zip(whole.actor.model.parameters(), second.role.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

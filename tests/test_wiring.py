@@ -26,14 +26,19 @@ import pytest
 import runs
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
-from fulltilt import loop
+from fulltilt.algo import presets
 from fulltilt.cluster import local
 from fulltilt.cluster.local import Parts, assemble
 from fulltilt.config import Config
+from fulltilt.loop.experience import make_rows
+from fulltilt.loop.run import Progress, Run
+from fulltilt.loop.validation import validate
 from fulltilt.observe.console import Console
+from fulltilt.observe.loggers import open_loggers
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
+from fulltilt.rollout.collect import Kept
 from fulltilt.train.checkpoint import CheckpointStore
 
 ModelFolders = Callable[[str], Path]
@@ -144,7 +149,7 @@ def test_end_tokens_of_the_generation_config_reach_the_engine(tmp_path: Path, mo
 def validation(folder: Path, parts: Parts, *overrides: str) -> float:
     config = runs.read_config(folder, "reward.function=more.py:fingerprint", NO_REFERENCE, *overrides)
     with contextlib.chdir(folder):
-        found = loop.validate(config, parts, silent())
+        found = validate(config, parts, silent()).metrics
     assert found[f"val-core/less/reward/mean@{config.eval.samples_per_prompt}"] == found["val/reward/mean"]
     return found["val/reward/mean"]
 
@@ -189,16 +194,16 @@ def test_a_reward_for_a_source_that_no_row_has_is_refused(folder: Path) -> None:
 @pytest.fixture
 def scaled_logits(tmp_path: Path) -> Path:
     """A model whose own logits are not its output layer's: trained as if they were, it would learn something else."""
-    return save_model(GraniteConfig(**models.SMALL, logits_scaling=4.0), tmp_path / "granite")
+    return save_model(HyperCLOVAXConfig(**models.SMALL, logits_scaling=1.2), tmp_path / "hyperclovax")
 
 
 def test_a_run_verifies_its_model(tmp_path: Path, scaled_logits: Path) -> None:
     message = refused(prepared(tmp_path / "folder", scaled_logits), NO_REFERENCE)
-    assert "GraniteForCausalLM" in message and "logits" in message
+    assert "HyperCLOVAXForCausalLM" in message and "logits" in message
 
 
 def test_a_run_verifies_its_reference(folder: Path, scaled_logits: Path) -> None:
-    assert "GraniteForCausalLM" in refused(folder, f"ref.path={scaled_logits}")
+    assert "HyperCLOVAXForCausalLM" in refused(folder, f"ref.path={scaled_logits}")
 
 
 @pytest.mark.parametrize("role", ["model", "ref"])
@@ -261,10 +266,11 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
 
         engine.release, trainer.accumulate = release, accumulate  # type: ignore[method-assign]
         store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)
-        loop.Run(config, parts, store, loop.Progress(), silent()).rl_step(1)
+        loggers = open_loggers(config.log, Path(config.run.dir), {}, 0)
+        Run(config, parts, store, Progress(), silent(), loggers).rl_step(1)
         assert max(size for _, size in held) > 0
         assert [size for name, size in held if name == "update"] == [0]
-        loop.validate(config, parts, silent())
+        validate(config, parts, silent())
         assert engine.runner.held_bytes == 0
     ended = sum(row["finish"] == "stop" for row in runs.rollouts(folder, 1))
     trained = np.concatenate([micro.ids[micro.trained] for micro in batches[0].micro_batches])
@@ -274,7 +280,9 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
 def test_rows_train_every_sampled_token_and_no_other() -> None:
     prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
     sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
-    (row,) = loop.make_rows([Group(prompt, (sample,))], [[Score(0.5)]], exclude_errors=True)
+    kept = Kept(Group(prompt, (sample,)), (Score(0.5),), step=3)
+    (row,) = make_rows([kept], presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True)
+    assert (row.reward, row.lag) == (0.5, 1)
     assert row.ids.tolist() == [5, END, 6, 7, 8, END]
     assert row.mask.tolist() == [False, False, False, True, True, True]
     assert row.rollout_logprobs is not None and row.rollout_logprobs.tolist() == [0, 0, 0, -1, -2, -3]
@@ -283,7 +291,7 @@ def test_rows_train_every_sampled_token_and_no_other() -> None:
 def test_a_gradient_that_is_not_finite_is_said_and_counted(folder: Path) -> None:
     """Rewards near the end of float32 and advantages that are not divided by their spread: numbers all, but not times a gradient."""
     said = runs.train(folder, *ON_POLICY, NO_REFERENCE, "reward.function=more.py:huge", "algorithm.normalize_by_std=false").said
-    assert "warning: 1 of 1 optimizer steps had a gradient that is not finite: parameters were left as they were" in said
+    assert "warning: 1 of 1 optimizer steps of the actor had a gradient that is not finite: parameters were left as they were" in said
     (line,) = runs.metrics(folder)
     assert (line["actor/skipped_updates"], line["actor/updates"]) == (1, 1)
     checkpoint = runs.checkpoints(folder)[1]

@@ -57,10 +57,17 @@ class DataConfig(Section):
     """Validation data, in the same formats."""
     max_prompt_tokens: Positive = 1024
     """Longer prompts, counted on the final token ids, are left out; how many is reported."""
+    max_tokens: Positive | None = None
+    """Longer SFT rows, prompt and response together, are left out; how many is reported. Left out: a row may have as many as the model
+    has positions, and a longer one is an error."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages, or a string."""
     response_key: str = "response"
     """Column with the response of an SFT row."""
+    messages_key: str = "messages"
+    """Column with a whole conversation, for SFT rows that have no prompt and response."""
+    train_turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns an SFT conversation trains on."""
     apply_template: Literal["auto", "always", "never"] = "auto"
     """Put string prompts through the chat template as a user message. `auto`: messages always, strings never."""
     system: str | None = None
@@ -72,7 +79,7 @@ class DataConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo", "sft"] = "grpo"
+    name: Literal["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "gspo", "cispo", "sft"] = "grpo"
     """The preset. Keys below that are left out take the preset's values."""
     prompts_per_step: Positive = 64
     """Prompts of one step, over all devices. For SFT: rows of one step."""
@@ -89,9 +96,17 @@ class AlgorithmConfig(Section):
     dual_clip: float | None = Field(default=None, ge=0)
     """With a negative advantage the loss is bounded by this many times the advantage (must exceed 1). 0 switches it off."""
     kl_coef: float | None = Field(default=None, ge=0)
-    """Weight of the KL term against the reference role in the loss. 0: no reference model is loaded."""
+    """Weight of the KL term against the reference role in the loss. 0: there is none."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
+    """Of the KL term in the loss. k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
+    reward_kl_coef: float | None = Field(default=None, ge=0)
+    """Weight of the per-token KL penalty in the reward; where it starts, if it is adaptive. 0: there is none."""
+    reward_kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Of the KL penalty in the reward."""
+    reward_kl_target: float | None = Field(default=None, gt=0)
+    """Makes the penalty adaptive: its weight rises while the mean KL per token is above this, and falls while it is below."""
+    reward_kl_horizon: Positive | None = None
+    """How fast it adapts: samples over which the weight could change by about a fifth of itself."""
     entropy_coef: float | None = Field(default=None, ge=0)
     """Weight of the entropy bonus in the loss."""
     aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = None
@@ -100,6 +115,30 @@ class AlgorithmConfig(Section):
     """Divisor of `seq-mean-token-sum-norm`; left out: `rollout.max_new_tokens`."""
     normalize_by_std: bool | None = None
     """Divide a group's advantages by the standard deviation of its rewards."""
+    whiten: bool | None = None
+    """Bring the advantages of a step's trained tokens to mean 0 and standard deviation 1."""
+    gamma: float | None = Field(default=None, gt=0, le=1)
+    """Discount of later rewards, per token."""
+    gae_lambda: float | None = Field(default=None, ge=0, le=1)
+    """Generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
+    value_clip: float | None = Field(default=None, ge=0)
+    """The critic's new values are clipped to this distance from the old ones. 0 switches it off."""
+    critic_warmup: NotNegative | None = None
+    """First steps of the run in which only the critic is updated."""
+    dynamic_sampling: bool | None = None
+    """Leave out groups whose rewards are all equal, and go on sampling until the step is full; those too many are used in the next step."""
+    prompts_per_round: Positive | None = None
+    """Prompts sampled at a time under dynamic sampling; left out: `prompts_per_step`."""
+    max_rounds: Positive | None = None
+    """Most rounds of sampling in a step; then the step makes do with the groups it has."""
+    overlong_buffer: NotNegative | None = None
+    """The last so many tokens before `rollout.max_new_tokens` in which a growing penalty is taken off the reward. 0: none."""
+    overlong_penalty: float | None = Field(default=None, gt=0)
+    """What a response of `rollout.max_new_tokens` tokens loses."""
+    advantage: str | None = None
+    """`FILE.py:NAME`: a function of your own in place of the preset's advantage (docs/algorithms.md)."""
+    loss: str | None = None
+    """`FILE.py:NAME`: a function of your own in place of the preset's loss (docs/algorithms.md)."""
     importance_cap: float | None = Field(default=None, ge=0)
     """Truncation of the importance weight between trainer and rollout log-probs. 0 switches the correction off."""
 
@@ -136,10 +175,11 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
-    function: str = "gsm8k"
-    """`gsm8k` (strict), `gsm8k_flexible`, or `FILE.py:NAME` for your own, single or batch, verl's signature accepted."""
-    sources: dict[str, str] = Field(default_factory=dict)
-    """Another function for some values of a row's `data_source`."""
+    function: str | dict[str, float] = "gsm8k"
+    """`gsm8k` (strict), `gsm8k_flexible`, `math`, `dapo`, `reward_model`, or `FILE.py:NAME` for your own, single or batch, verl's signature
+    accepted. A table of names and weights is their weighted sum: `{ math = 1.0, "style.py:short" = 0.2 }`."""
+    sources: dict[str, str | dict[str, float]] = Field(default_factory=dict)
+    """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: float = Field(default=10.0, gt=0)
     """Deadline of one call. A call that runs past it is killed, counted and scored by `on_error`."""
     workers: Positive | Auto = "auto"
@@ -196,6 +236,52 @@ class RefConfig(Section):
     """Most tokens of a micro-batch. `auto`: the actor's."""
 
 
+class CriticConfig(Section):
+    path: str | None = None
+    """Model that the critic starts from: a language model, which gets a new value head, or a reward model, whose head is kept. Left out:
+    `model.path`."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic; the rest of its optimizer is as `[train]` says."""
+    dynamic_batch: bool = True
+    """As for the actor."""
+    micro_batch: Positive | None = None
+    """As for the actor."""
+    token_budget: Positive | Auto = "auto"
+    """As for the actor. `auto`: twice the actor's, since there is no vocabulary head."""
+    forward_token_budget: Positive | Auto = "auto"
+    """As for the actor. `auto`: twice the critic's token budget."""
+
+
+class RewardModelConfig(Section):
+    path: str | None = None
+    """Folder or hub name of a sequence classification model with one label; its own tokenizer and chat template are used."""
+    chat_template: str | None = None
+    """File with a chat template that replaces the one of the reward model's tokenizer."""
+    dynamic_batch: bool = True
+    """As for the actor."""
+    micro_batch: Positive | None = None
+    """As for the actor."""
+    forward_token_budget: Positive | Auto = "auto"
+    """Most tokens of a micro-batch. `auto`: twice the actor's."""
+
+
+class LoraConfig(Section):
+    rank: NotNegative = 0
+    """Rank of the adapters. 0: no adapters, all parameters are trained."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The adapters' output is scaled by alpha / rank. Left out: twice the rank."""
+    targets: list[Annotated[str, Field(min_length=1)]] | Literal["all-linear"] = "all-linear"
+    """Layers that get an adapter, by the ends of their names (`q_proj`); `all-linear`: every linear layer but the head."""
+    parameters: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    """Parameters that are no layers of their own, such as stacked experts, by the ends of their names (`mlp.experts.gate_up_proj`)."""
+    path: str | None = None
+    """Folder of an adapter to start from, as peft saves it."""
+    critic: bool = True
+    """The critic too learns through adapters (and its head)."""
+    export: Literal["adapter", "merged"] = "adapter"
+    """What a checkpoint's `model/` holds: the adapter, which peft loads, or the whole model with the adapter added in."""
+
+
 class EvalConfig(Section):
     samples_per_prompt: Positive = 1
     """Samples of each validation prompt."""
@@ -205,8 +291,40 @@ class EvalConfig(Section):
     """Nucleus sampling of validation."""
     top_k: NotNegative = 0
     """Top-k of validation."""
+    max_new_tokens: Positive | None = None
+    """Longest response of validation; left out: `rollout.max_new_tokens`."""
     max_prompts: Positive | None = None
     """Use only the first so many validation prompts."""
+
+
+class HealthConfig(Section):
+    patience: Positive = 10
+    """A rule that holds for so many steps in a row stops the run. It warns at the first."""
+    stop: bool = True
+    """Off: only warn."""
+    ignore: list[Literal["no-variance", "not-finite", "entropy-collapse", "all-clipped", "reward-errors", "logprob-gap"]] = Field(
+        default_factory=list
+    )
+    """Rules that are not looked at."""
+    entropy_floor: float = Field(default=0.005, ge=0)
+    """`entropy-collapse`: mean entropy per token below this, in nats."""
+    max_clip_ratio: float = Field(default=0.99, ge=0, le=1)
+    """`all-clipped`: a larger share of responses cut at `rollout.max_new_tokens`."""
+    max_reward_errors: float = Field(default=0.5, ge=0, le=1)
+    """`reward-errors`: a larger share of samples whose reward failed."""
+    max_logprob_gap: float = Field(default=0.01, gt=0)
+    """`logprob-gap`: mean absolute difference between rollout and trainer log-probs above this."""
+
+
+class LogConfig(Section):
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(default_factory=list)
+    """Loggers that get every number of `metrics.jsonl`, each an extra to install: `pip install "fulltilt[tensorboard]"`."""
+    project: str = Field(default="fulltilt", min_length=1)
+    """Project (wandb, trackio) or experiment (mlflow)."""
+    name: str | None = None
+    """Name of the run; left out: the last part of `run.dir`."""
+    val_samples: NotNegative = 16
+    """Validation samples shown as a table at each validation."""
 
 
 class RunConfig(Section):
@@ -250,7 +368,12 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     actor: ActorConfig = ActorConfig()
     ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    lora: LoraConfig = LoraConfig()
     eval: EvalConfig = EvalConfig()
+    health: HealthConfig = HealthConfig()
+    log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
 
 
@@ -270,6 +393,9 @@ FREE_ON_RESUME: frozenset[str] = frozenset(
         "rollout.log_stats",
     }
     | {f"eval.{key}" for key in EvalConfig.model_fields}
+    | {f"health.{key}" for key in HealthConfig.model_fields}
+    | {f"log.{key}" for key in LogConfig.model_fields}
+    | {"lora.export"}
 )
 """Keys that may differ between a checkpoint and the run that resumes it."""
 
@@ -678,13 +804,24 @@ def _data_exists(key: str, given: str | list[str] | None) -> Iterator[str]:
             yield f"{key}: no such file or folder: {_shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 
-def _chat_template_exists(config: Config) -> Iterator[str]:
-    path = config.model.chat_template
+def _template_exists(key: str, path: str | None) -> Iterator[str]:
     if path is not None and not Path(path).is_file():
-        yield f"model.chat_template: no such file: {_shown(path)}{_tilde(path)}. Paths are relative to the current directory"
+        yield f"{key}: no such file: {_shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 
-REWARDS = ("gsm8k", "gsm8k_flexible")
+def _adapter_exists(config: Config) -> Iterator[str]:
+    path = config.lora.path
+    if path is not None and not (Path(path) / "adapter_config.json").is_file():
+        yield f"lora.path: {_shown(path)}{_tilde(path)} has no adapter_config.json. Give the folder of an adapter that peft saved"
+
+
+REWARD_MODEL = "reward_model"
+REWARDS = ("gsm8k", "gsm8k_flexible", "math", "dapo", REWARD_MODEL)
+
+
+def reward_weights(function: str | Mapping[str, float]) -> dict[str, float]:
+    """A reward as a weighted sum, which a single name is too: `"math"` -> `{"math": 1.0}`."""
+    return {function: 1.0} if isinstance(function, str) else dict(function)
 
 
 def _reward_exists(key: str, function: str) -> Iterator[str]:
@@ -698,9 +835,34 @@ def _reward_exists(key: str, function: str) -> Iterator[str]:
 
 
 def _rewards_exist(config: Config) -> Iterator[str]:
-    yield from _reward_exists("reward.function", config.reward.function)
-    for source, function in config.reward.sources.items():
-        yield from _reward_exists(f"reward.sources.{source}", function)
+    named = {"reward.function": config.reward.function, **{f"reward.sources.{key}": each for key, each in config.reward.sources.items()}}
+    for key, function in named.items():
+        weights = reward_weights(function)
+        if not weights:
+            yield f"{key}: an empty table is no reward. Name at least one function with its weight"
+        for name, weight in weights.items():
+            yield from _reward_exists(key, name)
+            if weight == 0:
+                yield f"{key}: {_shown(name)} has the weight 0 and no effect. Remove it, or give it another weight"
+
+
+def uses_reward_model(config: Config) -> bool:
+    return any(REWARD_MODEL in reward_weights(function) for function in (config.reward.function, *config.reward.sources.values()))
+
+
+def _reward_model_named(config: Config) -> Iterator[str]:
+    if uses_reward_model(config) and config.reward_model.path is None:
+        yield "reward_model.path: missing, but the reward names reward_model. Set it to the reward model's folder"
+    if not uses_reward_model(config):
+        for key in sorted(config.reward_model.model_fields_set):
+            yield f"reward_model.{key}: no reward names reward_model. Set reward.function = {_shown(REWARD_MODEL)}, or remove the key"
+
+
+def _lora_used(config: Config) -> Iterator[str]:
+    if config.lora.rank:
+        return
+    for key in sorted(config.lora.model_fields_set - {"rank"}):
+        yield f"lora.{key}: lora.rank is 0, so there are no adapters. Set lora.rank, for example to 16, or remove the key"
 
 
 def _run_folder(config: Config) -> Iterator[str]:
@@ -711,7 +873,7 @@ def _run_folder(config: Config) -> Iterator[str]:
 RULES: tuple[Rule, ...] = (
     Rule(("model.path",), lambda config: _model_folder("model.path", config.model.path)),
     Rule(("model.path", "model.revision"), _revision_of_a_hub_name),
-    Rule(("model.chat_template",), _chat_template_exists),
+    Rule(("model.chat_template",), lambda config: _template_exists("model.chat_template", config.model.chat_template)),
     Rule(("data.train",), lambda config: _data_exists("data.train", config.data.train)),
     Rule(("data.val",), lambda config: _data_exists("data.val", config.data.val)),
     Rule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
@@ -719,6 +881,14 @@ RULES: tuple[Rule, ...] = (
     Rule(("rollout.kv_bytes", "rollout.memory_fraction"), _one_kv_size),
     Rule(("rollout.max_batched_tokens", "rollout.max_seqs"), _room_to_decode),
     Rule(("reward.function", "reward.sources"), _rewards_exist),
+    Rule(("reward.function", "reward.sources", "reward_model.path"), _reward_model_named),
+    Rule(("reward_model.path",), lambda config: _model_folder("reward_model.path", config.reward_model.path)),
+    Rule(("reward_model.chat_template",), lambda config: _template_exists("reward_model.chat_template", config.reward_model.chat_template)),
+    Rule(("critic.path",), lambda config: _model_folder("critic.path", config.critic.path)),
+    Rule(("critic.dynamic_batch", "critic.micro_batch", "critic.token_budget", "critic.forward_token_budget"), _batching_of("critic")),
+    Rule(("reward_model.dynamic_batch", "reward_model.micro_batch", "reward_model.forward_token_budget"), _batching_of("reward_model")),
+    Rule(("lora.rank", "lora.alpha", "lora.targets", "lora.parameters", "lora.path"), _lora_used),
+    Rule(("lora.path",), _adapter_exists),
     Rule(("actor.dynamic_batch", "actor.micro_batch", "actor.token_budget", "actor.forward_token_budget"), _batching_of("actor")),
     Rule(("ref.dynamic_batch", "ref.micro_batch", "ref.forward_token_budget"), _batching_of("ref")),
     Rule(("ref.path",), lambda config: _model_folder("ref.path", config.ref.path)),

@@ -90,7 +90,7 @@ save_rollouts = 64
 class DemoSummary:
     reward_first: float
     reward_last: float
-    seconds: float  # both stages, set-up left out
+    seconds: float  # both stages and the making of model and data
     tokens_per_s: float
 
     def line(self) -> str:
@@ -106,16 +106,8 @@ class DemoSummary:
 
 
 def run(folder: Path, console: Console) -> DemoSummary:
-    prepare(folder)
-    values = {"folder": folder.as_posix(), "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS}
-    (folder / "sft.toml").write_text(SFT.format(**values), encoding="utf-8")
-    (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
     begin = time.perf_counter()
-
-    console.note(f"1. supervised warm-up: a random model sees sums, many of them wrong ({folder / 'sft.toml'})")
-    warm = loop.train(read(folder / "sft.toml"), console)
-    stop_if(warm.interrupted)
-    shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")
+    warm = warm_up(folder, console)
 
     console.note(f"2. GRPO: it tries, and is told only right or wrong ({folder / 'grpo.toml'})")
     learned = loop.train(read(folder / "grpo.toml"), console)
@@ -128,6 +120,19 @@ def run(folder: Path, console: Console) -> DemoSummary:
     for line in what_it_learned(folder / "grpo" / "rollouts"):
         console.note(line)
     return summary
+
+
+def warm_up(folder: Path, console: Console) -> loop.Summary:
+    """Everything but reinforcement learning: files of a run, and a model that knows the form of an answer in `warm/`."""
+    prepare(folder)
+    values = {"folder": folder.as_posix(), "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS}
+    (folder / "sft.toml").write_text(SFT.format(**values), encoding="utf-8")
+    (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
+    console.note(f"1. supervised warm-up: a random model sees sums, many of them wrong ({folder / 'sft.toml'})")
+    warm = loop.train(read(folder / "sft.toml"), console)
+    stop_if(warm.interrupted)
+    shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")
+    return warm
 
 
 def read(path: Path) -> configuration.Config:

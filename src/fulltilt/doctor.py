@@ -58,7 +58,9 @@ EXTRAS = (
     Extra("math-verify", "math", "math_verify", "rewards that compare mathematical expressions", probe=True),
     Extra("tensorboard", "tensorboard", "tensorboard", "metrics to TensorBoard", probe=True),
     Extra("wandb", "wandb", "wandb", "metrics to Weights & Biases"),
-    Extra("mlflow", "mlflow", "mlflow", "metrics to MLflow"),
+    Extra("mlflow-skinny", "mlflow", "mlflow", "metrics to MLflow"),
+    Extra("sqlalchemy", "mlflow", "sqlalchemy", "MLflow's own store"),
+    Extra("alembic", "mlflow", "alembic", "MLflow's own store"),
     Extra("trackio", "trackio", "trackio", "metrics to Trackio"),
     Extra("peft", "peft", "peft", "LoRA adapters"),
 )

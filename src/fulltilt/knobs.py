@@ -220,7 +220,7 @@ _ALGORITHM_KNOBS = (
         legal=_WHOLE,
         must_change=_ALGORITHMIC,
         auto="prompts_per_step",
-        built=False,
+        built=True,
         note="For dynamic sampling.",
     ),
     Knob(
@@ -289,7 +289,7 @@ _BATCH_KNOBS = (
         legal=_WHOLE,
         must_change=_MICRO_BATCH_PROOF,
         auto="not used: dynamic_batch is on",
-        built=False,
+        built=True,
         note=_MICRO_BATCH_NOTE + " verl's guide lists critic.forward_micro_batch_size_per_gpu as a cap on tokens; it counts samples.",
     ),
     Knob(
@@ -304,7 +304,7 @@ _BATCH_KNOBS = (
         legal=_WHOLE,
         must_change=_MICRO_BATCH_PROOF,
         auto="not used: dynamic_batch is on",
-        built=False,
+        built=True,
         note=_MICRO_BATCH_NOTE + " forward_micro_batch_size_per_gpu is the guide's spelling; verl's key is micro_batch_size_per_gpu.",
     ),
     Knob(
@@ -343,7 +343,7 @@ _BATCH_KNOBS = (
         legal=_SWITCH,
         must_change=_DYNAMIC_PROOF,
         auto="on",
-        built=False,
+        built=True,
     ),
     Knob(
         name="reward_model.dynamic_batch",
@@ -353,7 +353,7 @@ _BATCH_KNOBS = (
         legal=_SWITCH,
         must_change=_DYNAMIC_PROOF,
         auto="on",
-        built=False,
+        built=True,
     ),
     Knob(
         name="actor.token_budget",
@@ -396,7 +396,7 @@ _BATCH_KNOBS = (
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
         auto="larger than the actor's, no vocabulary head; the guides' hand rule is twice the actor's",
-        built=False,
+        built=True,
         note=_BUDGET_NOTE,
     ),
     Knob(
@@ -407,7 +407,7 @@ _BATCH_KNOBS = (
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
         auto="larger than the critic's token budget",
-        built=False,
+        built=True,
         note=_BUDGET_NOTE,
     ),
     Knob(
@@ -418,7 +418,7 @@ _BATCH_KNOBS = (
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
         auto="larger than the actor's, no vocabulary head; the guides' hand rule is twice the actor's",
-        built=False,
+        built=True,
         note=_BUDGET_NOTE,
     ),
     Knob(

@@ -47,6 +47,9 @@ class Budgets:
     token_budget: int
     forward_token_budget: int
     ref_token_budget: int
+    critic_token_budget: int
+    critic_forward_token_budget: int
+    reward_model_token_budget: int
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, An
     steps = count_steps(config, facts.steps_per_epoch)
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if rollout else 1)
     check_context(config, facts, rollout=rollout)
-    budgets = Budgets(**kept) if kept else make_budgets(config, facts, samples if rollout else 0)
+    budgets = make_budgets(config, facts, samples if rollout else 0)
+    if kept:
+        budgets = replace(budgets, **kept)  # an older version's checkpoint may lack some
     plan = Plan(steps, samples, updates_per_step(config), budgets, ())
     return replace(plan, words=tuple(in_words(config, facts, plan, rollout=rollout)))
 
@@ -79,16 +84,21 @@ def updates_per_step(config: Config) -> int:
 
 
 def check_context(config: Config, facts: Facts, *, rollout: bool) -> None:
-    longest = facts.longest + (config.rollout.max_new_tokens if rollout else 0)
+    longest = facts.longest + (longest_response(config) if rollout else 0)
     if facts.context_limit is None or longest <= facts.context_limit:
         return
     made_for = f"the model was made for {facts.context_limit} positions"
     if rollout:
+        key = "rollout.max_new_tokens" if longest_response(config) == config.rollout.max_new_tokens else "eval.max_new_tokens"
         raise UserError(
-            f"rollout.max_new_tokens: the longest prompt ({facts.longest} tokens) with a response of {config.rollout.max_new_tokens} needs "
-            f"{longest}, {made_for}. Lower rollout.max_new_tokens or data.max_prompt_tokens"
+            f"{key}: the longest prompt ({facts.longest} tokens) with a response of {longest_response(config)} needs "
+            f"{longest}, {made_for}. Lower {key} or data.max_prompt_tokens"
         )
     raise UserError(f"data.train: the longest row has {longest} tokens, {made_for}. Shorten or remove such rows")
+
+
+def longest_response(config: Config) -> int:
+    return max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
 
 
 def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
@@ -96,6 +106,8 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
     token_budget = TOKEN_BUDGET[facts.device] if actor.token_budget == "auto" else actor.token_budget
     forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
     max_seqs = max(1, min(MOST_SEQS[facts.device], samples)) if rollout.max_seqs == "auto" else rollout.max_seqs
+    critic = 2 * token_budget if config.critic.token_budget == "auto" else config.critic.token_budget
+    of_reward_model = config.reward_model.forward_token_budget
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
     return Budgets(
         threads=threads(config, facts),
@@ -105,6 +117,9 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
         token_budget=token_budget,
         forward_token_budget=forward,
         ref_token_budget=forward if config.ref.forward_token_budget == "auto" else config.ref.forward_token_budget,
+        critic_token_budget=critic,
+        critic_forward_token_budget=2 * critic if config.critic.forward_token_budget == "auto" else config.critic.forward_token_budget,
+        reward_model_token_budget=2 * forward if of_reward_model == "auto" else of_reward_model,
     )
 
 
@@ -118,7 +133,7 @@ def threads(config: Config, facts: Facts) -> int:
 def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
     rollout = config.rollout
     block_bytes = facts.kv_bytes_per_token * rollout.block_tokens
-    per_sample = -(-(facts.longest + rollout.max_new_tokens) // rollout.block_tokens)
+    per_sample = -(-(facts.longest + longest_response(config)) // rollout.block_tokens)
     if rollout.kv_bytes != "auto":
         blocks, source = rollout.kv_bytes // block_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
     elif rollout.memory_fraction != "auto":

@@ -37,6 +37,7 @@ class Prompt:
     data_source: str = "unknown"
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    source: str | tuple[Mapping[str, Any], ...] = ""  # what `ids` were made from, for roles with a template of their own
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +66,7 @@ class Score:
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    answer: str | None = None  # what the reward read as the sample's answer; validation's majority votes by it
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +79,16 @@ class Row:
     ids: np.ndarray  # int64 [tokens]
     mask: np.ndarray  # bool [tokens]: True where the token is trained on; mask[0] is always False
     group: int = 0  # which group of the step it belongs to
-    reward: float = 0.0
+    reward: float = 0.0  # of the whole sample, the algorithm's shaping included
+    baseline: float | None = None  # reward of the prompt's greedy sample
+    lag: int = 0  # steps since it was sampled: above 0 for groups carried over, whose rollout log-probs are of older weights
     rollout_logprobs: np.ndarray | None = None  # float32 [tokens], from the engine
     old_logprobs: np.ndarray | None = None  # float32 [tokens], from the trainer before the step's first update
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], from the reference role
+    values: np.ndarray | None = None  # float32 [tokens], from the critic before the step's first update: worth of the text before token t
+    token_rewards: np.ndarray | None = None  # float32 [tokens]: `reward` on the last trained token, less the KL penalty of each
     advantages: np.ndarray | None = None  # float32 [tokens]
+    returns: np.ndarray | None = None  # float32 [tokens]: what the critic learns to predict
 
     @property
     def tokens(self) -> int:
@@ -103,10 +110,13 @@ class MicroBatch:
     trained: np.ndarray  # int64 [R]: where in ids the trained tokens are; token trained[i] is predicted at trained[i] - 1
     trained_row: np.ndarray  # int64 [R]: which row of this micro-batch each belongs to
     weights: np.ndarray  # float64 [R]: share of each token in the mini-batch's loss, the global denominator included
+    fresh: np.ndarray  # bool [R]: sampled with the weights of this step (the row's lag is 0)
     rollout_logprobs: np.ndarray | None = None  # float32 [R]
     old_logprobs: np.ndarray | None = None  # float32 [R]
     ref_logprobs: np.ndarray | None = None  # float32 [R]
+    values: np.ndarray | None = None  # float32 [R]
     advantages: np.ndarray | None = None  # float32 [R]
+    returns: np.ndarray | None = None  # float32 [R]
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,25 +129,41 @@ class MiniBatch:
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """What a loss sees: one number per trained token of a micro-batch, as torch tensors of shape [R]."""
+    """What a policy's loss sees: one number per trained token of a micro-batch, as torch tensors of shape [R].
+
+    A row is never cut: all its trained tokens are here, next to one another, so a loss may also look at whole samples.
+    """
 
     logprobs: torch.Tensor  # with gradient
     entropy: torch.Tensor  # with gradient if the algorithm asks for it
     weights: torch.Tensor
-    rollout_logprobs: torch.Tensor | None
-    old_logprobs: torch.Tensor | None  # None: on policy, the old log-probs are the detached `logprobs`
-    ref_logprobs: torch.Tensor | None
-    advantages: torch.Tensor | None
+    row: torch.Tensor  # int64: which row of the micro-batch each token belongs to, ascending
+    rollout_logprobs: torch.Tensor | None = None
+    old_logprobs: torch.Tensor | None = None  # None: on policy, the old log-probs are the detached `logprobs`
+    ref_logprobs: torch.Tensor | None = None
+    advantages: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None  # bool; None: every token is
+
+
+@dataclass(frozen=True, eq=False)
+class ValueTerms:
+    """What a critic's loss sees, in the same form."""
+
+    values: torch.Tensor  # with gradient
+    weights: torch.Tensor
+    old_values: torch.Tensor  # from before the step's first update
+    returns: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class LossParts:
     """What a loss returns: the scalar to differentiate and, detached, the metrics of one micro-batch.
 
-    Both kinds are added up over the micro-batches of a mini-batch. `sums` are then divided by `trained_tokens`; `weighted` already hold
-    the tokens' weights, the global denominator included, and are not divided.
+    All are added up over the micro-batches of a mini-batch. `sums` are then divided by `trained_tokens`; `weighted` already hold the
+    tokens' weights, the global denominator included, and are not divided; `ratios` are a sum and the count it is divided by.
     """
 
     loss: torch.Tensor
-    sums: Mapping[str, torch.Tensor]
+    sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
     weighted: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    ratios: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)

@@ -1,44 +1,138 @@
-"""Advantages: how much better than expected each sample was.
+"""Advantages: how much better than expected each sample, or each token, was.
 
-Enters: the rows of a whole step, with their rewards and groups. Leaves: the same rows in the same order with `advantages`, one number per
-token, 0 outside the mask. Guaranteed: float64 until the last rounding; groups may be of any size and in any order; rows of one group see
-nothing of another.
+Enters: the rows of a whole step, with their rewards and groups; for PPO also values, for ReMax baselines. Leaves: the same rows in the same
+order with `advantages` (for PPO also `returns`), one number per token, 0 outside the mask. Guaranteed: float64 until the last rounding;
+sums over samples or tokens are exact, so that the order of rows does not show, not even in the last bit; groups may be of any size and
+in any order; holes in a mask are stepped over as if they were not there.
+
+Where a row has `token_rewards` (a KL penalty per token), its reward is their sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import fsum, sqrt
+from typing import Any
 
 import numpy as np
 
 from fulltilt.records import Row
 
 STD_FLOOR = 1e-6
+VARIANCE_FLOOR = 1e-8
+
+# ---- one number per sample ---------------------------------------------------------------------------------------------------------
 
 
-def grpo(rewards: np.ndarray, groups: np.ndarray, normalize_by_std: bool) -> np.ndarray:
-    """Reward minus the mean of its group, one number per row; divided by the group's standard deviation + 1e-6 if asked.
+def group_relative(rows: Sequence[Row], normalize_by_std: bool) -> list[Row]:
+    """Reward minus the mean of its group; divided by the group's standard deviation + 1e-6 if asked (GRPO; not in Dr. GRPO).
 
     The standard deviation is the unbiased one (n - 1), as in verl and TRL. A group of one gets 0, because a single sample has no baseline;
-    verl gives it its raw reward there. A group whose rewards are all equal gets exactly 0, rounding of the mean included.
+    verl gives it its raw reward there. A group whose rewards are all equal gets exactly 0.
 
     Example: rewards [1, 0, 5], groups [3, 3, 8], not normalised -> [0.5, -0.5, 0]
     """
-    rewards = np.asarray(rewards, dtype=np.float64)
-    groups = np.asarray(groups)
-    assert rewards.shape == groups.shape and rewards.ndim == 1, f"{rewards.shape} rewards for {groups.shape} groups"
-    assert np.isfinite(rewards).all(), "a reward that is not a finite number got past the reward room"
-    advantages = np.zeros(len(rewards), dtype=np.float64)
-    order = np.argsort(groups, kind="stable")
-    borders = np.flatnonzero(np.diff(groups[order])) + 1
-    for members in np.split(order, borders):
-        own = rewards[members]
-        if len(own) < 2 or (own == own[0]).all():
-            continue
-        centred = own - own.mean()
-        advantages[members] = centred / (own.std(ddof=1) + STD_FLOOR) if normalize_by_std else centred
-    return advantages
+    rewards, advantages = totals(rows), np.zeros(len(rows))
+    for members in _groups(rows):
+        centred = _centred(rewards[members])
+        scale = sqrt(fsum((centred**2).tolist()) / (len(members) - 1)) + STD_FLOOR if normalize_by_std and len(members) > 1 else 1.0
+        advantages[members] = centred / scale
+    return spread(advantages, rows)
+
+
+def leave_one_out(rows: Sequence[Row]) -> list[Row]:
+    """Reward minus the mean of the others of its group (RLOO).
+
+    Example: rewards [1, 0, 0], one group -> [1, -0.5, -0.5]
+    """
+    rewards, advantages = totals(rows), np.zeros(len(rows))
+    for members in _groups(rows):
+        advantages[members] = _centred(rewards[members]) * (len(members) / max(1, len(members) - 1))
+    return spread(advantages, rows)
+
+
+def group_mean_whitened(rows: Sequence[Row], whiten: bool) -> list[Row]:
+    """Reward minus the mean of its group, then whitened over the trained tokens of the step (REINFORCE++ with baseline)."""
+    rewards, advantages = totals(rows), np.zeros(len(rows))
+    for members in _groups(rows):
+        advantages[members] = _centred(rewards[members])
+    tokens = [np.full(np.count_nonzero(row.mask), value) for value, row in zip(advantages, rows, strict=True)]
+    return per_token(rows, advantages=whitened(tokens) if whiten else tokens)
+
+
+def greedy_baseline(rows: Sequence[Row]) -> list[Row]:
+    """Reward minus the reward of the prompt's greedy sample (ReMax)."""
+    baselines = []
+    for row in rows:
+        assert row.baseline is not None, "a row without the reward of its prompt's greedy sample"
+        baselines.append(row.baseline)
+    return spread(totals(rows) - np.array(baselines, dtype=np.float64), rows)
+
+
+def no_advantage(rows: Sequence[Row]) -> list[Row]:
+    """For losses that read none."""
+    return list(rows)
+
+
+def worth_training(rewards: np.ndarray) -> bool:
+    """Whether a group tells its samples apart: with equal rewards, or a single one, every group-relative advantage is 0."""
+    return bool((rewards != rewards[:1]).any())
+
+
+# ---- one number per token ----------------------------------------------------------------------------------------------------------
+
+
+def discounted_returns(rows: Sequence[Row], gamma: float, whiten: bool) -> list[Row]:
+    """What is still to come from each token on, whitened over the trained tokens of the step (REINFORCE++)."""
+    returns = _accumulated([token_rewards(row) for row in rows], gamma)
+    return per_token(rows, advantages=whitened(returns) if whiten else returns)
+
+
+def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bool) -> list[Row]:
+    """Generalised advantage estimation (PPO): with d_t = r_t + gamma V_{t+1} - V_t and a value of 0 behind the last trained token,
+    A_t = d_t + gamma lambda A_{t+1}. `returns`, which the critic learns, are A + V before whitening.
+    """
+    values, surprises = [], []
+    for row in rows:
+        assert row.values is not None, "a row without the critic's values"
+        own = row.values[row.mask].astype(np.float64)
+        values.append(own)
+        surprises.append(token_rewards(row) + gamma * np.append(own[1:], np.zeros(min(1, len(own)))) - own)
+    advantages = _accumulated(surprises, gamma * gae_lambda)
+    returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
+    return per_token(rows, advantages=whitened(advantages) if whiten else advantages, returns=returns)
+
+
+def whitened(numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """All numbers together brought to mean 0 and standard deviation 1 (n - 1, variance + 1e-8, as in verl); equal ones become exactly 0."""
+    everything = np.concatenate([np.zeros(0), *numbers])
+    centred = _centred(everything)
+    scale = sqrt(fsum((centred**2).tolist()) / max(1, len(centred) - 1) + VARIANCE_FLOOR)
+    borders = np.cumsum([len(own) for own in numbers])[:-1]
+    return np.split(centred / scale, borders) if len(numbers) else []
+
+
+# ---- between rows and numbers ------------------------------------------------------------------------------------------------------
+
+
+def totals(rows: Sequence[Row]) -> np.ndarray:
+    """The reward of each row as a whole, float64."""
+    found = np.array(
+        [row.reward if row.token_rewards is None or not row.mask.any() else fsum(row.token_rewards[row.mask].tolist()) for row in rows],
+        dtype=np.float64,
+    )
+    assert np.isfinite(found).all(), "a reward that is not a finite number got past the reward room"
+    return found
+
+
+def token_rewards(row: Row) -> np.ndarray:
+    """The reward of each trained token, float64: that of the sample stands on the last one, unless there are rewards for each."""
+    if row.token_rewards is not None:
+        return row.token_rewards[row.mask].astype(np.float64)
+    rewards = np.zeros(np.count_nonzero(row.mask))
+    rewards[-1:] = row.reward
+    return rewards
 
 
 def spread(row_advantages: np.ndarray, rows: Sequence[Row]) -> list[Row]:
@@ -49,13 +143,38 @@ def spread(row_advantages: np.ndarray, rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def group_relative(rows: Sequence[Row], normalize_by_std: bool) -> list[Row]:
-    """GRPO's advantages, from rows to rows."""
-    rewards = np.array([row.reward for row in rows], dtype=np.float64)
+def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray]) -> list[Row]:
+    """The rows with fields that hold one number for each trained token, put where the tokens are."""
+    filled = []
+    for index, row in enumerate(rows):
+        found: dict[str, Any] = {}
+        for name, numbers in fields.items():
+            found[name] = np.zeros(row.tokens, dtype=np.float32)
+            found[name][row.mask] = numbers[index]
+        filled.append(replace(row, **found))
+    return filled
+
+
+def _groups(rows: Sequence[Row]) -> Iterator[np.ndarray]:
+    """The places of each group's rows."""
     groups = np.array([row.group for row in rows], dtype=np.int64)
-    return spread(grpo(rewards, groups, normalize_by_std), rows)
+    order = np.argsort(groups, kind="stable")
+    yield from np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(rows) else ()
 
 
-def no_advantage(rows: Sequence[Row]) -> list[Row]:
-    """For losses that read none."""
-    return list(rows)
+def _centred(numbers: np.ndarray) -> np.ndarray:
+    """Numbers minus their mean; exactly 0 if they are all equal, which the rounding of a mean would miss."""
+    if not len(numbers) or (numbers == numbers[0]).all():
+        return np.zeros(len(numbers))
+    return numbers - fsum(numbers.tolist()) / len(numbers)
+
+
+def _accumulated(sequences: Sequence[np.ndarray], factor: float) -> list[np.ndarray]:
+    """Each number plus `factor` times what follows it, from the end of each sequence; all sequences side by side, ends aligned."""
+    longest = max(map(len, sequences), default=0)
+    table = np.zeros((longest, len(sequences)))
+    for column, own in enumerate(sequences):
+        table[longest - len(own) :, column] = own
+    for place in range(longest - 2, -1, -1):
+        table[place] += factor * table[place + 1]
+    return [table[longest - len(own) :, column] for column, own in enumerate(sequences)]

@@ -1,7 +1,7 @@
 """The Algorithm record: all that the loop and the trainer know of an algorithm.
 
-It is data. Nothing outside this room asks an algorithm for its name to decide what to do: the loop reads `needs`, calls `advantage` on the
-rows of a step, hands `aggregation` and `length_norm` to batching, and the trainer calls `loss` on every micro-batch.
+It is data. Nothing outside this room asks an algorithm for its name to decide what to do: the loop reads `needs`, shapes rewards, calls
+`advantage` on the rows of a step, hands `aggregation` and `length_norm` to batching, and the trainer calls `loss` on every micro-batch.
 """
 
 from __future__ import annotations
@@ -9,13 +9,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from fulltilt.records import LossParts, Row, TokenTerms
+import numpy as np
+
+from fulltilt.algo.shaping import Overlong, RewardKL
+from fulltilt.records import LossParts, Row, TokenTerms, ValueTerms
 
 Setting = float | int | str | bool | None
 AdvantageFunction = Callable[[Sequence[Row]], list[Row]]
 LossFunction = Callable[[TokenTerms], LossParts]
+ValueLossFunction = Callable[[ValueTerms], LossParts]
 
-NEEDS = frozenset({"rollout", "ref_logprobs", "old_logprobs"})
+NEEDS = frozenset({"rollout", "ref_logprobs", "old_logprobs", "values", "baseline"})
+
+
+@dataclass(frozen=True)
+class DynamicSampling:
+    """Go on sampling until a step has its groups; those that teach nothing do not count."""
+
+    useful: Callable[[np.ndarray], bool]  # rewards of one group (failed ones left out), as the reward gave them -> is it worth training on
+    prompts_per_round: int
+    max_rounds: int
 
 
 @dataclass(frozen=True)
@@ -25,9 +38,16 @@ class Algorithm:
     loss: LossFunction
     aggregation: str  # how batching weighs the tokens of a mini-batch
     length_norm: int  # divisor of the aggregation that wants one; read by no other
-    needs: frozenset[str]  # subset of NEEDS: "rollout" (samples and rewards), and the per-token numbers to annotate rows with
+    needs: frozenset[str]  # subset of NEEDS: "rollout" (samples and rewards), "baseline" (a greedy sample of each prompt, scored), and the
+    # per-token numbers to annotate rows with
     entropy_gradient: bool  # whether the entropy of `TokenTerms` must carry a gradient
     settings: Mapping[str, Setting]  # every number of the preset as it is used, for people to read
+    value_loss: ValueLossFunction | None = None  # of the critic, if it needs values; `advantage` then also gives `returns`
+    critic_warmup: int = 0  # first steps in which only the critic is updated
+    dynamic: DynamicSampling | None = None
+    overlong: Overlong | None = None
+    reward_kl: RewardKL | None = None
 
     def __post_init__(self) -> None:
         assert self.needs <= NEEDS, f"unknown needs {sorted(self.needs - NEEDS)}"
+        assert (self.value_loss is not None) == ("values" in self.needs), "a critic is trained if and only if its values are read"

@@ -16,7 +16,7 @@ import numpy as np
 from fulltilt.batching.schedule import fill, fixed
 from fulltilt.records import MicroBatch, MiniBatch, Row
 
-PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")
+PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[floa
         trained=trained,
         trained_row=trained_row,
         weights=np.array([row_weights[index] for index in indices], dtype=np.float64)[trained_row],
+        fresh=np.array([row.lag == 0 for row in chosen], dtype=np.bool_)[trained_row],
         **per_token,
     )
 
@@ -113,7 +114,7 @@ def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[Micr
 def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Sequence[np.ndarray], field: str) -> list[Row]:
     """Put one number per trained token of each micro-batch back into the rows that were packed, as `field`, aligned with `ids`.
 
-    `field` is "old_logprobs" or "ref_logprobs". The inverse of packing: every row must be in exactly one of the micro-batches.
+    `field` is one of PER_TOKEN_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """
     assert field in PER_TOKEN_FIELDS, f"a row has no per-token field {field}"
     found: dict[int, np.ndarray] = {}

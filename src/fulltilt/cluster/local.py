@@ -7,34 +7,48 @@ reward, data and model are found in that order (cheapest first) before anything 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.presets import build
-from fulltilt.config import Config
+from fulltilt.batching.pack import MicroSizing
+from fulltilt.config import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, uses_reward_model
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
-from fulltilt.model import load
-from fulltilt.model.verify import verify
+from fulltilt.model import load, lora
+from fulltilt.model.attention import LayerShape
+from fulltilt.model.scalar import load_scalar
+from fulltilt.model.verify import verify, verify_body
 from fulltilt.plan import Budgets, Facts, Plan, count_steps, make_plan, updates_per_step
-from fulltilt.records import Prompt, Row, UserError
+from fulltilt.records import Prompt, Row, TokenTerms, UserError, ValueTerms
 from fulltilt.reward.base import RewardPool
+from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineLimits, NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.train.checkpoint import Checkpoint
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Role, frozen
+from fulltilt.train.optim import Optimizer, restore_parameters
+from fulltilt.train.roles import Annotator, Critic, Policy, Scorer
 from fulltilt.train.trainer import Trainer
 
+CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # what the names of a checkpoint's tensors begin with; the actor's have no such
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
+
+
+@dataclass(frozen=True, eq=False)
+class RewardModel:
+    """A reward model and the way texts are written for it."""
+
+    role: Scorer
+    encoder: RewardEncoder
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +58,34 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     train_data: InEpochs[Prompt] | InEpochs[Row]
     val_data: PromptSet | RowSet | None
-    actor: Role
-    ref: Role | None
-    trainer: Trainer | None  # None: only evaluation
+    actor: Policy
+    ref: Policy | None
+    critic: Critic | None
+    reward_model: RewardModel | None
+    trainer: Trainer[TokenTerms] | None  # None: only evaluation
+    critic_trainer: Trainer[ValueTerms] | None
     engine: Engine | None  # None: nothing is sampled (SFT)
     reward: RewardPool | None
+    update_sizes: Mapping[str, MicroSizing]  # of each role's micro-batches
+    forward_sizes: Mapping[str, MicroSizing]  # the same without gradients
     data_digest: str  # of the training data's tokens
+    export: Callable[[Path], None]  # writes the actor for others to load
+    export_bytes: int  # about
     notes: tuple[str, ...]  # what was read and found, for the console
+
+    def role(self, name: str) -> Annotator:
+        roles: dict[str, Annotator | None] = {"actor": self.actor, "ref": self.ref, "critic": self.critic}
+        role = roles[name]
+        assert role is not None, f"the run has no {name}"
+        return role
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of the roles that learn, beside the exported model."""
+        assert self.trainer
+        found = self.trainer.optimizer.tensors()
+        if self.critic_trainer:
+            found |= {f"{CRITIC_TENSORS}{name}": tensor for name, tensor in self.critic_trainer.optimizer.tensors().items()}
+        return found
 
     def close(self) -> None:
         if self.reward:
@@ -108,14 +143,24 @@ def _assemble(
     ends = load.end_tokens(config.model, tokenizer)
     train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)
     check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
-    model = load.load_model(config.model, device, path=resume.model_folder if resume else None)
-    load.check_vocabulary(model, tokenizer)
-    layers = verify(model)
+    # The reward model first: its tokenizer and template may not fit the data.
+    reward_model = load_reward_model(config, device) if rollout and uses_reward_model(config) else None
+    for data in (train_data, val_data):
+        if reward_model and isinstance(data, PromptSet):
+            reward_model.encoder.check(data.prompts)
+    model, layers = load_actor(config, tokenizer, device, resume)
 
     steps_per_epoch = train_data.steps_per_epoch(config.algorithm.prompts_per_step) if training else 1
     total_updates = count_steps(config, steps_per_epoch) * updates_per_step(config)
-    optimizer = Optimizer(model, config.train, total_updates) if training else None  # before memory is looked at: it holds moments
-    saved = resume.state() if resume and training else None
+    temperature = config.rollout.temperature if rollout and training else 1.0
+    # All that holds memory comes before memory is looked at.
+    optimizer = Optimizer(model, config.train, total_updates, keeps_parameters=config.lora.rank > 0) if training else None
+    actor = Policy("actor", model, temperature, optimizer, algorithm.entropy_gradient)
+    critic = load_critic(config, device, total_updates) if training and algorithm.value_loss else None
+    ref = load_ref(config, model, tokenizer, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
+    if resume:
+        restore(resume, actor, critic, training=training, adapters=config.lora.rank > 0)
+
     facts = Facts(
         device=device.type,
         free_bytes=free_bytes(device),
@@ -129,22 +174,139 @@ def _assemble(
     )
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
+    export, export_bytes = exporter(config, model, tokenizer)
+    return Parts(
+        algorithm=algorithm,
+        plan=plan,
+        tokenizer=tokenizer,
+        train_data=train_data,
+        val_data=val_data,
+        actor=actor,
+        ref=ref,
+        critic=critic,
+        reward_model=reward_model,
+        trainer=Trainer(actor, algorithm.loss) if training else None,
+        critic_trainer=Trainer(critic, algorithm.value_loss) if critic and algorithm.value_loss else None,
+        engine=NativeEngine(model, tokenizer, ends, layers, limits(config, plan.budgets)) if rollout else None,
+        reward=reward,
+        update_sizes=update_sizes(config, plan.budgets),
+        forward_sizes=forward_sizes(config, plan.budgets),
+        data_digest=train_data.digest(),
+        export=export,
+        export_bytes=export_bytes,
+        notes=tuple(notes(config, train_data, val_data, reward, actor, training=training)),
+    )
 
-    temperature = config.rollout.temperature if rollout and training else 1.0
-    actor = Role("actor", model, temperature, optimizer)
-    trainer = None
-    if optimizer:
-        if resume and saved:
-            optimizer.restore(resume.tensors(), updates=saved["updates"], skipped=saved["skipped"])
-        trainer = Trainer(actor, algorithm.loss, entropy_gradient=algorithm.entropy_gradient)
-    ref = load_ref(config, tokenizer, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
-    engine = NativeEngine(model, tokenizer, ends, layers, limits(config, plan.budgets)) if rollout else None
-    notes = [f"data: {train_data.describe()}", f"data: {train_data.describe_epoch(config.algorithm.prompts_per_step)}"] if training else []
+
+def notes(
+    config: Config, train_data: PromptSet | RowSet, val_data: PromptSet | RowSet | None, reward: RewardPool | None, actor: Policy,
+    *, training: bool,
+) -> Iterator[str]:  # fmt: skip
+    if training:
+        yield f"data: {train_data.describe()}"
+        yield f"data: {train_data.describe_epoch(config.algorithm.prompts_per_step)}"
     if val_data:
-        notes.append(f"validation data: {val_data.describe()}")
+        yield f"validation data: {val_data.describe()}"
     if reward and not reward.memory_limited:
-        notes.append("this system does not limit the memory of reward processes: reward.memory_gb has no effect")
-    return Parts(algorithm, plan, tokenizer, train_data, val_data, actor, ref, trainer, engine, reward, digest(train_data), tuple(notes))
+        yield "this system does not limit the memory of reward processes: reward.memory_gb has no effect"
+    if config.lora.rank:
+        parameters = [parameter for parameter in actor.model.parameters()]
+        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+        yield f"LoRA: {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters are trained"
+
+
+def load_actor(
+    config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None
+) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
+    """The model that is trained and sampled from. With adapters it is the base that the run started from, and the checkpoint has only
+    them."""
+    adapters = config.lora.rank > 0
+    model = load.load_model(config.model, device, path=resume.model_folder if resume and not adapters else None)
+    load.check_vocabulary(model, tokenizer)
+    layers = verify(model)
+    if adapters:
+        lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
+    return model, layers
+
+
+def load_critic(config: Config, device: torch.device, total_updates: int) -> Critic:
+    """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
+    model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
+    verify_body(model.body)
+    if config.lora.rank and config.lora.critic:
+        lora.add_adapters(model.body, config.lora, config.run.seed)
+    settings = config.train.model_copy(update={"lr": config.critic.lr})
+    return Critic("critic", model, Optimizer(model, settings, total_updates, keeps_parameters=True))
+
+
+def load_reward_model(config: Config, device: torch.device) -> RewardModel:
+    section = config.reward_model
+    assert section.path is not None
+    tokenizer = load.load_tokenizer(config.model, section.path, "reward_model.path", section.chat_template)
+    model = load_scalar(config.model, device, section.path, key="reward_model.path", head="required")
+    verify_body(model.body)
+    load.check_vocabulary(model.body, tokenizer)
+    model.requires_grad_(False)
+    return RewardModel(Scorer("reward_model", model), RewardEncoder(tokenizer, load.context_limit(model.body)))
+
+
+def load_ref(
+    config: Config, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, temperature: float
+) -> Policy:
+    """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint. With adapters that start
+    at nothing it is the actor without them, and no second model is held."""
+    if config.lora.rank and config.lora.path is None and config.ref.path is None:
+        return Policy("ref", actor, temperature, as_role=partial(lora.without_adapters, actor))
+    model = load.load_model(config.model, device, path=config.ref.path)
+    verify(model)
+    load.check_vocabulary(model, tokenizer)
+    model.requires_grad_(False)
+    return Policy("ref", model, temperature)
+
+
+def restore(resume: Checkpoint, actor: Policy, critic: Critic | None, *, training: bool, adapters: bool) -> None:
+    """Bring optimizers, and parameters that are in no exported model, back to what they were."""
+    if not training and not adapters:
+        return
+    tensors, state = resume.tensors(), resume.state()
+    of_critic = {name.removeprefix(CRITIC_TENSORS): tensor for name, tensor in tensors.items() if name.startswith(CRITIC_TENSORS)}
+    of_actor = {name: tensor for name, tensor in tensors.items() if not name.startswith((CRITIC_TENSORS, SURPLUS_TENSORS))}
+    if actor.optimizer:
+        actor.optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
+    else:
+        restore_parameters(actor.model, of_actor)
+    if critic and critic.optimizer:
+        critic.optimizer.restore(of_critic, **state["critic"])
+
+
+def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
+    """The function that writes the actor into a folder, and about how many bytes that takes."""
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    if not config.lora.rank:
+        return partial(load.export, model, tokenizer), everything
+    if config.lora.export == "merged":
+        return partial(lora.export_merged, model, tokenizer), everything
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return partial(lora.export_adapter, model, tokenizer, base=config.model), trained
+
+
+def update_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
+    of_role = {"actor": budgets.token_budget, "critic": budgets.critic_token_budget}
+    return {name: sizing(getattr(config, name), budget) for name, budget in of_role.items()}
+
+
+def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
+    of_role = {
+        "actor": budgets.forward_token_budget,
+        "ref": budgets.ref_token_budget,
+        "critic": budgets.critic_forward_token_budget,
+        "reward_model": budgets.reward_model_token_budget,
+    }
+    return {name: sizing(getattr(config, name), budget) for name, budget in of_role.items()}
+
+
+def sizing(section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig, budget: int) -> MicroSizing:
+    return MicroSizing(section.dynamic_batch, budget, section.micro_batch)
 
 
 def read_data(
@@ -157,15 +319,6 @@ def read_data(
     if not training and val is not None:
         return val, val
     return read(config.data.train), val
-
-
-def digest(data: PromptSet | RowSet) -> str:
-    """Tells one data set from another by its token ids, in order."""
-    found = hashlib.sha256()
-    for item in data.items:
-        found.update(len(item.ids).to_bytes(8, "little"))
-        found.update(item.ids.tobytes())
-    return found.hexdigest()
 
 
 def check_sources(config: Config, sets: list[PromptSet]) -> None:
@@ -188,11 +341,3 @@ def limits(config: Config, budgets: Budgets) -> EngineLimits:
         chunked_prefill=config.rollout.chunked_prefill,
         prefix_sharing=config.rollout.prefix_sharing,
     )
-
-
-def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, temperature: float) -> Role:
-    """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
-    model = load.load_model(config.model, device, path=config.ref.path)
-    verify(model)
-    load.check_vocabulary(model, tokenizer)
-    return frozen("ref", model, temperature)

@@ -7,6 +7,7 @@ no batch is ever partial or spans two epochs.
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,13 +43,18 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 class InEpochs(ABC, Generic[Item]):
-    """A data set that is gone through in epochs of whole batches. `items` and `noun` are the subclass's."""
+    """A data set that is gone through in epochs of whole batches. `items`, `arrays` and `noun` are the subclass's."""
 
     noun: ClassVar[str]  # what an item is called in messages, in the plural
 
     @property
     @abstractmethod
     def items(self) -> tuple[Item, ...]: ...
+
+    @staticmethod
+    @abstractmethod
+    def arrays(item: Item) -> tuple[np.ndarray, ...]:
+        """What an item is to the model, all of one length: its ids and, where there is one, its mask."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -71,6 +77,16 @@ class InEpochs(ABC, Generic[Item]):
         left_out = len(self) - steps * count
         rest = f"each epoch leaves out {left_out} of its {len(self)}, too few for a full batch" if left_out else "none is left out"
         return f"an epoch is {steps} step{'s' if steps > 1 else ''} of {count} {self.noun}; {rest}"
+
+    def digest(self) -> str:
+        """Tells one data set from another by its tokens and which of them are trained on, in order."""
+        found = hashlib.sha256()
+        for item in self.items:
+            arrays = self.arrays(item)
+            found.update(len(arrays[0]).to_bytes(8, "little"))
+            for array in arrays:
+                found.update(np.ascontiguousarray(array).tobytes())
+        return found.hexdigest()
 
     def _refuse_too_few(self, count: int) -> None:
         assert count > 0, "a batch holds at least one item"

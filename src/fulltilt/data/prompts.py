@@ -1,7 +1,8 @@
 """Prompts for rollout.
 
 Enters: data files, the tokenizer, the `data` section. Leaves: a `PromptSet`. Guaranteed: the rows of verl's layout and plain rows give the
-same `Prompt`s from every file format; a prompt's `uid` is its row number over all files, whatever is left out.
+same `Prompt`s from every file format; a prompt's `uid` is its row number over all files, whatever is left out; its `source` is what the
+ids were made from, the system message included.
 
 Columns: the prompt (`data.prompt_key`); the ground truth from `reward_model.ground_truth`, else `ground_truth`, else `answer`; and, if
 there, `data_source`, `ability` (kept inside `extra_info`) and `extra_info`.
@@ -13,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fulltilt.data.load import Columns, describe_loaded, load_items
+import numpy as np
+
+from fulltilt.data.load import Columns, Limit, load_items, many
 from fulltilt.data.order import InEpochs
 from fulltilt.data.template import PromptEncoder, without_missing
 from fulltilt.records import Prompt, UserError
@@ -34,27 +37,32 @@ class PromptSet(InEpochs[Prompt]):
     rows_read: int
     too_long: int
     longest: int  # tokens of the longest prompt kept
-    limit: int  # data.max_prompt_tokens
+    said: str = ""  # what was read and what was left out, in words
 
     @property
     def items(self) -> tuple[Prompt, ...]:
         return self.prompts
 
+    @staticmethod
+    def arrays(item: Prompt) -> tuple[np.ndarray, ...]:
+        return (item.ids,)
+
     def describe(self) -> str:
-        return describe_loaded(self.rows_read, self.too_long, self.limit, f"the longest prompt kept has {self.longest} tokens")
+        return f"{self.said}; the longest prompt kept has {many(self.longest, 'token')}"
 
 
 def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
     """Read, encode and filter the prompts of all `paths`, as one data set."""
     encoder = PromptEncoder(tokenizer, config)
 
-    def parse(number: int, row: Columns) -> Prompt:
-        ids, text = encoder.encode(_prompt_column(row, config.prompt_key))
-        return Prompt(number, ids, text, _data_source(row), _ground_truth(row), _extra_info(row))
+    def parse(number: int, row: Columns) -> list[Prompt]:
+        ids, text, source = encoder.encode(_prompt_column(row, config.prompt_key))
+        return [Prompt(number, ids, text, _data_source(row), _ground_truth(row), _extra_info(row), source)]
 
-    loaded = load_items(paths, config.max_prompt_tokens, parse, lambda prompt: len(prompt.ids))
+    limit: Limit[Prompt] = Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda prompt: len(prompt.ids))
+    loaded = load_items(paths, parse, [limit])
     longest = max(len(prompt.ids) for prompt in loaded.items)
-    return PromptSet(loaded.items, loaded.rows_read, loaded.too_long, longest, config.max_prompt_tokens)
+    return PromptSet(loaded.items, loaded.rows_read, loaded.too_long, longest, loaded.said)
 
 
 def _prompt_column(row: Columns, key: str) -> Any:

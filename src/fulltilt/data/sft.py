@@ -1,11 +1,16 @@
 """Rows for supervised fine-tuning.
 
-Enters: data files, the tokenizer, the `data` section. Leaves: a `RowSet` of `Row`s whose mask is true on the response and the token that
-ends it, and nowhere on the prompt. Guaranteed: the prompt's ids are exactly those that rollout reads, generation prompt included, so what
-is trained here is what is sampled there; every response ends with an end-of-sequence token, once.
+Enters: data files, the tokenizer, the `data` section. Leaves: a `RowSet` of `Row`s whose mask is true on what the assistant says and on the
+token that ends each of its turns, and nowhere else. Guaranteed, for any chat template: every trained token stands behind exactly the ids
+that rollout would have read before it, generation prompt included; every trained turn ends with an end token, once.
 
-Forms of a row: a prompt (`data.prompt_key`, string or messages) with a response (`data.response_key`, a string); or `messages`, the last
-of which is the assistant's. A conversation with several turns of the assistant trains on the last one only.
+Forms of a row: a prompt (`data.prompt_key`, string or messages) with a response (`data.response_key`, a string); or a conversation
+(`data.messages_key`) that ends with the assistant's message, trained on all of the assistant's turns or on the last (`data.train_turns`),
+but for those with `"weight": 0`.
+
+How a conversation becomes rows: each trained turn is written as if it were the last, behind its history as the template writes it then.
+Where this text continues the one of the turn before, the two are one row; so most templates give one row a conversation. Where it does
+not, because the template changes earlier turns (it drops their reasoning, say), the turn starts a row of its own.
 """
 
 from __future__ import annotations
@@ -16,9 +21,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from fulltilt.data.load import Columns, describe_loaded, load_items
+from fulltilt.data.load import Columns, Limit, load_items, many
 from fulltilt.data.order import InEpochs
-from fulltilt.data.template import Message, PromptEncoder, checked_messages
+from fulltilt.data.template import Message, PromptEncoder
 from fulltilt.records import Row, UserError
 
 if TYPE_CHECKING:
@@ -34,17 +39,24 @@ class RowSet(InEpochs[Row]):
     noun: ClassVar[str] = "rows"
 
     rows: tuple[Row, ...]
-    rows_read: int
+    rows_read: int  # of the files
     too_long: int
     longest: int  # tokens of the longest row kept, prompt and response
-    limit: int  # data.max_prompt_tokens
+    split: tuple[int, int]  # conversations that became several rows, and how many rows
+    said: str  # what was read and what was left out, in words
 
     @property
     def items(self) -> tuple[Row, ...]:
         return self.rows
 
+    @staticmethod
+    def arrays(item: Row) -> tuple[np.ndarray, ...]:
+        return item.ids, item.mask
+
     def describe(self) -> str:
-        return describe_loaded(self.rows_read, self.too_long, self.limit, f"the longest row kept has {self.longest} tokens")
+        conversations, rows = self.split
+        split = f"{many(conversations, 'conversation')} became {rows} rows, since the chat template changes earlier turns; "
+        return f"{self.said}; {split if conversations else ''}the longest row kept has {many(self.longest, 'token')}"
 
 
 def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int] = ()) -> RowSet:
@@ -52,37 +64,63 @@ def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, con
 
     `end_ids`: further tokens that end a response (those of the generation config); the tokenizer's own always does.
     """
-    writer = _ResponseWriter(tokenizer, PromptEncoder(tokenizer, config), end_ids)
+    encoder = PromptEncoder(tokenizer, config)
+    writer = _Writer(tokenizer, encoder, end_ids)
+    split: list[int] = []
 
-    def parse(number: int, row: Columns) -> Row:
-        prompt, answer = _prompt_and_answer(row, config)
-        return writer.row(prompt, answer)
+    def parse(number: int, row: Columns) -> list[Row]:
+        rows = _rows(row, config, encoder, writer)
+        split.extend([len(rows)] if len(rows) > 1 else [])
+        return rows
 
-    loaded = load_items(paths, config.max_prompt_tokens, parse, lambda row: int(np.argmax(row.mask)))
+    limits: list[Limit[Row]] = [Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda row: int(np.argmax(row.mask)))]
+    if config.max_tokens is not None:
+        limits.append(Limit("data.max_tokens", config.max_tokens, "row", lambda row: row.tokens))
+    loaded = load_items(paths, parse, limits)
     longest = max(row.tokens for row in loaded.items)
-    return RowSet(loaded.items, loaded.rows_read, loaded.too_long, longest, config.max_prompt_tokens)
+    return RowSet(loaded.items, loaded.rows_read, loaded.too_long, longest, (len(split), sum(split)), loaded.said)
 
 
-def _prompt_and_answer(row: Columns, config: DataConfig) -> tuple[object, Message]:
-    """The prompt, and the assistant's message that answers it."""
-    prompt, response, messages = row.get(config.prompt_key), row.get(config.response_key), row.get("messages")
+def _rows(row: Columns, config: DataConfig, encoder: PromptEncoder, writer: _Writer) -> list[Row]:
+    prompt, response, messages = row.get(config.prompt_key), row.get(config.response_key), row.get(config.messages_key)
     if prompt is not None and response is not None:
         if not isinstance(response, str):
             raise UserError(f"'{config.response_key}' is of type {type(response).__name__}; it must be a string.")
-        return prompt, {"role": "assistant", "content": response}
+        history = encoder.messages(prompt)
+        if history is None:
+            return [writer.plain(prompt, response)]
+        return writer.conversation([*history, {"role": "assistant", "content": response}], [len(history)])
     if messages is None:
         raise UserError(
-            f"an SFT row needs '{config.prompt_key}' and '{config.response_key}', or 'messages'. Set data.prompt_key and data.response_key "
-            "to the columns you have, or mend the row."
+            f"an SFT row needs '{config.prompt_key}' and '{config.response_key}', or '{config.messages_key}'. Set data.prompt_key and "
+            "data.response_key, or data.messages_key, to the columns you have, or mend the row."
         )
-    conversation = checked_messages(messages)
-    if conversation[-1]["role"] != "assistant" or len(conversation) < 2:
-        raise UserError("'messages' must end with the assistant's message, after at least one other. Mend the row or take it out.")
-    return conversation[:-1], conversation[-1]
+    conversation = encoder.messages(messages)
+    if conversation is None or conversation[-1]["role"] != "assistant":
+        raise UserError(f"'{config.messages_key}' must be a list of messages that ends with the assistant's. Mend the row or take it out.")
+    turns = _weighted_turns(conversation)
+    unweighted = [{key: value for key, value in message.items() if key != "weight"} for message in conversation]
+    return writer.conversation(unweighted, turns if config.train_turns == "all" else turns[-1:])
 
 
-class _ResponseWriter:
-    """Puts a response behind its prompt, as ids."""
+def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
+    """Places of the assistant's messages that are not weighted 0, as OpenAI's format has it."""
+    turns = []
+    for place, message in enumerate(conversation):
+        assistant = message["role"] == "assistant"
+        if "weight" in message and (not assistant or message["weight"] not in (0, 1)):
+            raise UserError(
+                f"{_shown(message)} has the weight {message['weight']!r}. Only the assistant's messages have one: 0 (not trained on) or 1."
+            )
+        if assistant and message.get("weight", 1):
+            turns.append(place)
+    if not turns:
+        raise UserError("every message of the assistant has the weight 0: there is nothing to train on. Take the row out.")
+    return turns
+
+
+class _Writer:
+    """Puts what the assistant says behind its prompt, as ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PromptEncoder, end_ids: Collection[int]) -> None:
         if tokenizer.eos_token_id is None:
@@ -91,47 +129,90 @@ class _ResponseWriter:
         self._ends = {self._end, *end_ids}
         self._encoder = encoder
 
-    def row(self, prompt: object, answer: Message) -> Row:
-        if not _text(answer) and not answer.keys() - {"role", "content"}:
+    def plain(self, prompt: object, response: str) -> Row:
+        """A prompt that stays a string, and its response."""
+        if not response:
             raise UserError("the response is empty. Take the row out, or give it a response.")
-        prompt_ids, _ = self._encoder.encode(prompt)
-        response = self._from_template(prompt, prompt_ids.tolist(), answer) or self._from_text(answer)
-        mask = np.zeros(len(prompt_ids) + len(response), dtype=np.bool_)
-        mask[len(prompt_ids) :] = True
-        return Row(ids=np.concatenate([prompt_ids, np.asarray(response, dtype=np.int64)]), mask=mask)
+        return _row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response)))
 
-    def _from_template(self, prompt: object, prompt_ids: list[int], answer: Message) -> list[int] | None:
+    def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
+        """The rows that train the messages at `turns`."""
+        rows: list[Row] = []
+        for turn in turns:
+            row = self._turn(messages[:turn], messages[turn])
+            if rows and np.array_equal(row.ids[: rows[-1].tokens], rows[-1].ids):
+                earlier = rows.pop()
+                row.mask[: earlier.tokens] |= earlier.mask
+            rows.append(row)
+        return rows
+
+    def _turn(self, history: Sequence[Message], answer: Message) -> Row:
+        """One message of the assistant behind its history, as it is when it is the last."""
+        if not any(_texts(answer)) and not answer.get("tool_calls"):
+            raise UserError(f"the response is empty: {_shown(answer)}. Take the row out, or give it a response.")
+        if not history or history[-1]["role"] == "assistant":
+            raise UserError(
+                f"{_shown(answer)} answers nothing: it must come after another message, not of the assistant. Join the two, give it "
+                '"weight": 0, or take the row out.'
+            )
+        prompt = self._encoder.encode_messages(history, add_generation_prompt=True)
+        return _row(prompt, self._ended(self._from_template(history, prompt, answer) or self._from_text(answer)))
+
+    def _from_template(self, history: Sequence[Message], prompt: list[int], answer: Message) -> list[int] | None:
         """What the template writes after the prompt, or None where it writes the conversation another way than the prompt."""
-        messages = self._encoder.messages(prompt)
-        if messages is None:
+        whole = self._encoder.encode_messages([*history, answer], add_generation_prompt=False)
+        if whole[: len(prompt)] != prompt:
             return None
-        whole = self._encoder.encode_messages([*messages, answer], add_generation_prompt=False)
-        if whole[: len(prompt_ids)] != prompt_ids:
-            return None
-        response = whole[len(prompt_ids) :]
+        response = whole[len(prompt) :]
         # Some templates drop part of the answer, such as its reasoning; what the row says is to be learned must be learned.
-        if _text(answer).strip() not in self._encoder.decode(response):
+        written = self._encoder.decode(response)
+        dropped = any(self._as_decoded(text) not in written for text in _texts(answer))
+        if dropped or (answer.get("tool_calls") and not self._encoder.reads("tool_calls")):
             return None
-        return self._ended(response)
+        return response
 
     def _from_text(self, answer: Message) -> list[int]:
-        unwritten = sorted(answer.keys() - {"role", "content"})
-        if unwritten:
+        lost = [key for key in _BESIDE_CONTENT if answer.get(key)]
+        if lost:
             raise UserError(
-                f"the chat template does not write the last message as a continuation of its prompt, so its {', '.join(unwritten)} would "
-                "be lost. Write them into 'content', or set model.chat_template."
+                f"{_shown(answer)}: the chat template does not write all of it behind its prompt, so its {' and '.join(lost)} would be "
+                "lost. Write them into 'content', or set model.chat_template."
             )
-        return self._ended(self._encoder.encode_text(_text(answer)))
+        return self._encoder.encode_text(_text(answer.get("content", "")))
+
+    def _as_decoded(self, text: str) -> str:
+        # Some tokenizers do not give back what they were given, letter by letter.
+        return self._encoder.decode(self._encoder.encode_text(text.strip())).strip()
 
     def _ended(self, response: list[int]) -> list[int]:
-        """The response up to the token that ends it; that token is put there where it is missing."""
-        last = max((place for place, token in enumerate(response) if token in self._ends), default=None)
-        # Templates put a line break after the end of a turn; sampling stops before it.
-        if last is not None and not self._encoder.decode(response[last + 1 :]).strip():
-            return response[: last + 1]
-        return [*response, self._end]
+        """The response up to the first of the tokens that end it; one is put there where none is."""
+        first = None
+        for place in reversed(range(len(response))):
+            if response[place] in self._ends:
+                first = place
+            # Templates put a line break after the end of a turn; sampling stops before it.
+            elif self._encoder.decode([response[place]]).strip():
+                break
+        return [*response, self._end] if first is None else response[: first + 1]
 
 
-def _text(message: Message) -> str:
-    content = message.get("content", "")
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+# What an assistant's message may say beside its content.
+_BESIDE_CONTENT = ("reasoning_content", "tool_calls")
+
+
+def _row(prompt: list[int], response: list[int]) -> Row:
+    ids = np.asarray([*prompt, *response], dtype=np.int64)
+    return Row(ids=ids, mask=np.arange(len(ids)) >= len(prompt))
+
+
+def _texts(message: Message) -> list[str]:
+    return [text for text in (_text(message.get("content", "")), _text(message.get("reasoning_content", ""))) if text]
+
+
+def _text(content: object) -> str:
+    return "".join(part["text"] for part in content) if isinstance(content, list) else str(content)
+
+
+def _shown(message: Message) -> str:
+    text = " ".join(_text(message.get("content", "")).split())
+    return f"the message {text[:40] + '...' if len(text) > 40 else text!r} ({message['role']})"

@@ -9,7 +9,7 @@ the caller, who knows file and line, puts it before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jinja2 import TemplateError
@@ -32,6 +32,12 @@ _RESERVED_ARGUMENTS = frozenset(
 )  # fmt: skip
 
 
+class Encoded(NamedTuple):
+    ids: np.ndarray  # int64
+    text: str  # the same, decoded
+    source: str | tuple[Message, ...]  # what they were made from: the string, or the messages as the template got them
+
+
 class PromptEncoder:
     """Encodes the prompts of a data set, all in the same way, for rollout and for SFT alike."""
 
@@ -49,25 +55,27 @@ class PromptEncoder:
             self._refuse_settings_of_templates("data.apply_template is 'never'")
             self._messages_of_list = _refuse_messages
 
-    def encode(self, prompt: object) -> tuple[np.ndarray, str]:
-        """The prompt's ids (int64) and the same decoded."""
+    def encode(self, prompt: object) -> Encoded:
+        """A prompt as rollout reads it."""
         messages = self.messages(prompt)
+        if messages is not None and messages[-1]["role"] == "assistant":
+            raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Leave it out.")
         ids = self._encode_string(str(prompt)) if messages is None else self.encode_messages(messages, add_generation_prompt=True)
         if not ids:
             raise UserError("the prompt has no tokens. Take the row out, or give it a prompt.")
-        array = np.asarray(ids, dtype=np.int64)
-        return array, self.decode(ids)
+        return Encoded(np.asarray(ids, dtype=np.int64), self.decode(ids), str(prompt) if messages is None else tuple(messages))
 
     def messages(self, prompt: object) -> list[Message] | None:
-        """The prompt as the messages that go through the template, the system message included; None for a string that stays plain."""
+        """A prompt or conversation as the messages that go through the template, the system message included; None for a string that
+        stays plain."""
         messages = self._messages_of_string(prompt) if isinstance(prompt, str) else self._messages_of_list(prompt)
-        if messages is None:
-            return None
-        if messages[-1]["role"] == "assistant":
-            raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Leave it out.")
-        if self._system is not None and all(message["role"] != "system" for message in messages):
-            messages = [{"role": "system", "content": self._system}, *messages]
-        return messages
+        if messages is None or self._system is None or any(message["role"] == "system" for message in messages):
+            return messages
+        return [{"role": "system", "content": self._system}, *messages]
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template mentions a key of messages or an argument."""
+        return name in self._template()
 
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
         """A conversation as the chat template writes it."""
@@ -130,8 +138,7 @@ class PromptEncoder:
             raise UserError(f"data.template_args cannot set {', '.join(reserved)}: fulltilt sets it itself. Remove it.")
         if not self._template_args or not self._tokenizer.chat_template:
             return
-        template = self._template()
-        unread = sorted(name for name in self._template_args if name not in template)
+        unread = sorted(name for name in self._template_args if not self.reads(name))
         if unread:
             raise UserError(f"data.template_args: the chat template does not read {', '.join(unread)}. Remove it, or check its spelling.")
 

@@ -3,7 +3,8 @@
 Enters: queries, keys and values of one layer as transformers hands them over, and a context (`Packed` or `Paged`) that travels in the
 keyword argument `fulltilt`. Leaves: the layer's attention output. Guaranteed: attention is causal inside each document and nowhere else;
 a feature this function does not implement raises `UnsupportedModel` by name instead of being computed wrongly. transformers builds no
-mask for an attention name it does not know, so windows are applied here.
+mask for an attention name it does not know, so windows are applied here. Soft-capped scores are computed outright, at most
+`SCORE_NUMBERS` of them at a time, forward and backward.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from fulltilt.records import UserError
 
 NAME = "fulltilt"
+SCORE_NUMBERS = 1 << 26
 
 # Arguments that models pass along and that change nothing here: positions are already in the rotated queries and keys.
 HARMLESS = frozenset(
@@ -29,7 +32,6 @@ HARMLESS = frozenset(
      "position_embeddings", "logits_to_keep", "deterministic", "num_items_in_batch", "output_router_logits"}
 )  # fmt: skip
 REFUSED = {
-    "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
     "position_bias": "a position bias on attention scores",
@@ -48,6 +50,15 @@ class LayerShape:
     key_heads: int
     head_width: int
     window: int | None
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer turns products of queries and keys into scores, and how far back a token looks."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,18 +121,19 @@ def attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     fulltilt: Context | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
     refuse_unknown(module, query, key, value, attention_mask, dropout, fulltilt, features)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap)
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, width]
     if isinstance(fulltilt, Packed):
         fulltilt.seen[layer_of(module)] = LayerShape(k.shape[1], k.shape[2], sliding_window)
-        out = packed(q, k, v, fulltilt, scale, sliding_window)
+        out = packed(q, k, v, fulltilt, scoring)
     else:
         assert fulltilt is not None
-        out = paged(q, k, v, fulltilt, layer_of(module), scale, sliding_window)
+        out = paged(q, k, v, fulltilt, layer_of(module), scoring)
     return out.unsqueeze(0), None  # [1, T, heads, width]
 
 
@@ -168,57 +180,92 @@ def refuse_unknown(
         raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
 
 
-def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, scale: float, window: int | None) -> torch.Tensor:
-    if flash_runs(q):
+def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, scoring: Scoring) -> torch.Tensor:
+    if flash_runs(q, scoring):
         bounds = context.cu_seqlens
-        return flash(q, k, v, bounds, bounds, context.longest, context.longest, scale, window)
+        return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)
     outputs = []
     for index in context.buckets:
         length = index.shape[1]
         qs, ks, vs = (states[index].transpose(1, 2) for states in (q, k, v))  # [documents, heads, length, width]
-        mask = causal_mask(length, length, window, q.device) if window is not None and window < length else None
-        out = F.scaled_dot_product_attention(qs, repeat(ks, q), repeat(vs, q), attn_mask=mask, is_causal=mask is None, scale=scale)
+        narrow = scoring.window is not None and scoring.window < length
+        mask = causal_mask(length, length, scoring.window, q.device) if narrow else None
+        out = attend(qs, repeat(ks, q), repeat(vs, q), mask, scoring)
         outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
     return torch.cat(outputs)[context.unsort] if outputs else q
 
 
-def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, layer: int, scale: float, window: int | None) -> torch.Tensor:
+def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, layer: int, scoring: Scoring) -> torch.Tensor:
     keys, values = context.keys[layer], context.values[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
-    if flash_runs(q):
+    if flash_runs(q, scoring):
         longest_query, longest_key = max(context.query_lengths), max(context.key_lengths)
         k_all, v_all = keys[context.read_flat], values[context.read_flat]
-        return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scale, window)
+        return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scoring)
     single = sum(1 for length in context.query_lengths if length == 1)
-    parts = [decode(q[:single], keys, values, context, single, scale, window)] if single else []
+    parts = [decode(q[:single], keys, values, context, single, scoring)] if single else []
     start = single
     for sequence in range(single, len(context.query_lengths)):
         queries, length = context.query_lengths[sequence], context.key_lengths[sequence]
         slots = context.read[sequence, :length]
-        mask = causal_mask(queries, length, window, q.device)
+        mask = causal_mask(queries, length, scoring.window, q.device)
         qs, ks, vs = (states.transpose(0, 1).unsqueeze(0) for states in (q[start : start + queries], keys[slots], values[slots]))
-        out = F.scaled_dot_product_attention(qs, repeat(ks, q), repeat(vs, q), attn_mask=mask, scale=scale)
+        out = attend(qs, repeat(ks, q), repeat(vs, q), mask, scoring)
         parts.append(out[0].transpose(0, 1))
         start += queries
     return torch.cat(parts)
 
 
-def decode(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: Paged, count: int, scale: float, window: int | None
-) -> torch.Tensor:
+def decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: Paged, count: int, scoring: Scoring) -> torch.Tensor:
     """One new token for each of the first `count` sequences: heads that share keys become rows of one query, so keys are not repeated."""
     longest = max(context.key_lengths[:count])
     lengths = torch.tensor(context.key_lengths[:count], device=q.device)[:, None]
     place = torch.arange(longest, device=q.device)[None, :]
     mask = place < lengths
-    if window is not None:
-        mask &= place >= lengths - window
+    if scoring.window is not None:
+        mask &= place >= lengths - scoring.window
     slots = context.read[:count, :longest]
     ks, vs = keys[slots].transpose(1, 2), values[slots].transpose(1, 2)  # [count, key heads, longest, width]
     grouped = q.view(count, ks.shape[1], -1, q.shape[-1])
-    out = F.scaled_dot_product_attention(grouped, ks, vs, attn_mask=mask[:, None, None, :], scale=scale)
-    return out.reshape(q.shape)
+    return attend(grouped, ks, vs, mask[:, None, None, :], scoring).reshape(q.shape)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
+    """Queries, keys and values [batch, heads, T, width]; the mask is True where a query may look, None is plainly causal."""
+    if scoring.softcap is not None:
+        causal = causal_mask(q.shape[2], k.shape[2], None, q.device) if mask is None else mask
+        return attend_capped(q, k, v, causal, scoring)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scoring.scale)
+
+
+def attend_capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """No kernel of torch caps scores: they are computed piece by piece, and again in the backward pass instead of being kept."""
+    batch, heads, queries, _ = q.shape
+    mask = mask.expand(batch, 1, queries, k.shape[2])
+    rows = max(1, SCORE_NUMBERS // (heads * k.shape[2]))  # queries of a piece
+    documents = max(1, rows // queries)
+    whole = []
+    for first in range(0, batch, documents):
+        part = slice(first, first + documents)
+        pieces = []
+        for start in range(0, queries, rows):
+            look = slice(start, start + rows)
+            states = (q[part, :, look], k[part], v[part], mask[part, :, look], scoring)
+            kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+            pieces.append(
+                checkpoint(capped_piece, *states, use_reentrant=False, preserve_rng_state=False) if kept else capped_piece(*states)
+            )
+        whole.append(torch.cat(pieces, dim=2))
+    return torch.cat(whole)
+
+
+def capped_piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    assert scoring.softcap is not None
+    wide = torch.promote_types(q.dtype, torch.float32)  # a score near the cap of 50 has an error of an eighth in bfloat16
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)) * scoring.scale
+    capped = torch.tanh(scores / scoring.softcap) * scoring.softcap
+    return capped.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype) @ v
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
@@ -233,8 +280,8 @@ def repeat(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return states if times == 1 else states.repeat_interleave(times, dim=1)
 
 
-def flash_runs(q: torch.Tensor) -> bool:
-    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+def flash_runs(q: torch.Tensor, scoring: Scoring) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and scoring.softcap is None
 
 
 @cache
@@ -247,12 +294,12 @@ def flash_options() -> dict[str, bool]:
 
 def flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
-    longest_query: int, longest_key: int, scale: float, window: int | None,
+    longest_query: int, longest_key: int, scoring: Scoring,
 ) -> torch.Tensor:  # fmt: skip
     from torch.nn.attention.varlen import varlen_attn
 
-    left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"scale": scale, "window_size": (left, 0), **flash_options()}
+    left = -1 if scoring.window is None else scoring.window - 1
+    options: dict[str, Any] = {"scale": scoring.scale, "window_size": (left, 0), **flash_options()}
     out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key, **options)
     assert isinstance(out, torch.Tensor)
     return out

@@ -33,48 +33,74 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return DTYPES[name]
 
 
-def load_model(config: ModelConfig, device: torch.device, path: str | Path | None = None) -> PreTrainedModel:
+def load_model(config: ModelConfig, device: torch.device, path: str | Path | None = None, key: str = "model.path") -> PreTrainedModel:
     """The model of `config`, or of another folder with the same settings (a checkpoint, the reference role)."""
-    source = str(path or config.path)
+    model, _ = read_model(AutoModelForCausalLM, "a causal language model", config, device, str(path or config.path), key)
+    return model
+
+
+def read_model(
+    kind: Any, what: str, config: ModelConfig, device: torch.device, source: str, key: str
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model through one of transformers' Auto classes, and transformers' report of what the files held. `key` is the setting that
+    names `source`, for messages."""
     transformers_logging.disable_progress_bar()
-    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
-    if source == config.path and config.revision:
-        options["revision"] = config.revision
+    options = origin(config, source)
+    dtype = choose_dtype(config.dtype, device)
+    # None: transformers multiplies stacked experts in one call (grouped_mm) where an architecture has them. That call has no float64.
+    experts = "eager" if dtype == torch.float64 else None
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source, dtype=choose_dtype(config.dtype, device), attn_implementation=attention.register(), output_loading_info=True, **options
+        model, report = kind.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attention.register(),
+            experts_implementation=experts,
+            output_loading_info=True,
+            **options,
         )
     except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError, RuntimeError) as error:
         if isinstance(error, KeyError) and attention.NAME in str(error):
             raise attention.UnsupportedModel(
-                f"model.path: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention "
-                "interface, so packed documents would mix. It cannot be trained here"
+                f"{key}: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention "
+                "interface, so packed documents would mix. It cannot be run here"
             ) from error
         remedy = ""
         if "trust_remote_code" in str(error):
             remedy = ". Read that code, then set model.trust_remote_code = true"
         elif not Path(source).is_dir():
             remedy = ". It is no folder here; a hub name needs a network: offline, give the folder of a downloaded model"
-        raise UserError(f"model.path: {source} could not be loaded as a causal language model: {first_line(error)}{remedy}") from error
+        raise UserError(f"{key}: {source} could not be loaded as {what}: {first_line(error)}{remedy}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:
         raise UserError(
-            f"model.path: {source} lacks weights that its architecture ({type(model).__name__}) needs, or has them in another shape: "
+            f"{key}: {source} lacks weights that its architecture ({type(model).__name__}) needs, or has them in another shape: "
             f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}. Use a complete checkpoint"
         )
     # Evaluation mode throughout: dropout would make training disagree with the rollout that runs these very weights.
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    return model.to(device).eval(), report
 
 
-def load_tokenizer(config: ModelConfig, path: str | Path | None = None) -> PreTrainedTokenizerBase:
+def origin(config: ModelConfig, source: str) -> dict[str, Any]:
+    """How transformers is asked for `source`: the revision is that of `model.path` and of nothing else."""
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    if source == config.path and config.revision:
+        options["revision"] = config.revision
+    return options
+
+
+def load_tokenizer(
+    config: ModelConfig, path: str | Path | None = None, key: str = "model.path", chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of `config`; or that of another model, whose chat template is its own or `chat_template` and never the one that
+    `config` names."""
     source = str(path or config.path)
     try:
-        options = {"revision": config.revision} if config.revision and source == config.path else {}
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
     except (OSError, ValueError, KeyError, ImportError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"model.path: the tokenizer of {source} could not be loaded: {first_line(error)}") from error
-    if config.chat_template:
-        tokenizer.chat_template = Path(config.chat_template).read_text(encoding="utf-8")
+        raise UserError(f"{key}: the tokenizer of {source} could not be loaded: {first_line(error)}") from error
+    template = chat_template if path else config.chat_template
+    if template:
+        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
     return tokenizer  # type: ignore[no-any-return]
 
 
@@ -106,15 +132,17 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
     return frozenset(int(token) for token in ids)
 
 
-def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write model and tokenizer so that transformers loads them without knowing of us."""
+def export(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write model and tokenizer so that transformers loads them without knowing of us. `tensors`: in place of the model's own."""
     folder.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()
     # transformers loads generation configs that it refuses to save (a temperature without do_sample): ours goes out as it came in.
     generation = model.generation_config
     model.generation_config = GenerationConfig()
     try:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=tensors)
     finally:
         model.generation_config = generation
     if generation is not None:

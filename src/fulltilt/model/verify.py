@@ -1,12 +1,15 @@
 """What must hold of this very model before a run starts, measured on it.
 
-Enters: a loaded model. Leaves: the shapes of its attention layers. Guaranteed, or the run is refused with the architecture's name: every
-layer went through our attention function; changing one packed document leaves the others' log-probs alone; a document packed among
-others equals the document alone, within twice what reordering the pack changes (rounding); our head equals the model's own.
+Enters: a loaded model, with a language head (`verify`) or without one (`verify_body`: critic, reward model). Leaves: the shapes of its
+attention layers. Guaranteed, or the run is refused with the architecture's name: every layer went through our attention function; changing
+one packed document leaves the others' log-probs (hidden states) alone; a document packed among others equals the document alone, within
+twice what reordering the pack changes (rounding); our head equals the model's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,18 +23,46 @@ from fulltilt.model.heads import Head, token_logprobs
 
 LENGTHS = (9, 33, 17, 24)
 
-# Mean absolute log-prob difference that rounding alone explains when a pack is merely reordered and by chance nothing changes.
+# Mean absolute difference of log-probs, or of hidden states relative to their mean size, that rounding alone explains when a pack is merely
+# reordered and by chance nothing changes.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+
+KINDS = ("full_attention", "sliding_attention")
+# Rotary frequencies that are fixed when the model is built.
+FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
+
+Measure = Callable[[list[np.ndarray]], tuple[list[torch.Tensor], dict[int, LayerShape]]]  # numbers of each document, layers passed
 
 
 @torch.no_grad()
 def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
-    name = f"{type(model).__name__} ({model.config.model_type})"
-    random = np.random.default_rng(0)
-    rows = model.get_input_embeddings().weight.shape[0]
-    documents = [random.integers(0, rows, length) for length in LENGTHS]
+    documents = random_documents(model)
+    alone, allowed, seen = verify_packing(model, documents, partial(packed_logprobs, model), "log-probs")
+    gap = mean_gap(alone[1:2], [own_logprobs(model, documents[1])])
+    if not gap <= allowed:
+        raise UnsupportedModel(
+            f"{name_of(model)}: its own logits differ by {gap:.2g} in log-prob from the ones computed here ({Head.of(model).shape}): "
+            "its output layer does something to them that is not built"
+        )
+    return seen
 
-    together, seen = packed_logprobs(model, documents)
+
+@torch.no_grad()
+def verify_body(body: PreTrainedModel) -> dict[int, LayerShape]:
+    """The same for a model that ends in hidden states."""
+    _, _, seen = verify_packing(body, random_documents(body), partial(packed_hidden, body), "hidden states")
+    return seen
+
+
+def verify_packing(
+    model: PreTrainedModel, documents: list[np.ndarray], measure: Measure, what: str
+) -> tuple[list[torch.Tensor], float, dict[int, LayerShape]]:
+    """The numbers of each document alone, the difference that rounding explains, and the layers."""
+    name = name_of(model)
+    try:
+        together, seen = measure(documents)
+    except (AttributeError, KeyError, TypeError) as error:  # of code that counts on a mask, or on arguments of its own
+        raise UnsupportedModel(f"{name} does not run on packed documents: {type(error).__name__}: {error}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if set(seen) != set(range(layers)):
         raise UnsupportedModel(
@@ -40,43 +71,42 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
         )
 
     # Before anything else: where documents mix, reordering them changes much, and the second check would forgive it.
-    changed = [documents[0], (documents[1] + 1) % rows, *documents[2:]]
-    others, _ = packed_logprobs(model, changed)
+    changed = [documents[0], (documents[1] + 1) % vocabulary(model), *documents[2:]]
+    others, _ = measure(changed)
     gap_others = mean_gap([together[index] for index in (0, 2, 3)], [others[index] for index in (0, 2, 3)])
-    if not gap_others <= ROUNDING[model.dtype] / 20:  # the shapes are the same, so the roundings should be
-        raise UnsupportedModel(f"{name}: changing one packed document moved the others' log-probs by {gap_others:.2g}: documents mix")
+    if not gap_others <= rounding_of_equal_shapes(model):
+        raise UnsupportedModel(f"{name}: changing one packed document moved the others' {what} by {gap_others:.2g}: documents mix")
 
-    refuse_what_short_documents_hide(model, seen, name)
+    refuse_what_short_documents_hide(model, seen)
     order = [2, 0, 3, 1]
-    permuted, _ = packed_logprobs(model, [documents[index] for index in order])
+    permuted, _ = measure([documents[index] for index in order])
     allowed = max(2 * mean_gap([together[index] for index in order], permuted), ROUNDING[model.dtype])
-    alone = [packed_logprobs(model, [document])[0][0] for document in documents]
+    alone = [measure([document])[0][0] for document in documents]
     gap_alone = mean_gap(together, alone)
     if not gap_alone <= allowed:
-        raise UnsupportedModel(f"{name}: packed and alone differ by {gap_alone:.2g} in log-prob where {allowed:.2g} is rounding")
-
-    gap_head = mean_gap(alone[1:2], [own_logprobs(model, documents[1])])
-    if not gap_head <= allowed:
-        raise UnsupportedModel(
-            f"{name}: its own logits differ from the plain output layer's by {gap_head:.2g} in log-prob (scaled or capped logits)"
-        )
-    return seen
+        raise UnsupportedModel(f"{name}: packed and alone differ by {gap_alone:.2g} in their {what} where {allowed:.2g} is rounding")
+    return alone, allowed, seen
 
 
-def refuse_what_short_documents_hide(model: PreTrainedModel, seen: dict[int, LayerShape], name: str) -> None:
+def rounding_of_equal_shapes(model: PreTrainedModel) -> float:
+    """Equal shapes round alike, except where experts get other numbers of tokens and their products other sizes."""
+    experts = any(hasattr(module, "num_experts") for module in model.modules())
+    return ROUNDING[model.dtype] if experts else ROUNDING[model.dtype] / 20
+
+
+def refuse_what_short_documents_hide(model: PreTrainedModel, seen: dict[int, LayerShape]) -> None:
     """What goes wrong only beyond the length of the documents tried here must be read from the configuration."""
-    text = model.config.get_text_config()
-    for rope in rope_types(getattr(text, "rope_parameters", None)):
-        if rope in ("dynamic", "longrope"):
-            raise UnsupportedModel(
-                f"{name}: its rotary frequencies ({rope}) depend on the longest position of a pass, so a document's log-probs would change "
-                "with what is packed beside it"
-            )
+    name, text = name_of(model), model.config.get_text_config()
+    for rope in rope_types(getattr(text, "rope_parameters", None)) - FIXED_ROPES:
+        raise UnsupportedModel(
+            f"{name}: its rotary frequencies ({rope}) are not known to be fixed: where they depend on the longest position of a pass, a "
+            "document's log-probs would change with what is packed beside it"
+        )
     kinds = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
     for layer, shape in seen.items():
         kind = kinds[layer] if kinds else "sliding_attention" if window else "full_attention"
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in KINDS:
             raise UnsupportedModel(f"{name}: layer {layer} is of the kind {kind}, which is not built")
         if shape.window != (window if kind == "sliding_attention" else None):
             raise UnsupportedModel(
@@ -94,16 +124,28 @@ def rope_types(parameters: Any) -> set[str]:
 
 
 def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
+    hidden, seen = run_packed(model, documents)
+    results = []
+    for states, document in zip(hidden, documents, strict=True):
+        targets = torch.from_numpy(document[1:]).to(model.device)
+        results.append(token_logprobs(states[:-1], Head.of(model), targets, 1.0)[0])
+    return results, seen
+
+
+def packed_hidden(body: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
+    """Hidden states in units of their mean size, so that one measure of rounding serves every model."""
+    hidden, seen = run_packed(body, documents)
+    wide = [states.to(torch.promote_types(states.dtype, torch.float32)) for states in hidden]
+    return [states / states.abs().mean() for states in wide], seen
+
+
+def run_packed(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
     ids = torch.from_numpy(np.concatenate(documents)).to(model.device)
     positions = torch.from_numpy(np.concatenate([np.arange(len(document)) for document in documents])).to(model.device)
     bounds = np.cumsum([0, *(len(document) for document in documents)])
     context = Packed.of(bounds, model.device)
     hidden = hidden_states(model, ids, positions, context)
-    results = []
-    for start, stop in pairwise(bounds):
-        logprobs, _ = token_logprobs(hidden[start : stop - 1], Head.of(model), ids[start + 1 : stop], 1.0)
-        results.append(logprobs)
-    return results, context.seen
+    return [hidden[start:stop] for start, stop in pairwise(bounds)], context.seen
 
 
 def own_logprobs(model: PreTrainedModel, document: np.ndarray) -> torch.Tensor:
@@ -117,3 +159,16 @@ def own_logprobs(model: PreTrainedModel, document: np.ndarray) -> torch.Tensor:
 
 def mean_gap(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return float((torch.cat(left) - torch.cat(right)).abs().mean())
+
+
+def random_documents(model: PreTrainedModel) -> list[np.ndarray]:
+    random = np.random.default_rng(0)
+    return [random.integers(0, vocabulary(model), length) for length in LENGTHS]
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def name_of(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} ({model.config.model_type})"

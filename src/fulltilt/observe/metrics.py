@@ -176,10 +176,11 @@ def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
     }
 
 
-def summarise_scores(scores: Sequence[Score], *, timeouts: int, excluded: int) -> dict[str, Number]:
-    """What the rewards said of a step's samples. `reward/errors` counts every failed call, those that ran out of time included;
-    `excluded` are the samples left out of the batch. Failed calls have no part in the means."""
-    good = [score for score in scores if score.error is None]
+def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, excluded: int) -> dict[str, Number]:
+    """What the rewards said of a step's samples, given group by group. `reward/errors` counts every failed call, those that ran out of time
+    included; `excluded` are the samples left out of the batch. Failed calls have no part in the means."""
+    flat = [score for of_group in scores for score in of_group]
+    good = [score for score in flat if score.error is None]
     parts: dict[str, list[float]] = {}
     for score in good:
         for name, value in score.parts.items():
@@ -187,19 +188,31 @@ def summarise_scores(scores: Sequence[Score], *, timeouts: int, excluded: int) -
     return {
         **_spread("critic/score", [score.value for score in good]),
         **{f"reward/parts/{name}": float(np.mean(values)) for name, values in parts.items()},
-        "reward/errors": len(scores) - len(good),
+        **_share("reward/groups_with_variance", [len({score.value for score in each if score.error is None}) > 1 for each in scores]),
+        "reward/samples": len(flat),
+        "reward/errors": len(flat) - len(good),
         "reward/timeouts": timeouts,
         "reward/excluded": excluded,
     }
 
 
 def summarise_rows(rows: Sequence[Row]) -> dict[str, Number]:
-    """What the update learns from: rewards per row, advantages per trained token."""
-    advantages = [row.advantages[row.mask] for row in rows if row.advantages is not None]
-    return {
-        **_spread("critic/rewards", [row.reward for row in rows]),
-        **_spread("critic/advantages", np.concatenate(advantages) if advantages else ()),
-    }
+    """What the update learns from: rewards per row, the algorithm's shaping and KL penalty included; the rest per trained token."""
+    totals = [row.reward if row.token_rewards is None else float(row.token_rewards.sum(dtype=np.float64)) for row in rows]
+    advantages, values, returns = (_trained(rows, name) for name in ("advantages", "values", "returns"))
+    found = {**_spread("critic/rewards", totals), **_spread("critic/advantages", advantages)}
+    if not len(values):
+        return found
+    found |= {**_spread("critic/values", values), **_spread("critic/returns", returns)}
+    if (variance := float(np.var(returns))) > 0:
+        found["critic/vf_explained_var"] = 1.0 - float(np.var(returns - values)) / variance
+    return found
+
+
+def _trained(rows: Sequence[Row], name: str) -> np.ndarray:
+    """One per-token field of all rows, at the trained tokens."""
+    arrays = [(getattr(row, name), row.mask) for row in rows if getattr(row, name) is not None]
+    return np.concatenate([array[mask] for array, mask in arrays]).astype(np.float64) if arrays else np.zeros(0)
 
 
 def summarise_lengths(groups: Sequence[Group], max_prompt_tokens: int) -> dict[str, Number]:

@@ -7,7 +7,9 @@
     process    one worker process as the trainer sees it: start, talk, kill with all its descendants
     worker     the same process from inside: limits, loading, calling the user's function
     functions  what `reward.function` may name, how it is called, what it may return
-    gsm8k      the two built-in functions
+    sums       weighted sums of several functions
+    model      the reward model: the texts it reads, its part in the scores
+    gsm8k, math, dapo   the built-in functions
     guard      a small process that kills the workers when the trainer itself was killed
     wire       how a message is framed
 """

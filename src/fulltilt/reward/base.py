@@ -1,7 +1,9 @@
 """The reward pool: groups enter while generation goes on, one score for each sample leaves, in the order of groups and samples.
 
-Functions run in worker processes, one per core, each call with a deadline. Whatever a function does (hang, crash, exit, fork, print,
-eat memory) costs that one call: the run goes on, the failure is counted, shown and scored by the stated policy.
+A group's reward is a weighted sum of functions (`sums`), usually of one. They run in worker processes, one per core, each call with a
+deadline. Whatever a function does (hang, crash, exit, fork, print, eat memory) costs that one call: the run goes on, the failure is
+counted, shown and scored by the stated policy. Where the only reward is the reward model there are no processes, and every score is 0
+until the model's is added (`model`).
 
 Policy of `reward.on_error`: a failed call gives its samples a `Score` with `error` set. Under `exclude` its value is 0.0 and means
 nothing: the loop leaves rows whose score has an error out of the batch and of their group's baseline. Under `score` the value is
@@ -30,6 +32,7 @@ from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Score, UserError
 from fulltilt.reward import functions
 from fulltilt.reward.dispatch import Call, Dispatcher, Outcome
+from fulltilt.reward.sums import Sums, WeightedSum
 from fulltilt.reward.worker import Request, Setup
 
 ERRORS_FILE = "reward_errors.jsonl"
@@ -75,17 +78,20 @@ class RewardStats:
 
 @dataclass(eq=False)
 class _Scores:
-    """The scores of a submitted group as they come in."""
+    """The scores of a submitted group as they come in: for each component of its sum, one for each sample."""
 
-    found: list[Score | None]
+    sum: WeightedSum
+    found: list[list[Score | None]]
+    samples: int
     left: int
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a call's scores belong: samples `first` and following of a group."""
+    """Where a call's scores belong: a component of a group's sum, samples `first` and following."""
 
     group: Group
+    component: int
     first: int
 
 
@@ -105,14 +111,18 @@ class RewardPool:
         self._recent: deque[str] = deque(maxlen=RECENT)
         self._mistake: UserError | None = None
         self._closed = False
-        self._names = list(dict.fromkeys([config.function, *config.sources.values()]))
+        self._sums = Sums(config)
+        self._dispatcher: Dispatcher | None = None
+        if not self._sums.names:
+            _refuse_settings_without_effect(config)
+            return
         self._dispatcher = Dispatcher(self._setup(), _workers(config), config.timeout_s, self._done, self._wake)
         self._dispatcher.start()
         atexit.register(self.close)
 
     def _setup(self) -> Setup:
         try:
-            located = tuple(functions.locate(name) for name in self._names)
+            located = tuple(functions.locate(name) for name in self._sums.names)
         except functions.LoadError as error:
             raise UserError(str(error)) from None
         return Setup(located, dict(self._config.args), int(self._config.memory_gb * 2**30))
@@ -120,26 +130,32 @@ class RewardPool:
     @property
     def memory_limited(self) -> bool:
         """False where the system refused to limit the processes' memory (macOS may)."""
-        return self._dispatcher.memory_limited
+        return self._dispatcher is None or self._dispatcher.memory_limited
 
     def submit(self, group: Group) -> None:
         """Hands a group's samples to the processes and returns at once."""
         self._check()
-        name = self._config.sources.get(group.prompt.data_source, self._config.function)
-        function = self._names.index(name)
-        whole = self._dispatcher.batch[function]
-        spans = [(0, len(group.samples))] if whole and group.samples else [(index, index + 1) for index in range(len(group.samples))]
-        prompt = _pickled_prompt(group)
-        calls = []
+        weighted, samples = self._sums.of(group.prompt.data_source), len(group.samples)
+        found: list[list[Score | None]] = [[None] * samples for _ in weighted.components]
         with self._changed:
             assert group not in self._groups, "a group is submitted once"
-            self._groups[group] = _Scores([None] * len(group.samples), len(group.samples))
-            for first, end in spans:
-                texts = tuple(sample.text for sample in group.samples[first:end])
+            self._groups[group] = _Scores(weighted, found, samples, samples * len(weighted.components))
+            calls = self._calls(group, weighted)
+        if self._dispatcher is not None:
+            self._dispatcher.put(calls)
+
+    def _calls(self, group: Group, weighted: WeightedSum) -> list[Call]:
+        batch = self._dispatcher.batch if self._dispatcher is not None else ()
+        prompt, samples = _pickled_prompt(group), len(group.samples)
+        calls = []
+        for number, component in enumerate(weighted.components):
+            size = max(1, samples) if batch[component.function] else 1
+            for first in range(0, samples, size):
+                texts = tuple(sample.text for sample in group.samples[first : first + size])
                 seed = zlib.crc32(repr((group.prompt.uid, group.samples[first].index, texts)).encode())
-                calls.append(Call(Request(self._next_id, function, prompt, texts, seed), _Place(group, first)))
+                calls.append(Call(Request(self._next_id, component.function, prompt, texts, seed), _Place(group, number, first)))
                 self._next_id += 1
-        self._dispatcher.put(calls)
+        return calls
 
     def collect(self, groups: Sequence[Group]) -> list[list[Score]]:
         """Waits for the scores of these groups; those not yet submitted are submitted now. Each group is collected once."""
@@ -167,7 +183,8 @@ class RewardPool:
             return
         self._closed = True
         atexit.unregister(self.close)
-        self._dispatcher.close()
+        if self._dispatcher is not None:
+            self._dispatcher.close()
 
     def __enter__(self) -> RewardPool:
         return self
@@ -178,7 +195,7 @@ class RewardPool:
     def _check(self) -> None:
         if self._mistake is not None:
             raise self._mistake
-        if self._dispatcher.error is not None:
+        if self._dispatcher is not None and self._dispatcher.error is not None:
             raise self._dispatcher.error
         if self._closed:
             raise RuntimeError("the reward pool is closed")
@@ -190,7 +207,7 @@ class RewardPool:
     def _done(self, call: Call, outcome: Outcome) -> None:
         """On the dispatcher's thread: one call has ended."""
         place: _Place = call.label
-        name = self._names[call.request.function]
+        name = self._sums.names[call.request.function]
         message = f"{name} {outcome.message}"
         if outcome.failure not in (None, "mistake"):
             self._write_error(call, outcome, message)
@@ -204,13 +221,13 @@ class RewardPool:
 
     def _scores(self, call: Call, outcome: Outcome, message: str) -> list[Score]:
         if outcome.failure is None:
-            return [Score(value, parts) for value, parts in outcome.scores]
+            return [Score(value, parts, answer=answer) for value, parts, answer in outcome.scores]
         value = self._config.error_score if self._config.on_error == "score" else 0.0
         return [Score(value, error=message)] * len(call.request.texts)
 
     def _keep(self, place: _Place, scores: Sequence[Score]) -> None:
         group = self._groups[place.group]
-        group.found[place.first : place.first + len(scores)] = scores
+        group.found[place.component][place.first : place.first + len(scores)] = scores
         group.left -= len(scores)
 
     def _count(self, outcome: Outcome, message: str) -> None:
@@ -258,6 +275,15 @@ def _workers(config: RewardConfig) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _refuse_settings_without_effect(config: RewardConfig) -> None:
+    without_effect = sorted(config.model_fields_set - {"function", "sources"})
+    if without_effect:
+        raise UserError(
+            f"{', '.join(f'reward.{key}' for key in without_effect)}: the only reward is reward_model, which calls no function. "
+            "Remove the key, or name a function too"
+        )
+
+
 def _pickled_prompt(group: Group) -> bytes:
     prompt = group.prompt
     values: dict[str, Any] = {
@@ -270,9 +296,12 @@ def _pickled_prompt(group: Group) -> bytes:
 
 
 def _complete(scores: _Scores) -> list[Score]:
-    found = [score for score in scores.found if score is not None]
-    assert len(found) == len(scores.found), "every call has ended"
-    return found
+    complete = []
+    for sample in range(scores.samples):
+        found = [score for of_component in scores.found if (score := of_component[sample]) is not None]
+        assert len(found) == len(scores.found), "every call has ended"
+        complete.append(scores.sum.combine(found))
+    return complete
 
 
 def _mistake(name: str, place: _Place, outcome: Outcome) -> UserError:

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 from fulltilt.records import UserError
 from fulltilt.reward import wire
+from fulltilt.reward.functions import Scored
 from fulltilt.reward.process import Guard, WorkerProcess
 from fulltilt.reward.worker import Request, Setup
 
@@ -40,7 +41,7 @@ Failure = Literal["error", "timeout", "crash", "mistake"]
 class Outcome:
     """How a call ended: scores in the order of its samples, or a failure and what happened, in words that follow the function's name."""
 
-    scores: tuple[tuple[float, dict[str, float]], ...] = ()
+    scores: tuple[Scored, ...] = ()
     failure: Failure | None = None
     message: str = ""
     detail: str = ""
@@ -347,9 +348,12 @@ def _outcome(call: Call, message: dict[str, Any]) -> Outcome:
             return Outcome(failure="error", message=str(message["error"]), detail=detail, seconds=seconds, retried=call.fresh)
         if "mistake" in message:
             return Outcome(failure="mistake", message=str(message["mistake"]), sample=int(message["sample"]), seconds=seconds)
-        scores = tuple((float(value), {str(name): float(part) for name, part in parts.items()}) for value, parts in message["scores"])
+        scores = tuple(
+            (float(value), {str(name): float(part) for name, part in parts.items()}, None if answer is None else str(answer))
+            for value, parts, answer in message["scores"]
+        )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise wire.BadMessage("no answer") from error
-    if len(scores) != len(call.request.texts) or not all(math.isfinite(value) for value, _ in scores):
+    if len(scores) != len(call.request.texts) or not all(math.isfinite(value) for value, *_ in scores):
         raise wire.BadMessage("not one finite score for each sample")
     return Outcome(scores, seconds=seconds, retried=call.fresh)

@@ -1,6 +1,6 @@
 """Reward functions: a name enters, a callable with a known signature leaves; its results are checked here.
 
-A name is `gsm8k`, `gsm8k_flexible` or `FILE.py:NAME`. A function of your own takes any of these by keyword, in verl's names:
+A name is a key of `BUILT_IN` or `FILE.py:NAME`. A function of your own takes any of these by keyword, in verl's names:
 
     single   data_source, solution_str, ground_truth, extra_info, prompt_str        one call for each sample
     batch    data_sources, solution_strs, ground_truths, extra_infos, prompt_strs   one call for each group, lists of equal length
@@ -8,9 +8,9 @@ A name is `gsm8k`, `gsm8k_flexible` or `FILE.py:NAME`. A function of your own ta
 and the keys of `reward.args`. Only what it names is passed; with `**kwargs` the four names of verl and all of `reward.args` are.
 `prompt_str` (the prompt's text) is ours and is passed only when named.
 
-It returns a number (int, float, bool, numpy or torch scalar) or a dict with the number under "score", whose other finite numbers become
-the score's parts; a batch function returns a list of these. Guaranteed: what leaves `RewardFunction.score` is finite, one per sample.
-Free of torch and numpy: worker processes import it.
+It returns a number (int, float, bool, numpy or torch scalar) or a dict with the number under "score"; what it read as the answer, text or
+number, may stand under "pred"; other finite numbers become the score's parts. A batch function returns a list of these. Guaranteed: what
+leaves `RewardFunction.score` is finite, one per sample. Free of torch and numpy: worker processes import it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,36 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
+from importlib import import_module
+from numbers import Integral, Real
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fulltilt.reward import gsm8k
 
-BUILT_IN: Mapping[str, Callable[..., Any]] = {"gsm8k": gsm8k.strict, "gsm8k_flexible": gsm8k.flexible}
+@dataclass(frozen=True)
+class BuiltIn:
+    """Where a built-in function is: its module is imported only if a run names it, since it may need a package or time."""
+
+    module: str
+    attribute: str
+    extra: str | None = None  # the extra of fulltilt that installs what it needs
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "gsm8k": BuiltIn("gsm8k", "strict"),
+    "gsm8k_flexible": BuiltIn("gsm8k", "flexible"),
+    "math": BuiltIn("math", "score", extra="math"),
+    "dapo": BuiltIn("dapo", "score"),
+}
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 SINGLE = (*VERL, "prompt_str")
 BATCH = tuple(f"{name}s" for name in SINGLE)
 GIVEN = "data_source, solution_str, ground_truth, extra_info and prompt_str, or the same with an s for a batch function"
 
-Scored = tuple[float, dict[str, float]]
+ANSWER_LENGTH = 200
+
+Scored = tuple[float, dict[str, float], str | None]  # value, parts, answer
 
 
 class LoadError(Exception):
@@ -91,14 +107,23 @@ class RewardFunction:
 
 
 def checked(result: Any, sample: int) -> Scored:
-    """The score and its parts, or NotANumber."""
+    """The score, its parts and the answer, or NotANumber."""
     if not isinstance(result, Mapping):
-        return _finite(result, sample, result), {}
+        return _finite(result, sample, result), {}, None
     if "score" not in result:
         raise NotANumber(sample, f"a dict without 'score' (its keys: {', '.join(map(str, result)) or 'none'})")
     score = _finite(result["score"], sample, result)
-    others = {str(key): _number(value) for key, value in result.items() if key != "score"}
-    return score, {key: value for key, value in others.items() if value is not None and math.isfinite(value)}
+    others = {str(key): _number(value) for key, value in result.items() if key not in ("score", "pred")}
+    parts = {key: value for key, value in others.items() if value is not None and math.isfinite(value)}
+    return score, parts, answer_text(result.get("pred"))
+
+
+def answer_text(answer: Any) -> str | None:
+    """An answer as votes are counted by it: one spelling for equal numbers, nothing that a UTF-8 file could not hold, no blank."""
+    if not isinstance(answer, (str, Integral)):
+        number = _number(answer)
+        answer = "" if number is None or not math.isfinite(number) else int(number) if number.is_integer() else number
+    return str(answer).strip().encode("utf-8", "replace").decode()[:ANSWER_LENGTH] or None
 
 
 def _finite(value: Any, sample: int, shown: Any) -> float:
@@ -150,7 +175,7 @@ def load(located: Sequence[Located], args: Mapping[str, Any]) -> list[RewardFunc
     functions: list[RewardFunction] = []
     for place in located:
         if place.path is None:
-            functions.append(_bind(place.name, BUILT_IN[place.name], {}))
+            functions.append(_bind(place.name, _built_in(place.name), {}))
             continue
         if place.path not in modules:
             modules[place.path] = _execute(place)
@@ -160,6 +185,16 @@ def load(located: Sequence[Located], args: Mapping[str, Any]) -> list[RewardFunc
             names = ", ".join(place.name for place in located)
             raise LoadError(f"reward.args.{key}: no configured reward function ({names}) takes a parameter {key!r}")
     return functions
+
+
+def _built_in(name: str) -> Callable[..., Any]:
+    place = BUILT_IN[name]
+    try:
+        return getattr(import_module(f"fulltilt.reward.{place.module}"), place.attribute)  # type: ignore[no-any-return]
+    except ImportError as error:
+        assert place.extra is not None, error
+        remedy = f'Install it: pip install "fulltilt[{place.extra}]"'
+        raise LoadError(f"reward function {name!r} needs a package that cannot be imported ({error}). {remedy}") from None
 
 
 def _execute(place: Located) -> ModuleType:

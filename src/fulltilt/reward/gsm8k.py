@@ -1,9 +1,9 @@
 """The GSM8K rewards: a response and the true answer enter, 1 or 0 leaves.
 
 `strict` reads the number right after the last `####`, as the data set's own solutions end; `flexible` reads the last number anywhere.
-Both report `format`: 1.0 when a number stands after the last `####`. Commas between thousands, a dollar sign, a plus sign and a full
-stop at the end are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or not, or a whole GSM8K
-solution. Free of torch and numpy: worker processes import it.
+Both report `format`, 1.0 when a number stands after the last `####`, and `pred`, the number they read. Commas between thousands, a dollar
+sign, a plus sign and a full stop at the end are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or
+not, or a whole GSM8K solution. Free of torch and numpy: worker processes import it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(rf"(?P<sign>(?:(?<![0-9])-)?)\+?(?:\$(?P<inner>-?))?(?P<digits>{_DIGITS})")
 
 
-def strict(solution_str: str, ground_truth: Any) -> dict[str, float]:
+def strict(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """1 if the number after the last `####` is the answer."""
     answer, found = answer_of(ground_truth), _marked_number(solution_str)
-    return {"score": float(found is not None and _equal(found, answer)), "format": float(found is not None)}
+    return _result(found, answer, marked=found is not None)
 
 
-def flexible(solution_str: str, ground_truth: Any) -> dict[str, float]:
+def flexible(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """1 if the last number of the text is the answer."""
     answer, found = answer_of(ground_truth), _last_number(solution_str)
-    marked = _marked_number(solution_str) is not None
-    return {"score": float(found is not None and _equal(found, answer)), "format": float(marked)}
+    return _result(found, answer, marked=_marked_number(solution_str) is not None)
+
+
+def _result(found: str | None, answer: str, *, marked: bool) -> dict[str, Any]:
+    return {"score": float(found is not None and _equal(found, answer)), "format": float(marked), "pred": found and _shortest(found)}
 
 
 def answer_of(ground_truth: Any) -> str:
@@ -61,6 +64,14 @@ def _last_number(text: str) -> str | None:
 def _normal(match: re.Match[str]) -> str:
     negative = match["sign"] or match["inner"]
     return ("-" if negative else "") + match["digits"].replace(",", "")
+
+
+def _shortest(number: str) -> str:
+    """One spelling for equal numbers: 18, 18.0 and 018 are the same vote."""
+    sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
+    whole, _, fraction = digits.partition(".")
+    text = (whole.lstrip("0") or "0") + f".{fraction}".rstrip("0").rstrip(".")
+    return "0" if text == "0" else sign + text
 
 
 def _equal(found: str, answer: str) -> bool:

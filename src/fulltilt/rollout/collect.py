@@ -1,16 +1,25 @@
 """Collecting a step's groups.
 
-Enters: the step's prompts. Leaves: one group for each, in prompt order whatever order they finished in. Guaranteed: `on_group` sees each
-group the moment it is complete, so that rewards run while generation goes on.
+`collect` is one round. Enters: prompts. Leaves: one group for each, in prompt order whatever order they finished in. Guaranteed:
+`on_group` sees each group the moment it is complete, so that rewards run while generation goes on.
+
+`fill` is dynamic sampling. Enters: how many useful groups a step wants, those left over from earlier steps, and a way to ask for a round
+of new ones. Leaves: the groups to train on and those left over. Guaranteed: the oldest come first, and within a round prompt order is
+kept; no useful group is lost or used twice; no round is asked for once there are enough, nor more than `max_rounds`; when these run out
+the step gets fewer groups instead of failing. Free of torch, as is all of this file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from fulltilt.records import Group, Prompt
-from fulltilt.rollout.engine import Engine
-from fulltilt.rollout.sampler import Sampling
+from fulltilt.records import Group, Prompt, Score
+
+if TYPE_CHECKING:
+    from fulltilt.rollout.engine import Engine
+    from fulltilt.rollout.sampler import Sampling
 
 
 def collect(
@@ -21,3 +30,44 @@ def collect(
         on_group(group)
         finished[id(group.prompt)] = group
     return tuple(finished[id(prompt)] for prompt in prompts)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A group with its scores, and the step in which it was sampled."""
+
+    group: Group
+    scores: tuple[Score, ...]  # one per sample
+    step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Filled:
+    """What a step got."""
+
+    kept: tuple[Kept, ...]  # to train on: as many as wanted, or fewer when the rounds ran out
+    surplus: tuple[Kept, ...]  # useful ones beyond, for the next step
+    sampled: tuple[Kept, ...]  # all of this step's rounds, useful or not
+    rounds: int
+    dropped: int  # of the sampled ones, those that were not useful
+
+
+def fill(
+    wanted: int, surplus: Sequence[Kept], ask: Callable[[int], Sequence[Kept]], useful: Callable[[Kept], bool], max_rounds: int
+) -> Filled:
+    """`ask` gets the number of the round in this step, from 0, and returns all its groups, scored, in prompt order. `surplus` is that of
+    the step before: its groups are known to be useful."""
+    ready, sampled = list(surplus), list[Kept]()
+    rounds = 0
+    while len(ready) < wanted and rounds < max_rounds:
+        found = ask(rounds)
+        rounds += 1
+        sampled += found
+        ready += filter(useful, found)
+    return Filled(
+        kept=tuple(ready[:wanted]),
+        surplus=tuple(ready[wanted:]),
+        sampled=tuple(sampled),
+        rounds=rounds,
+        dropped=len(surplus) + len(sampled) - len(ready),
+    )

@@ -49,6 +49,20 @@ class EngineStats:
     seconds: float
     version: int
 
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """Of several calls: counts are added, of heights the highest."""
+        return EngineStats(
+            prefill_tokens=self.prefill_tokens + other.prefill_tokens,
+            shared_tokens=self.shared_tokens + other.shared_tokens,
+            decode_tokens=self.decode_tokens + other.decode_tokens,
+            passes=self.passes + other.passes,
+            preemptions=self.preemptions + other.preemptions,
+            most_running=max(self.most_running, other.most_running),
+            kv_use=max(self.kv_use, other.kv_use),
+            seconds=self.seconds + other.seconds,
+            version=max(self.version, other.version),
+        )
+
     def metrics(self) -> dict[str, float]:
         prompts = self.prefill_tokens + self.shared_tokens
         return {
@@ -60,6 +74,9 @@ class EngineStats:
             "rollout/kv_use": self.kv_use,
             "rollout/prefix_hit_rate": self.shared_tokens / prompts if prompts else 0.0,
         }
+
+
+NO_STATS = EngineStats(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
 
 
 class Engine(Protocol):
@@ -118,7 +135,7 @@ class NativeEngine:
         self.limits = limits
         self.runner = Runner(model, layers, limits.blocks, limits.block_tokens)
         self.version = 0
-        self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
+        self._stats = NO_STATS
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
         self._check_size(prompts, sampling)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.model.attention import LayerShape, Paged
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.heads import Head, project
+from fulltilt.model.heads import Head
 from fulltilt.rollout.scheduler import Pass
 
 
@@ -59,7 +59,7 @@ class Runner:
         hidden = hidden_states(self.model, torch.tensor(ids, device=device), torch.from_numpy(positions).to(device), self._context(step))
         ends = np.cumsum([work.count for work in step.work]) - 1
         drawn = [int(end) for end, work in zip(ends, step.work, strict=True) if work.samples]
-        return project(hidden[torch.tensor(drawn, dtype=torch.int64, device=device)], self.head.weight, self.head.bias)
+        return self.head.logits(hidden[torch.tensor(drawn, dtype=torch.int64, device=device)])
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fulltilt.config import TrainConfig
+from fulltilt.records import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -37,8 +38,14 @@ def learning_rate(config: TrainConfig, update: int, total: int) -> float:
 
 
 class Optimizer:
-    def __init__(self, model: torch.nn.Module, config: TrainConfig, total_updates: int) -> None:
+    """Over all parameters of `model` that require a gradient.
+
+    `keeps_parameters`: their values go into checkpoints with the moments, because nothing else there holds them (a critic, adapters).
+    """
+
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, total_updates: int, *, keeps_parameters: bool = False) -> None:
         self.config = config
+        self.keeps_parameters = keeps_parameters
         self.total_updates = total_updates
         self.updates = 0  # tried, skipped ones included: the schedule goes by this
         self.skipped = 0
@@ -98,11 +105,13 @@ class Optimizer:
                 parameter.copy_(self._masters[name])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a checkpoint must hold beside the model itself."""
+        """Everything that a checkpoint must hold beside the model itself, and the trained parameters too if it keeps them."""
         result: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
                 result[f"master/{name}"] = master
+            elif self.keeps_parameters:
+                result[f"parameter/{name}"] = master
             for moment in MOMENTS:
                 result[f"{moment}/{name}"] = self._adam.state[master][moment]
             result[f"step/{name}"] = self._adam.state[master]["step"]
@@ -111,15 +120,39 @@ class Optimizer:
     @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], updates: int, skipped: int) -> None:
         own = self.tensors()
-        if own.keys() != tensors.keys():
-            odd = sorted(own.keys() ^ tensors.keys())
-            raise ValueError(f"the checkpoint's optimizer does not fit this model: {', '.join(odd[:4])}")
+        refuse_misfits(own, tensors)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
         for name, parameter in self._parameters.items():
             if self._masters[name] is not parameter:
                 parameter.copy_(self._masters[name])
         self.updates, self.skipped = updates, skipped
+
+
+@torch.no_grad()
+def restore_parameters(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """The trained parameters alone, from what an optimizer that keeps them has saved: for a model that is only run."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            saved = tensors.get(f"parameter/{name}", tensors.get(f"master/{name}"))
+            if saved is None:
+                raise UserError(f"the checkpoint does not hold {name}. Use the [lora] settings that it was saved with")
+            parameter.copy_(saved)
+
+
+def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
+    misfits = [f"{name} is not in the checkpoint" for name in own if name not in saved]
+    misfits += [f"{name} is in the checkpoint only" for name in saved if name not in own]
+    misfits += [
+        f"{name} has the shape {list(saved[name].shape)} in the checkpoint and {list(tensor.shape)} now"
+        for name, tensor in own.items()
+        if name in saved and tensor.shape != saved[name].shape
+    ]
+    if misfits:
+        raise UserError(
+            f"the checkpoint's optimizer does not fit this model: {'; '.join(misfits[:3])}{' …' if len(misfits) > 3 else ''}. "
+            "Resume with the model, model.dtype and [lora] settings that it was saved with, or start anew in another run.dir"
+        )
 
 
 def accumulate(parameter: torch.Tensor) -> None:

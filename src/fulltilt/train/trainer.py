@@ -1,72 +1,71 @@
 """One optimizer step from one mini-batch.
 
 `accumulate`, then `apply`. Enters: a `MiniBatch` whose weights hold the global denominator, and a loss. Leaves: changed parameters and
-metrics. Guaranteed: the gradient is that of the whole mini-batch however it is cut into micro-batches; one that is not finite changes
-nothing and shows.
+metrics, the optimizer's under the role's name. Guaranteed: the gradient is that of the whole mini-batch however it is cut into
+micro-batches; one that is not finite changes nothing and shows.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
-import numpy as np
 import torch
 
-from fulltilt.records import LossParts, MicroBatch, MiniBatch, TokenTerms
+from fulltilt.records import LossParts, MiniBatch
 from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Role
+from fulltilt.train.roles import Learner
 
-Loss = Callable[[TokenTerms], LossParts]
+Terms = TypeVar("Terms")
 
 
-class Trainer:
-    def __init__(self, actor: Role, loss: Loss, *, entropy_gradient: bool) -> None:
-        assert actor.optimizer is not None
-        self.actor = actor
-        self.optimizer: Optimizer = actor.optimizer
+class Trainer(Generic[Terms]):
+    def __init__(self, role: Learner[Terms], loss: Callable[[Terms], LossParts]) -> None:
+        assert role.optimizer is not None
+        self.role = role
+        self.optimizer: Optimizer = role.optimizer
         self.loss = loss
-        self.entropy_gradient = entropy_gradient
 
     def accumulate(self, batch: MiniBatch) -> dict[str, float]:
         """Gradients of the whole mini-batch, on top of what is there."""
-        sums: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=self.actor.model.device))
-        weighted: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=self.actor.model.device))
+        sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
         for micro in batch.micro_batches:
             if not len(micro.trained):
                 continue
-            parts = self.loss(self._terms(micro))
+            parts = self.loss(self.role.terms(micro))
             parts.loss.backward()  # type: ignore[no-untyped-call]
-            for name, value in parts.sums.items():
-                sums[name] = sums[name] + value.detach()
-            for name, value in parts.weighted.items():
-                weighted[name] = weighted[name] + value.detach()
+            sums.add(parts.sums)
+            weighted.add(parts.weighted)
+            numerators.add({name: ratio[0] for name, ratio in parts.ratios.items()})
+            counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
         tokens = max(1, batch.trained_tokens)
-        return {name: float(value) / tokens for name, value in sums.items()} | {name: float(value) for name, value in weighted.items()}
+        of = counts.numbers()
+        return {
+            **{name: value / tokens for name, value in sums.numbers().items()},
+            **weighted.numbers(),
+            **{name: value / of[name] for name, value in numerators.numbers().items() if of[name]},
+        }
 
     def apply(self) -> dict[str, float]:
         """One optimizer step with the gradients that are there."""
         report = self.optimizer.step()
         return {
-            "actor/grad_norm": report.grad_norm,
-            "actor/lr": report.lr,
-            "actor/skipped_updates": float(report.skipped),
+            f"{self.role.name}/grad_norm": report.grad_norm,
+            f"{self.role.name}/lr": report.lr,
+            f"{self.role.name}/skipped_updates": float(report.skipped),
         }
 
-    def _terms(self, micro: MicroBatch) -> TokenTerms:
-        logprobs, entropy = self.actor.run(micro)
 
-        def on_device(array: np.ndarray | None) -> torch.Tensor | None:
-            return None if array is None else torch.from_numpy(array).to(device=logprobs.device, dtype=logprobs.dtype)
+class Totals:
+    """Sums by name, kept on the device: reading one costs a wait, so they are read once, at the end."""
 
-        weights = on_device(micro.weights)
-        assert weights is not None
-        return TokenTerms(
-            logprobs=logprobs,
-            entropy=entropy if self.entropy_gradient else entropy.detach(),
-            weights=weights,
-            rollout_logprobs=on_device(micro.rollout_logprobs),
-            old_logprobs=on_device(micro.old_logprobs),
-            ref_logprobs=on_device(micro.ref_logprobs),
-            advantages=on_device(micro.advantages),
-        )
+    def __init__(self, device: torch.device) -> None:
+        self._found: dict[str, torch.Tensor] = defaultdict(lambda: torch.zeros((), device=device))
+
+    def add(self, values: Mapping[str, torch.Tensor]) -> None:
+        for name, value in values.items():
+            self._found[name] = self._found[name] + value.detach()
+
+    def numbers(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self._found.items()}

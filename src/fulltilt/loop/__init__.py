@@ -1,0 +1,6 @@
+"""The run: steps, validation, checkpoints, resume. `train` and `evaluate` are the ways in."""
+
+from fulltilt.loop.opening import evaluate, train
+from fulltilt.loop.run import Summary
+
+__all__ = ["Summary", "evaluate", "train"]

@@ -1,0 +1,134 @@
+"""From prompts to scored groups to rows.
+
+Enters: the parts of a run and prompts. Leaves: groups with a score for each sample, and the rows that the trainer sees. Guaranteed: groups
+are in prompt order and rows in the order of groups; what the reward model says is in the scores like any other reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fulltilt.algo.base import Algorithm
+from fulltilt.batching.pack import MicroSizing, forward_micro_batches, scatter
+from fulltilt.cluster.local import Parts
+from fulltilt.config import Config
+from fulltilt.observe.console import Console
+from fulltilt.records import Group, Prompt, Row, Score
+from fulltilt.reward.base import RewardPool
+from fulltilt.reward.model import add_model_scores, model_weight
+from fulltilt.rollout.collect import Kept, collect
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.train.roles import Annotator
+
+
+def training_sampling(config: Config) -> Sampling:
+    rollout = config.rollout
+    return Sampling(
+        samples=config.algorithm.samples_per_prompt,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop=tuple(rollout.stop),
+    )
+
+
+def validation_sampling(config: Config) -> Sampling:
+    section = config.eval
+    return replace(
+        training_sampling(config),
+        samples=section.samples_per_prompt,
+        max_new_tokens=section.max_new_tokens or config.rollout.max_new_tokens,
+        temperature=section.temperature,
+        top_p=section.top_p,
+        top_k=section.top_k,
+    )
+
+
+def greedy_sampling(config: Config) -> Sampling:
+    return replace(training_sampling(config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
+
+
+def sample_groups(parts: Parts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
+    """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
+    assert parts.engine and parts.reward
+    groups = collect(parts.engine, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
+    parts.engine.release()
+    return groups
+
+
+def hand_to(reward: RewardPool, console: Console, total: int) -> Callable[[Group], None]:
+    """For `collect`: every group goes to the rewards the moment it is complete, and shows as progress."""
+    done = 0
+
+    def hand_over(group: Group) -> None:
+        nonlocal done
+        reward.submit(group)
+        done += 1
+        console.phase_progress(done, total)
+
+    return hand_over
+
+
+def score_groups(parts: Parts, console: Console, config: Config, groups: Sequence[Group]) -> list[list[Score]]:
+    """The scores of groups that `sample_groups` gave, in their order."""
+    assert parts.reward
+    scores = parts.reward.collect(groups)
+    if parts.reward_model is None:
+        return scores
+    judged = [group for group in groups if model_weight(group, config.reward) is not None]
+    rows = annotate(
+        parts.reward_model.encoder.rows(judged), parts.reward_model.role, parts.forward_sizes["reward_model"], "values", console
+    )
+    numbers = iter(float(row.values[-1]) for row in rows if row.values is not None)
+    of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
+    return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
+
+
+def annotate(rows: list[Row], role: Annotator, sizing: MicroSizing, field: str, console: Console) -> list[Row]:
+    """The rows with what the role says of each trained token, as `field`."""
+    micro_batches = forward_micro_batches(rows, sizing)
+    found = []
+    for number, micro in enumerate(micro_batches, 1):
+        found.append(role.annotate(micro))
+        console.phase_progress(number, len(micro_batches))
+    return scatter(rows, micro_batches, found, field)
+
+
+def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray:
+    """The rewards of a group that are trained on."""
+    return np.array([score.value for score in scores if score.error is None or not exclude_errors], dtype=np.float64)
+
+
+def make_rows(
+    kept: Sequence[Kept], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
+) -> list[Row]:
+    """Samples as the trainer sees them, in prompt order; those whose reward failed are left out if the policy says so, and those whose
+    baseline failed have nothing to be compared with."""
+    rows = []
+    compared: Sequence[Score | None] = [None] * len(kept) if baselines is None else baselines
+    for number, (entry, baseline) in enumerate(zip(kept, compared, strict=True)):
+        prompt = entry.group.prompt.ids
+        nothing = np.zeros(len(prompt), dtype=np.float32)
+        if baseline is not None and baseline.error is not None and exclude_errors:
+            continue
+        for sample, score in zip(entry.group.samples, entry.scores, strict=True):
+            if score.error is not None and exclude_errors:
+                continue
+            shaped: dict[str, Any] = {} if baseline is None else {"baseline": baseline.value}
+            rows.append(
+                Row(
+                    ids=np.concatenate([prompt, sample.ids]),
+                    mask=np.arange(len(prompt) + len(sample.ids)) >= len(prompt),
+                    group=number,
+                    reward=score.value + (algorithm.overlong(len(sample.ids)) if algorithm.overlong else 0.0),
+                    lag=step - entry.step,
+                    rollout_logprobs=np.concatenate([nothing, sample.logprobs]),
+                    **shaped,
+                )
+            )
+    return rows

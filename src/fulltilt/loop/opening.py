@@ -1,0 +1,196 @@
+"""Opening a run: its folder, the checkpoint to go on from, its parts; then training or evaluation.
+
+Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: two processes never write to one run folder;
+a run is resumed only with the configuration and the data it was started with, unless the user insists; into a new folder nothing is written
+before configuration, reward, data and model are known to be well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fulltilt import config as configuration
+from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, assemble
+from fulltilt.config import Config
+from fulltilt.data.order import Cursor
+from fulltilt.data.prompts import PromptSet
+from fulltilt.loop.run import Progress, Run, Summary
+from fulltilt.loop.validation import validate
+from fulltilt.observe.console import Console
+from fulltilt.observe.loggers import open_loggers
+from fulltilt.observe.metrics import MetricsFile, RolloutFiles
+from fulltilt.records import UserError
+from fulltilt.rollout import surplus
+from fulltilt.rollout.collect import Kept
+from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
+
+PLAN = "plan.json"
+
+
+def train(config: Config, console: Console) -> Summary:
+    """Run `config` to its end, from the newest intact checkpoint of its folder if there is one."""
+    folder = Path(config.run.dir)
+    store = CheckpointStore(folder / "checkpoints", config.run.keep)
+    with contextlib.ExitStack() as stack:
+        # A folder that holds a run is locked before it is read; into a new one nothing is written before all is known to be well.
+        known = store.folder.is_dir()
+        if known:
+            stack.enter_context(one_process(folder))
+        found, changed = find_checkpoint(config, store, console)
+        for text in configuration.warnings(config):
+            console.warn(text)
+        parts = assemble(config, found, kept=kept_budgets(config, folder, found, changed))
+        stack.callback(parts.close)
+        check_data(config, parts, found, console)
+        for text in (*parts.notes, *parts.plan.words):
+            console.note(text)
+        store.require_space(checkpoint_bytes(parts))
+        if not known:
+            stack.enter_context(one_process(folder))
+        progress = open_folder(config, parts, folder, found, console)
+        loggers = stack.enter_context(open_loggers(config.log, folder, configuration.snapshot(config), progress.step, console.warn))
+        for text in loggers.hints:
+            console.note(text)
+        return Run(config, parts, store, progress, console, loggers).train()
+
+
+def checkpoint_bytes(parts: Parts) -> int:
+    return parts.export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in parts.tensors().values())
+
+
+def find_checkpoint(config: Config, store: CheckpointStore, console: Console) -> tuple[Checkpoint | None, list[str]]:
+    """The checkpoint to go on from, and the keys that changed since."""
+    found = store.latest()
+    for text in store.skipped:
+        console.warn(f"not intact and passed over: {text}")
+    if found is None:
+        if store.skipped:
+            raise UserError(
+                f"{store.folder} holds checkpoints but none that can be used: {'; '.join(store.skipped)}. Restore one, use another "
+                f"run.dir, or delete {store.folder} to start over"
+            )
+        return None, []
+    where = f"{config.run.dir} holds a run at step {found.step}"
+    if config.run.resume == "never":
+        raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to go on")
+    saved, now = found.state()["config"], configuration.snapshot(config)
+    changed = configuration.differences(saved, now)
+    if changed and config.run.resume == "auto":
+        raise UserError(
+            f"{where} that was started with other values of {', '.join(changed)}. Use another run.dir for a new run, give the old values "
+            "to go on, or set run.resume = force to go on with the new ones"
+        )
+    if changed:
+        console.warn(f"going on although these keys changed: {', '.join(changed)}")
+    if config.train.schedule != "constant" and any(saved[key] != now[key] for key in ("run.steps", "run.epochs")):
+        console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
+    console.note(f"going on from step {found.step} ({found.path})")
+    return found, changed
+
+
+def kept_budgets(config: Config, folder: Path, found: Checkpoint | None, changed: list[str]) -> dict[str, Any] | None:
+    """The sizes to compute in again, for the same bits: the checkpoint's, or those a run killed before its first checkpoint had."""
+    if found:
+        return None if changed else found.state()["budgets"]
+    try:
+        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return None if configuration.differences(plan["config"], configuration.snapshot(config)) else plan["budgets"]
+
+
+def check_data(config: Config, parts: Parts, found: Checkpoint | None, console: Console) -> None:
+    """Other rows under the same path would make another run of it."""
+    if found is None or found.state()["data"] == parts.data_digest:
+        return
+    if config.run.resume != "force":
+        raise UserError(
+            f"data.train: its rows are not those that the run in {config.run.dir} was started with. Bring them back, use another run.dir "
+            "for a new run, or set run.resume = force to go on with the new ones"
+        )
+    console.warn("going on although the rows of data.train changed")
+
+
+def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
+    """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration and the plan beside them."""
+    state = found.state() if found else None
+    try:
+        (folder / "run.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+        plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
+        partial = folder / f"{PLAN}.partial"
+        partial.write_text(json.dumps(plan, indent=1), encoding="utf-8")
+        partial.replace(folder / PLAN)
+    except OSError as error:
+        raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}. Choose another folder") from error
+    metrics = MetricsFile(folder / "metrics.jsonl")
+    warning = metrics.truncate(state["metrics_offset"] if state else 0)
+    metrics.close()
+    if warning:
+        console.warn(warning)
+    RolloutFiles(folder / "rollouts", config.run.save_rollouts).truncate(state["step"] if state else 0)
+    if found is None or state is None:
+        return Progress()
+    return Progress(
+        step=state["step"],
+        cursor=Cursor(**state["cursor"]),
+        surplus=carried_over(parts, found, state, console),
+        reward_kl_coef=state.get("reward_kl_coef"),
+        streaks=tuple(sorted(state.get("health", {}).items())),
+    )
+
+
+def carried_over(parts: Parts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[Kept, ...]:
+    """The groups that were sampled before the checkpoint and not yet trained on."""
+    if not state["surplus"]:
+        return ()
+    assert isinstance(parts.train_data, PromptSet)
+    prefix = SURPLUS_TENSORS
+    arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in found.tensors().items() if name.startswith(prefix)}
+    kept, lost = surplus.unpack(arrays, state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.prompts})
+    if lost:
+        console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
+    return tuple(kept)
+
+
+@contextlib.contextmanager
+def one_process(folder: Path) -> Iterator[None]:
+    """Two processes in one run folder would destroy each other's work."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}. Choose another folder") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"run.dir: another process is running in {folder}. Wait for it, or use another folder") from None
+        yield
+
+
+def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any]:
+    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest checkpoint of `run.dir`."""
+    if config.data.val is None:
+        raise UserError("data.val: nothing to evaluate on. Set data.val")
+    found = None
+    if latest:
+        store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
+        found = store.latest()
+        if found is None:
+            raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
+    parts = assemble(config, found, training=False)
+    try:
+        for text in parts.notes:
+            console.note(text)
+        console.begin_step(found.step if found else 0)
+        with console.run(total=1), console.phase("eval"):
+            metrics = validate(config, parts, console).metrics
+        return {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0, **metrics}
+    finally:
+        parts.close()

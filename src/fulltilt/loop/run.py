@@ -1,0 +1,395 @@
+"""The steps of a run, one after another.
+
+Enters: a configuration, its parts, the place to go on from. Leaves: checkpoints, metrics and rollouts in the run's folder, and a summary.
+Guaranteed: after a kill at any moment the run resumes from its newest intact checkpoint and ends with the very files an uninterrupted run
+would have written, timings aside; Ctrl-C leaves a checkpoint of the last whole step. A step is `rl_step` or `sft_step`: one line a phase.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from fulltilt import config as configuration
+from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.batching.schedule import split_minibatches
+from fulltilt.cluster.local import SURPLUS_TENSORS, Parts
+from fulltilt.config import Config
+from fulltilt.data.order import Cursor, InEpochs
+from fulltilt.loop.experience import (
+    annotate,
+    good_rewards,
+    greedy_sampling,
+    make_rows,
+    sample_groups,
+    score_groups,
+    training_sampling,
+)
+from fulltilt.loop.interrupts import Interrupted, Interrupts
+from fulltilt.loop.validation import validate
+from fulltilt.observe import metrics as measure
+from fulltilt.observe.console import Console
+from fulltilt.observe.health import Health, Unhealthy, last_good
+from fulltilt.observe.loggers import Loggers
+from fulltilt.observe.metrics import MetricsFile, RolloutFiles
+from fulltilt.records import Group, MiniBatch, Prompt, Row, Score, UserError
+from fulltilt.rollout import surplus
+from fulltilt.rollout.collect import Filled, Kept, fill
+from fulltilt.rollout.engine import NO_STATS
+from fulltilt.rollout.sampler import Sampling, sample_seed
+from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.train.trainer import Trainer
+
+Metrics = dict[str, float]
+
+# What a need of the algorithm means: the phase it is, and the role that is asked.
+ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-logprob", "ref"), "values": ("values", "critic")}
+START = Cursor()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run has come. With the parameters and the optimizers, this is all there is to save."""
+
+    step: int = 0
+    cursor: Cursor = START
+    surplus: tuple[Kept, ...] = ()  # groups sampled and not yet trained on
+    reward_kl_coef: float | None = None  # of the next step; None: as the algorithm starts
+    streaks: tuple[tuple[str, int], ...] = ()  # steps in a row for which each rule of health has held
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run achieved."""
+
+    dir: str
+    steps: int
+    seconds: float  # of this process, set-up left out
+    tokens: int
+    reward_first: float | None
+    reward_last: float | None
+    interrupted: bool = False
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Run:
+    def __init__(
+        self, config: Config, parts: Parts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers
+    ) -> None:
+        self.config = config
+        self.parts = parts
+        self.store = store
+        self.progress = progress
+        self.console = console
+        self.loggers = loggers
+        self.interrupts = Interrupts()
+        self.health = Health(config.health, dict(progress.streaks))
+        folder = Path(config.run.dir)
+        self.metrics = MetricsFile(folder / "metrics.jsonl")
+        self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
+        self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
+        self._saved_step = progress.step  # what the run resumed from is there already
+        self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
+        self._tokens = 0
+        self._engine_stats = NO_STATS  # of the step in progress
+
+    # -- the steps ------------------------------------------------------------------------------------------------------------------
+
+    def rl_step(self, step: int) -> Metrics:
+        config, parts, phase = self.config, self.parts, self.console.phase
+        assert parts.engine and parts.reward
+        before, self._engine_stats = parts.reward.stats(), NO_STATS
+        filled, cursor = self._sample(step)
+        baselines = self._baselines(filled.kept) if "baseline" in parts.algorithm.needs else None
+        rows = make_rows(filled.kept, parts.algorithm, step, exclude_errors=self._exclude_errors, baselines=baselines)
+        for need in sorted(parts.algorithm.needs & ANNOTATIONS.keys()):
+            name, role = ANNOTATIONS[need]
+            with phase(name):
+                rows = annotate(rows, parts.role(role), parts.forward_sizes[role], need, self.console)
+        with phase("advantage"):
+            rows, coef, penalty = self._penalise(rows)
+            rows = parts.algorithm.advantage(rows)
+        updated: Metrics = {}
+        if parts.critic_trainer:
+            with phase("update-critic"):
+                updated |= self._update(rows, parts.critic_trainer)
+        if step > parts.algorithm.critic_warmup:
+            with phase("update-actor"):
+                updated |= self._update(rows, self._trainer)
+        with phase("sync"):
+            parts.engine.sync(step)
+
+        self.rollouts.write(step, [entry.group for entry in filled.kept], [entry.scores for entry in filled.kept])
+        self.interrupts.hold()  # a step that made no update holds only here
+        self.progress = Progress(step, cursor, tuple(filled.surplus), coef)
+        reward_stats = parts.reward.stats().since(before)
+        if reward_stats.failed:
+            self.console.warn(f"step {step}: {reward_stats}")
+        groups, scores = [entry.group for entry in filled.sampled], [entry.scores for entry in filled.sampled]
+        response, total = measure.count_tokens(groups)
+        return {
+            **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=self._excluded(filled.kept, rows)),
+            **measure.summarise_rows(rows),
+            **penalty,
+            **updated,
+            **measure.summarise_lengths(groups, config.data.max_prompt_tokens),
+            **self._rounds(filled, rows),
+            **(self._engine_stats.metrics() if config.rollout.log_stats else {}),
+            **self._times(response, total),
+        }
+
+    def sft_step(self, step: int) -> Metrics:
+        taken, cursor = self._take(cast("InEpochs[Row]", self.parts.train_data), self.progress.cursor)
+        rows = [replace(row, group=place) for place, row in enumerate(taken)]
+        with self.console.phase("update-actor"):
+            updated = self._update(rows, self._trainer)
+        self.interrupts.hold()
+        self.progress = Progress(step, cursor)
+        trained, total = sum(int(row.mask.sum()) for row in rows), sum(row.tokens for row in rows)
+        return {**updated, **self._times(trained, total)}
+
+    # -- their parts ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _exclude_errors(self) -> bool:
+        return self.config.reward.on_error == "exclude"
+
+    @property
+    def _trainer(self) -> Trainer[Any]:
+        assert self.parts.trainer
+        return self.parts.trainer
+
+    def _take(self, data: InEpochs[Any], cursor: Cursor, count: int | None = None) -> tuple[tuple[Any, ...], Cursor]:
+        return data.take(cursor, count or self.config.algorithm.prompts_per_step, self.config.run.seed, self.config.data.shuffle)
+
+    def _sample(self, step: int) -> tuple[Filled, Cursor]:
+        """The step's groups, scored. Without dynamic sampling one round gives them all; with it, rounds follow until enough of them teach
+        something."""
+        config, parts, dynamic = self.config, self.parts, self.parts.algorithm.dynamic
+        cursor = self.progress.cursor
+        prompts_per_round = dynamic.prompts_per_round if dynamic else config.algorithm.prompts_per_step
+
+        def ask(number: int) -> list[Kept]:
+            nonlocal cursor
+            prompts, cursor = self._take(cast("InEpochs[Prompt]", parts.train_data), cursor, prompts_per_round)
+            with self.console.phase("rollout"):
+                seed = int(sample_seed(config.run.seed, number, step))
+                groups = self._generate(prompts, training_sampling(config), seed)
+            with self.console.phase("reward"):
+                scores = score_groups(parts, self.console, config, groups)
+            return [Kept(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
+
+        def useful(entry: Kept) -> bool:
+            return dynamic is None or dynamic.useful(good_rewards(entry.scores, exclude_errors=self._exclude_errors))
+
+        filled = fill(config.algorithm.prompts_per_step, self.progress.surplus, ask, useful, dynamic.max_rounds if dynamic else 1)
+        if dynamic and len(filled.kept) < config.algorithm.prompts_per_step:
+            self.console.warn(
+                f"step {step}: {len(filled.kept)} of {config.algorithm.prompts_per_step} groups after {filled.rounds} rounds of sampling "
+                f"(algorithm.max_rounds); in {filled.dropped} all rewards were equal. The step goes on with what it has"
+            )
+        return filled, cursor
+
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
+        assert self.parts.engine
+        groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
+        self._engine_stats += self.parts.engine.stats()
+        return groups
+
+    def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
+        """The score of each prompt's greedy sample."""
+        prompts = [entry.group.prompt for entry in kept]
+        with self.console.phase("rollout"):
+            groups = self._generate(prompts, greedy_sampling(self.config), self.config.run.seed)
+        with self.console.phase("reward"):
+            return [of_group[0] for of_group in score_groups(self.parts, self.console, self.config, groups)]
+
+    def _penalise(self, rows: list[Row]) -> tuple[list[Row], float | None, Metrics]:
+        """Rewards less the KL penalty, and the penalty's weight in the next step."""
+        penalty = self.parts.algorithm.reward_kl
+        if penalty is None:
+            return rows, None, {}
+        coef = penalty.coef if self.progress.reward_kl_coef is None else self.progress.reward_kl_coef
+        if not rows:
+            return rows, coef, {}
+        rows, mean_kl = penalty.penalise(rows, coef)
+        metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
+        return rows, penalty.next_coef(coef, mean_kl, len(rows)), metrics
+
+    def _update(self, rows: Sequence[Row], trainer: Trainer[Any]) -> Metrics:
+        """Every optimizer step that a role makes in this step. After the first one, Ctrl-C waits for the step's end."""
+        algorithm, name = self.config.algorithm, trainer.role.name
+        trainer.optimizer.zero_grad()
+        found: list[Metrics] = []
+        for epoch in range(algorithm.epochs):
+            batches = self._minibatches(rows, self.parts.update_sizes[name])
+            for number, batch in enumerate(batches, 1):
+                metrics = trainer.accumulate(batch)
+                self.interrupts.hold()
+                found.append(metrics | trainer.apply())
+                self.console.phase_progress(epoch * len(batches) + number, algorithm.epochs * len(batches))
+        if not found:
+            self.console.warn("no sample of this step can be trained on: its update is left out")
+        skipped = sum(metrics.pop(f"{name}/skipped_updates") for metrics in found)
+        if skipped:
+            self.console.warn(
+                f"{skipped:.0f} of {len(found)} optimizer steps of the {name} had a gradient that is not finite: parameters were left as "
+                "they were"
+            )
+        return mean_of(found) | {f"{name}/skipped_updates": skipped, f"{name}/updates": len(found)}
+
+    def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing) -> list[MiniBatch]:
+        algorithm = self.parts.algorithm
+        if not any(row.mask.any() for row in rows):
+            return []
+        split = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
+        return [minibatch([rows[index] for index in part], algorithm.aggregation, algorithm.length_norm, sizing) for part in split]
+
+    def _excluded(self, kept: Sequence[Kept], rows: Sequence[Row]) -> int:
+        return sum(len(entry.group.samples) for entry in kept) - len(rows)
+
+    def _rounds(self, filled: Filled, rows: Sequence[Row]) -> Metrics:
+        if self.parts.algorithm.dynamic is None:
+            return {}
+        return {
+            "train/num_gen_batches": filled.rounds,
+            "rollout/groups_dropped": filled.dropped,
+            "rollout/groups_kept": len(filled.kept),
+            "rollout/groups_carried": len(filled.surplus),
+            "rollout/lag_max": max((row.lag for row in rows), default=0),
+        }
+
+    def _times(self, response_tokens: int, total_tokens: int) -> Metrics:
+        self._tokens += total_tokens
+        phases = self.console.phases
+        times = measure.summarise_time(phases.seconds, phases.total, response_tokens=response_tokens, total_tokens=total_tokens)
+        if self.parts.actor.device.type == "cuda":
+            times["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        carried, self._carried = self._carried, {}
+        return {**times, **carried}
+
+    # -- the run --------------------------------------------------------------------------------------------------------------------
+
+    def train(self) -> Summary:
+        steps = self.parts.plan.steps
+        begin = time.perf_counter()
+        interrupted = False
+        try:
+            with self.interrupts.watch(), self.console.run(total=steps, done=self.progress.step):
+                if self.progress.step == 0 and self.config.run.eval_before:
+                    self._validate_before()
+                for step in range(self.progress.step + 1, steps + 1):
+                    self._whole_step(step)
+        except Interrupted:
+            interrupted = True
+            self.save()
+        except UserError:
+            # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save.
+            if not self.interrupts.held:
+                self.save()
+            raise
+        self.metrics.close()
+        rewards = measure.read_values(self.metrics.path, "critic/score/mean")
+        return Summary(
+            dir=self.config.run.dir,
+            steps=self.progress.step,
+            seconds=time.perf_counter() - begin,
+            tokens=self._tokens,
+            reward_first=rewards[0] if rewards else None,
+            reward_last=rewards[-1] if rewards else None,
+            interrupted=interrupted,
+        )
+
+    def _whole_step(self, step: int) -> None:
+        run, last = self.config.run, self.parts.plan.steps
+        self.console.begin_step(step)
+        metrics = self._step(step)
+        try:
+            if run.eval_every and step % run.eval_every == 0:
+                metrics |= self._validate(step)
+        except UserError:
+            # A reward that is no number, say. The step itself is whole: keep it.
+            self._record(step, metrics)
+            self.save()
+            raise
+        self._record(step, metrics)
+        self.console.end_step(metrics)
+        may_save = self._look_after(step, metrics)
+        if step == last or (run.save_every and step % run.save_every == 0 and may_save):
+            self.save()
+        self.interrupts.release()
+
+    def _look_after(self, step: int, metrics: Metrics) -> bool:
+        """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
+        checkpoint is the last good one; a run that was never well saves where it stops, to have something to go on from."""
+        verdict = self.health.look(step, metrics)
+        self.progress = replace(self.progress, streaks=tuple(sorted(self.health.streaks.items())))
+        for text in verdict.warnings:
+            self.console.warn(text)
+        if verdict.stop and step < self.parts.plan.steps:
+            never_well = self._saved_step == 0
+            if never_well:
+                self.save()
+            raise Unhealthy(f"{verdict.stop} {last_good(self._saved_step, self.store.folder, good=not never_well)}")
+        return verdict.may_save
+
+    def _record(self, step: int, metrics: Metrics) -> None:
+        self.metrics.append(step, metrics)
+        self.loggers.log(step, metrics)
+
+    def _validate_before(self) -> None:
+        self.console.begin_step(0)
+        metrics = self._validate(0)
+        self._record(0, metrics)
+        self.console.end_step(metrics)
+
+    def _validate(self, step: int) -> Metrics:
+        with self.console.phase("eval"):
+            found = validate(self.config, self.parts, self.console)
+        self.console.note(f"validation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items()))
+        if found.samples:
+            self.loggers.table(step, "val/samples", found.columns, found.samples)
+        return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}
+
+    def save(self) -> None:
+        """A checkpoint of the last whole step, unless it is there already."""
+        if self._saved_step == self.progress.step:
+            return
+        begin = time.perf_counter()
+        self.metrics.sync()
+        arrays, carried = surplus.pack(self.progress.surplus)
+        critic = self.parts.critic_trainer
+        state = {
+            "step": self.progress.step,
+            "updates": self._trainer.optimizer.updates,
+            "skipped": self._trainer.optimizer.skipped,
+            "critic": {"updates": critic.optimizer.updates, "skipped": critic.optimizer.skipped} if critic else None,
+            "cursor": asdict(self.progress.cursor),
+            "seed": self.config.run.seed,
+            "surplus": carried,
+            "reward_kl_coef": self.progress.reward_kl_coef,
+            "health": dict(self.progress.streaks),
+            "budgets": asdict(self.parts.plan.budgets),
+            "data": self.parts.data_digest,
+            "metrics_offset": self.metrics.offset(),
+            "config": configuration.snapshot(self.config),
+        }
+        tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
+        self.store.save(self.progress.step, tensors, state, export=self.parts.export, export_bytes=self.parts.export_bytes)
+        self._saved_step = self.progress.step
+        self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
+
+
+def mean_of(found: Sequence[Metrics]) -> Metrics:
+    """The mean of each metric over the updates that have it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}

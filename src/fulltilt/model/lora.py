@@ -1,0 +1,299 @@
+"""Low-rank adapters, through peft.
+
+Enters: a loaded model and the settings of `[lora]`. Leaves: the same model object with adapters inside it, which alone are trainable, and
+exports of it. Guaranteed: the same seed gives the same adapters on every device; rollout and training run the same unmerged layers; with
+the adapters off the model is the base model bit for bit; no export touches a parameter; names that match nothing, and layers whose
+adapter would have no effect, are refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from fulltilt.config import LoraConfig, ModelConfig
+from fulltilt.model.load import export, first_line
+from fulltilt.records import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NAME = "default"  # of the one adapter a model has here; peft leaves this name out of its files
+PREFIX = "base_model.model."  # what peft puts before every name in its files
+LINEAR = (torch.nn.Linear, Conv1D)
+# Settings of a saved adapter that make it more than a low-rank addition to weights, with the value that does not.
+PLAIN: dict[str, Any] = {
+    "use_dora": False, "lora_bias": False, "bias": "none", "modules_to_save": None, "trainable_token_indices": None,
+    "layer_replication": None, "megatron_config": None,
+}  # fmt: skip
+
+
+def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: str | None = None) -> None:
+    """Put adapters into the model, in the type of their layers, and freeze all else. `path`: an adapter to start from, as peft saves it."""
+    peft = require_peft()
+    settings = stored_settings(model, path) if path else fresh_settings(model, config)
+    layers, parameters = targeted_layers(model, settings), targeted_parameters(model, settings)
+    if not layers and not parameters:
+        raise UserError(
+            "lora.targets: the list is empty, and so is lora.parameters: there is nothing to adapt. Name a layer or a parameter"
+        )
+    if path:
+        refuse_other_settings(model, config, settings, path)
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what peft warns of is checked here, before or after
+            torch.default_generator.manual_seed(seed)
+            peft.inject_adapter_in_model(settings, model, NAME)
+    except ValueError as error:
+        raise UserError(f"lora: peft cannot adapt these layers of {type(model).__name__}: {first_line(error)}") from error
+    refuse_other_layers(model, layers, parameters)
+    if path:
+        read_adapter(model, path)
+
+
+@contextlib.contextmanager
+def without_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """The base model, for as long as the context lasts: the reference role of a run with adapters needs no copy."""
+    layers = [layer for _, layer in adapted(model)]
+    assert layers, "the model has no adapters"
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+def export_adapter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, base: ModelConfig) -> None:
+    """Write the adapter and the tokenizer as peft does. `base` names the model that the adapter belongs to."""
+    from peft import get_peft_model_state_dict
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    plain = {f"{PREFIX}{name}": tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    settings = model.peft_config[NAME].to_dict() | {
+        "base_model_name_or_path": str(Path(base.path).resolve()) if Path(base.path).is_dir() else base.path,
+        "revision": base.revision,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,  # as peft writes it: whoever loads the adapter asks for training
+    }
+    settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
+    (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
+    tokenizer.save_pretrained(folder)
+
+
+def export_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write the whole model with the adapters added in, as transformers loads it without peft."""
+    export(model, tokenizer, folder, merged_tensors(model))
+
+
+@torch.no_grad()
+def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors under the names they have without adapters. Those with an adapter are new, in main memory, summed in float32 or
+    better and rounded once; all others are the model's own."""
+    layers = {f"{plain_name(name)}.{target_of(layer)}": layer for name, layer in adapted(model)}
+    own = {f"{name}.lora_{side}.{NAME}.weight" for name, _ in adapted(model) for side in "AB"}
+    tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items() if name not in own}
+    assert layers.keys() <= tensors.keys()
+    return {name: with_adapter(layers[name], tensor) if name in layers else tensor for name, tensor in tensors.items()}
+
+
+def with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    if weight.ndim == 3:  # stacked experts
+        left, right, scale = layer.get_delta_factors(NAME)
+        merged = torch.baddbmm(weight.to(wide), left.to(wide), right.to(wide), alpha=scale)
+    else:
+        delta = layer.lora_B[NAME].weight.to(wide) @ layer.lora_A[NAME].weight.to(wide)
+        merged = weight.to(wide) + layer.scaling[NAME] * (delta.t() if layer.fan_in_fan_out else delta)
+    return merged.to(weight.dtype).cpu()
+
+
+# ---- what the settings name --------------------------------------------------------------------------------------------------------
+
+
+def fresh_settings(model: PreTrainedModel, config: LoraConfig) -> Any:
+    alpha = 2 * config.rank if config.alpha is None else config.alpha
+    targets = all_linear(model) if config.targets == "all-linear" else config.targets
+    # No dropout: training would disagree with the rollout that runs these very layers.
+    return require_peft().LoraConfig(
+        r=config.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=targets, target_parameters=config.parameters or None
+    )
+
+
+def stored_settings(model: PreTrainedModel, path: str) -> Any:
+    """Of an adapter that peft saved."""
+    peft = require_peft()
+    try:
+        settings = peft.PeftConfig.from_pretrained(path)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(f"lora.path: the adapter in {path} could not be read: {first_line(error)}") from error
+    if not isinstance(settings, peft.LoraConfig):
+        raise UserError(f"lora.path: {path} holds an adapter of the kind {settings.peft_type}; only LoRA can be trained here")
+    odd = [f"{name} = {getattr(settings, name)}" for name, plain in PLAIN.items() if getattr(settings, name, plain) not in (plain, [], ())]
+    if isinstance(settings.init_lora_weights, str) and settings.init_lora_weights != "gaussian":
+        odd.append(f"init_lora_weights = {settings.init_lora_weights}")  # the base weights are not the model's own there
+    if odd:
+        raise UserError(
+            f"lora.path: the adapter in {path} is no plain LoRA ({', '.join(odd)}). Give one without, or merge it into its model"
+        )
+    settings.lora_dropout, settings.inference_mode, settings.init_lora_weights = 0.0, False, True
+    if settings.target_modules in (None, "all-linear"):
+        settings.target_modules = set(all_linear(model)) if settings.target_modules else set()
+    return settings
+
+
+def refuse_other_settings(model: PreTrainedModel, config: LoraConfig, stored: Any, path: str) -> None:
+    """What is set and differs from the adapter that the run starts from. What is left out is the adapter's."""
+    fresh = fresh_settings(model, config)
+    given = config.model_fields_set
+    wrong = []
+    if config.rank != stored.r:
+        wrong.append(f"lora.rank is {config.rank}, the adapter's is {stored.r}")
+    if config.alpha is not None and config.alpha != stored.lora_alpha:
+        wrong.append(f"lora.alpha is {config.alpha:g}, the adapter's is {stored.lora_alpha:g}")
+    if "targets" in given and targeted_layers(model, fresh).keys() != targeted_layers(model, stored).keys():
+        wrong.append("lora.targets names other layers than the adapter has")
+    if "parameters" in given and targeted_parameters(model, fresh) != targeted_parameters(model, stored):
+        wrong.append("lora.parameters names other parameters than the adapter has")
+    if wrong:
+        raise UserError(
+            f"lora.path: {path} does not fit the settings: {'; '.join(wrong)}. Mend them, or leave them out where that is allowed"
+        )
+
+
+def targeted_layers(model: PreTrainedModel, settings: Any) -> dict[str, torch.nn.Module]:
+    """The layers that get an adapter, by name; peft's own rule decides what a name matches."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    modules = {name: module for name, module in model.named_modules() if name}
+    for target in settings.target_modules if isinstance(settings.target_modules, set) else ():
+        if not any(ends_in(name, target) for name in modules):
+            raise UserError(f"lora.targets: {type(model).__name__} has no layer {target!r}. {linear_layers(model)}")
+    layers = {name: module for name, module in modules.items() if check_target_module_exists(settings, name)}
+    for name, module in layers.items():
+        refuse_embedding(model, "lora.targets", name, getattr(module, "weight", None))
+        if not isinstance(module, LINEAR):
+            raise UserError(f"lora.targets: {name} is a {type(module).__name__} and no linear layer. {linear_layers(model)}")
+    return layers
+
+
+def targeted_parameters(model: PreTrainedModel, settings: Any) -> set[str]:
+    parameters = dict(model.named_parameters())
+    found: set[str] = set()
+    for target in settings.target_parameters or ():
+        matches = [name for name in parameters if ends_in(name, target)]
+        if not matches:
+            stacked = sorted({short_name(name) for name, parameter in parameters.items() if parameter.ndim == 3})
+            known = f"Its stacked parameters: {', '.join(stacked)}" if stacked else "It has no stacked experts"
+            raise UserError(f"lora.parameters: {type(model).__name__} has no parameter {target!r}. {known}")
+        for name in matches:
+            refuse_embedding(model, "lora.parameters", name, parameters[name])
+            if parameters[name].ndim not in (2, 3):
+                raise UserError(
+                    f"lora.parameters: {name} has the shape {list(parameters[name].shape)}; an adapter needs a matrix or a stack"
+                )
+        found.update(matches)
+    return found
+
+
+def refuse_embedding(model: PreTrainedModel, key: str, name: str, weight: Any) -> None:
+    for layer in (model.get_output_embeddings(), model.get_input_embeddings()):
+        if layer is not None and weight is layer.weight:
+            raise UserError(
+                f"{key}: {name} is an embedding. Log-probs are computed from its weight itself, so an adapter on it would have no effect. "
+                "Leave it out"
+            )
+
+
+def refuse_other_layers(model: PreTrainedModel, layers: dict[str, torch.nn.Module], parameters: set[str]) -> None:
+    """peft reads some names of some architectures as those of their experts, which once were layers."""
+    found = {(plain_name(name), getattr(layer, "parameter_name", None)) for name, layer in adapted(model)}
+    wanted = {(name, None) for name in layers} | {(name.rpartition(".")[0], name.rpartition(".")[2]) for name in parameters}
+    if found != wanted:
+        odd = sorted({name for name, _ in found ^ wanted})
+        raise UserError(
+            f"lora.targets: peft takes some of these names for the stacked experts of {type(model).__name__} and would not adapt the "
+            f"layers meant ({', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}). List targets without them; name experts in lora.parameters"
+        )
+
+
+def all_linear(model: PreTrainedModel) -> list[str]:
+    """Names that match every linear layer but the head and nothing else: short ones where they do."""
+    head = model.get_output_embeddings()
+    layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
+    short = sorted({name.rpartition(".")[2] for name in layers})
+    matched = [name for name, _ in model.named_modules() if any(ends_in(name, target) for target in short)]
+    return short if matched == layers else layers
+
+
+def linear_layers(model: PreTrainedModel) -> str:
+    return f"Its linear layers: {', '.join(sorted({name.rpartition('.')[2] for name in all_linear(model)}))}"
+
+
+# ---- names and files of peft -------------------------------------------------------------------------------------------------------
+
+
+def require_peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError('lora.rank: adapters need the package peft, which is not installed. pip install "fulltilt[peft]"') from error
+    return peft
+
+
+def adapted(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every layer with an adapter, under its name in the model as it is now."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, module in model.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def plain_name(name: str) -> str:
+    """model.layers.0.mlp.experts.base_layer.base_layer.down_proj -> model.layers.0.mlp.experts.down_proj"""
+    return name.replace(".base_layer", "")
+
+
+def target_of(layer: Any) -> str:
+    return str(getattr(layer, "parameter_name", "weight"))
+
+
+def ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def short_name(name: str) -> str:
+    """The end of a parameter's name that is the same in every layer."""
+    parts = name.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
+
+
+def read_adapter(model: PreTrainedModel, path: str) -> None:
+    from peft import load_peft_weights, set_peft_model_state_dict
+
+    if not any((Path(path) / file).is_file() for file in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise UserError(f"lora.path: {path} has no adapter_model.safetensors. Give the folder of an adapter that peft saved")
+    try:
+        report: Any = set_peft_model_state_dict(model, load_peft_weights(path, device="cpu"), adapter_name=NAME)
+    except (RuntimeError, ValueError, OSError, KeyError) as error:
+        raise UserError(f"lora.path: the adapter in {path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
+    odd = [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]
+    if odd:
+        raise UserError(
+            f"lora.path: the adapter in {path} does not fit the model: {', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}. "
+            "Give an adapter of model.path"
+        )

@@ -1,0 +1,120 @@
+"""Models that say one number of each token: critics and reward models.
+
+Enters: a folder or hub name. Leaves: a `ScalarModel`: a transformer without its vocabulary head, and a linear head to one number.
+Guaranteed: every weight of the body came from the files; so did the head, unless the caller allows a new one; a head with several
+outputs is refused. Numbers are float32 (float64 when the model is) whatever type the body computes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
+
+from fulltilt.config import ModelConfig
+from fulltilt.model.attention import Context
+from fulltilt.model.forward import hidden_states
+from fulltilt.model.load import origin, read_model
+from fulltilt.records import UserError
+
+# Where transformers' sequence and token classification models keep their head.
+WEIGHT, BIAS = "score.weight", "score.bias"
+FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class ScalarModel(torch.nn.Module):
+    def __init__(self, body: PreTrainedModel, score: torch.nn.Linear) -> None:
+        super().__init__()
+        self.body = body
+        self.score = score  # float32 or better: a single row of weights costs nothing, and its numbers are compared with rewards
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.body.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.body.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body.dtype
+
+    def values(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
+        """One number for each token of the stream [T], given the tokens of its document up to and with it."""
+        hidden = hidden_states(self.body, ids, positions, context)
+        numbers: torch.Tensor = self.score(hidden.to(self.score.weight.dtype))
+        return numbers[:, 0]
+
+
+def load_scalar(
+    config: ModelConfig, device: torch.device, path: str | Path | None = None, *, key: str, head: Literal["new", "required"]
+) -> ScalarModel:
+    """The model of `path`, or of `config`, with one number for each token. `key` is the setting that names it, for messages.
+
+    `head`: "required", it must be in the files, for a reward model without one would score at random; "new", where the files have none
+    it starts from zeros. Every value is 0 then, and the first advantages are the rewards, not the rewards plus noise of their own size.
+    Zeros can be left: the first update's gradient reaches the head alone, the following ones the body too.
+    """
+    source = str(path or config.path)
+    with no_warnings():  # of the head, which this way of loading does not use
+        body, report = read_model(AutoModel, "a transformer", config, device, source, key)
+    stored = stored_head(source, config, key) if WEIGHT in report["unexpected_keys"] else {}
+    if not stored and head == "required":
+        raise UserError(
+            f"{key}: {source} has no score head ({WEIGHT}): it is no reward model. Give one that was trained for sequence classification "
+            "with one label"
+        )
+    width = body.config.get_text_config().hidden_size
+    score = torch.nn.Linear(width, 1, bias=BIAS in stored, dtype=torch.promote_types(body.dtype, torch.float32))
+    for name, parameter in score.named_parameters():
+        tensor = stored.get(f"score.{name}", torch.zeros_like(parameter))
+        if tensor.shape != parameter.shape:
+            raise UserError(
+                f"{key}: the score head of {source} (score.{name}) has the shape {list(tensor.shape)}, not {list(parameter.shape)}: one "
+                "number is needed for each token. Give a model with one label"
+            )
+        parameter.data.copy_(tensor)
+    return ScalarModel(body, score.to(device)).eval()
+
+
+def stored_head(source: str, config: ModelConfig, key: str) -> dict[str, torch.Tensor]:
+    """The head's tensors, read from whichever of the model's files hold them."""
+    index = stored_file(source, INDEX, config)
+    names = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index else {WEIGHT: FILE, BIAS: FILE}
+    found: dict[str, torch.Tensor] = {}
+    for name in (WEIGHT, BIAS):
+        file = stored_file(source, names[name], config) if name in names else None
+        if file:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {name: tensors.get_tensor(name)} if name in tensors.keys() else {}  # noqa: SIM118
+    if WEIGHT not in found:
+        raise UserError(f"{key}: {source} keeps its score head in another format than safetensors. Save the model as safetensors")
+    return found
+
+
+def stored_file(source: str, name: str, config: ModelConfig) -> Path | None:
+    """A file of the model's folder or, for a hub name, of the hub's cache, which loading the body has filled."""
+    try:
+        found = cached_file(source, name, revision=origin(config, source).get("revision"))
+    except OSError:
+        return None
+    return Path(found) if found else None
+
+
+@contextlib.contextmanager
+def no_warnings() -> Iterator[None]:
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)

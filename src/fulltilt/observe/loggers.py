@@ -1,0 +1,517 @@
+"""The numbers of a run, sent to where people look at them: TensorBoard, Weights & Biases, MLflow, Trackio.
+
+Enters: the metrics of each step, tables of validation samples, the run's settings. Leaves: files in the run folder, or what the user's own
+environment variables name instead. Guaranteed: every logger gets the names and numbers of `metrics.jsonl` (what is not finite is left out
+of both); a run that is resumed goes on in the same place; nothing asks for a password; a logger that fails or hangs in the middle of a run
+is switched off with one warning and never stops or delays the run; every wait has a deadline. Importing this module imports none of them.
+
+Each logger lives on a daemon thread of its own: made, used and closed there, so that a server that does not answer holds up nobody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import math
+import os
+import queue
+import re
+import sqlite3
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from fulltilt.config import LogConfig
+from fulltilt.observe.metrics import Number, encode_line
+from fulltilt.records import UserError
+
+KEPT = "loggers.json"  # in the run folder: by which id each logger knows the run
+
+OPEN_S = 120.0
+FLUSH_S = 10.0
+CLOSE_S = 60.0
+MOST_BEHIND = 1000  # jobs a logger may be behind before it counts as hung
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a logger begins with."""
+
+    project: str
+    name: str
+    folder: Path  # of the run, absolute
+    settings: Mapping[str, Any]  # every dotted key of the configuration
+    step: int  # the last step that stands; 0: all that was logged before is of another run
+    known: str | None  # the id by which the logger knows the run that goes on
+
+
+class Logger(Protocol):
+    """One place to log to. The tables of a step come before its numbers, which close the step."""
+
+    @property
+    def id(self) -> str | None: ...  # what to keep for a resume
+
+    @property
+    def hint(self) -> str: ...  # how to look at it
+
+    def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
+
+    def close(self, finished: bool) -> None: ...
+
+
+# ---- the loggers -----------------------------------------------------------------------------------------------------------------------
+
+
+class TensorBoard:
+    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint; settings stay those it began with,
+    for TensorBoard reads only the first."""
+
+    id = None
+
+    def __init__(self, opening: Opening) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        folder = opening.folder / "tensorboard"
+        self.hint = f"tensorboard --logdir {folder}"
+        if not opening.step:
+            for path in folder.glob("events.out.tfevents.*"):
+                path.unlink()
+        self._writer = SummaryWriter(str(folder), purge_step=opening.step + 1 if opening.step else None)
+        simple = {key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in opening.settings.items()}
+        # `add_hparams` would make a second run beside this one; the same records in this one's file belong to it.
+        experiment, start, _ = hparams(simple, {})
+        for summary in (experiment, start):
+            self._writer._get_file_writer().add_summary(summary, opening.step)
+        self._writer.flush()
+
+    def log(self, step: int, numbers: Mapping[str, Number]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._writer.add_text(name, markdown_table(columns, rows), step)
+
+    def close(self, finished: bool) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, its files in `wandb/`. A resume goes on with the run of the same id."""
+
+    def __init__(self, opening: Opening) -> None:
+        import wandb
+
+        if mistake := wandb_mistake():
+            raise UserError(mistake)
+        self._table = wandb.Table
+        self._run = wandb.init(
+            project=opening.project,
+            name=opening.name,
+            id=opening.known,
+            resume="allow" if opening.known else None,
+            dir=str(opening.folder),
+            config=dict(opening.settings),
+            reinit="create_new",
+            # Capturing the console would break the progress bar and `breakpoint()`.
+            settings=wandb.Settings(console="off", silent=True, finish_timeout=0.75 * CLOSE_S),
+        )
+        self.id = self._run.id
+        self.hint = self._run.url or f"wandb sync {opening.folder / 'wandb'}"
+
+    def log(self, step: int, numbers: Mapping[str, Number]) -> None:
+        self._run.log(dict(numbers), step=step, commit=True)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        table = self._table(columns=list(columns), data=[list(row) for row in rows], allow_mixed_types=True)
+        self._run.log({name: table}, step=step, commit=False)
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(exit_code=0 if finished else 1)
+
+
+class MLflow:
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume goes on with the run of the same id; where a step was logged twice,
+    the later value counts."""
+
+    MOST_METRICS, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # of one request
+
+    def __init__(self, opening: Opening) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table of a new store
+        folder = opening.folder / "mlflow"
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
+            folder.mkdir(parents=True, exist_ok=True)
+        store = address or f"sqlite:///{folder / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=store)
+        self.hint = store if store.startswith("http") else f"mlflow ui --backend-store-uri {store}"
+        self.id = opening.known or self._new_run(opening, None if address else (folder / "artifacts").as_uri())
+        self._client.update_run(self.id, status="RUNNING")
+        self._log_settings(opening.settings)
+
+    def _new_run(self, opening: Opening, artifacts: str | None) -> str:
+        found = self._client.get_experiment_by_name(opening.project)
+        experiment = found.experiment_id if found else self._client.create_experiment(opening.project, artifact_location=artifacts)
+        return str(self._client.create_run(experiment, run_name=opening.name).info.run_id)
+
+    def _log_settings(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        # MLflow lets no parameter change: of a resumed run, those it began with stay.
+        there = self._client.get_run(self.id).data.params
+        texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items() if key not in there}
+        parameters = [Param(key, text[: self.LONGEST_PARAMETER]) for key, text in texts.items()]
+        for begin in range(0, len(parameters), self.MOST_PARAMETERS):
+            self._client.log_batch(self.id, params=parameters[begin : begin + self.MOST_PARAMETERS])
+
+    def log(self, step: int, numbers: Mapping[str, Number]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(mlflow_name(name), float(value), now, step) for name, value in numbers.items()]
+        for begin in range(0, len(metrics), self.MOST_METRICS):
+            self._client.log_batch(self.id, metrics=metrics[begin : begin + self.MOST_METRICS])
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        # `log_table` wants pandas; this is the file it writes.
+        table = {"columns": list(columns), "data": [list(row) for row in rows]}
+        self._client.log_dict(self.id, table, f"tables/{mlflow_name(name)}/step-{step:06d}.json")
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
+
+
+class Trackio:
+    """A run of Trackio, in TRACKIO_DIR or in `trackio/`. A resume goes on with the run of the same name, without the steps after the
+    checkpoint."""
+
+    def __init__(self, opening: Opening) -> None:
+        folder = Path(os.environ.get("TRACKIO_DIR") or opening.folder / "trackio").absolute()
+        with environment(TRACKIO_DIR=str(folder)):
+            import trackio
+        from trackio.utils import TRACKIO_DIR
+
+        if Path(TRACKIO_DIR).absolute() != folder:
+            raise UserError(f"log.to: trackio already logs to {TRACKIO_DIR} in this process. Use one process per run, or set TRACKIO_DIR")
+        if opening.known:
+            self._forget(opening)
+        self._table = trackio.Table
+        with silence():
+            self._run = trackio.init(
+                opening.project, opening.name, config=dict(opening.settings), resume="allow" if opening.known else "never",
+                embed=False, auto_log_gpu=False, auto_log_cpu=False,
+            )  # fmt: skip
+        self.id = self._run.id
+        self.hint = f"TRACKIO_DIR={folder} trackio show --project {opening.project}"
+
+    def _forget(self, opening: Opening) -> None:
+        """Trackio itself can only forget whole runs."""
+        from trackio.sqlite_storage import SQLiteStorage
+
+        path = SQLiteStorage.get_project_db_path(opening.project)
+        if path.is_file():
+            with contextlib.closing(sqlite3.connect(path, timeout=30)) as database, database:
+                database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (opening.known, opening.step))
+
+    def log(self, step: int, numbers: Mapping[str, Number]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        self._run.log({name: self._table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
+
+    def close(self, finished: bool) -> None:
+        with silence():
+            self._run.finish()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A logger that can be asked for: how to make one, and the modules that must be there."""
+
+    make: Callable[[Opening], Logger]
+    modules: tuple[str, ...]
+    mistake: Callable[[], str | None] = lambda: None
+
+
+def wandb_mistake() -> str | None:
+    """Why Weights & Biases would ask for a key: it must never come to that in the middle of a job."""
+    import wandb
+
+    settings = wandb.setup(wandb.Settings(silent=True)).settings
+    if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+        return None
+    return (
+        "log.to: wandb has no API key. Set WANDB_API_KEY (or run `wandb login`), or set WANDB_MODE=offline to log into the run folder only"
+    )
+
+
+KINDS: Mapping[str, Kind] = {
+    "tensorboard": Kind(TensorBoard, ("tensorboard",)),
+    "wandb": Kind(Wandb, ("wandb",), wandb_mistake),
+    "mlflow": Kind(MLflow, ("mlflow", "sqlalchemy", "alembic")),
+    "trackio": Kind(Trackio, ("trackio",)),
+}
+
+
+# ---- all of them ---------------------------------------------------------------------------------------------------------------------
+
+
+def check(config: LogConfig) -> list[str]:
+    """What would keep a logger from starting, found before any model loads."""
+    mistakes = [f"log.to: {name} is named twice. Remove one" for name in dict.fromkeys(config.to) if config.to.count(name) > 1]
+    for name in dict.fromkeys(config.to):
+        remedy = f'Install it with pip install "fulltilt[{name}]", or remove {name}'
+        missing = [module for module in KINDS[name].modules if not _installed(module)]
+        if missing:
+            mistakes.append(f"log.to: {name} needs {' and '.join(missing)}. {remedy}")
+            continue
+        try:
+            mistakes += filter(None, [KINDS[name].mistake()])
+        except Exception as error:
+            mistakes.append(f"log.to: {name} does not work here: {_cause(error)}. {remedy}")
+    if not config.to:
+        for key in sorted(config.model_fields_set - {"to"}):
+            mistakes.append(f'log.{key}: log.to names no logger. Set log.to, for example to ["tensorboard"], or remove the key')
+    return mistakes
+
+
+def _installed(module: str) -> bool:
+    # A folder of the same name in the current directory, which wandb and mlflow make, is found as a package without a file.
+    found = importlib.util.find_spec(module)
+    return found is not None and found.origin is not None
+
+
+def open_loggers(
+    config: LogConfig, run_dir: Path, settings: Mapping[str, Any], step: int, warn: Callable[[str], None] = warnings.warn
+) -> Loggers:
+    """Start every logger of `log.to`. `settings` is the flat configuration; `step` is the checkpoint's that the run goes on from, or 0 for
+    a new run. A logger that does not start is the user's to mend for a new run, and switched off with a warning for one that goes on."""
+    folder = run_dir.absolute()
+    kept = _read_kept(folder)
+    opened = Loggers(warn)
+    try:
+        for name in config.to:
+            known = kept.get(name) if step else None
+            opening = Opening(config.project, config.name or folder.resolve().name, folder, settings, step, known)
+            logger = opened.add(name, partial(KINDS[name].make, opening), required=step == 0)
+            kept |= {name: logger.id} if logger and logger.id else {}
+            _write_kept(folder, kept)
+    except BaseException:
+        opened.close(finished=False)
+        raise
+    return opened
+
+
+def _read_kept(folder: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads((folder / KEPT).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _write_kept(folder: Path, kept: Mapping[str, str]) -> None:
+    if not kept:
+        return
+    half = folder / f"{KEPT}.partial"
+    try:
+        half.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        half.replace(folder / KEPT)
+    except OSError as error:
+        raise UserError(f"{folder / KEPT}: cannot be written: {error.strerror}. Free some space or mend the permissions") from error
+
+
+class Loggers:
+    """All loggers of a run; none at all is fine too.
+
+    with open_loggers(config.log, folder, settings, step=0, warn=console.warn) as loggers:
+        loggers.table(1, "val/samples", columns, rows)
+        loggers.log(1, metrics)
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._workers: list[_Worker] = []
+
+    @property
+    def hints(self) -> list[str]:
+        """How to look at each."""
+        return [worker.logger.hint for worker in self._workers if worker.logger]
+
+    def add(self, name: str, make: Callable[[], Logger], *, required: bool) -> Logger | None:
+        worker = _Worker(name, make)
+        if not worker.wait_until_open(OPEN_S) or worker.failure:
+            cause = _cause(worker.failure) if worker.failure else f"it did not start within {OPEN_S:.0f} s"
+            if required:
+                raise worker.failure if isinstance(worker.failure, UserError) else UserError(f"log.to: {name} cannot start: {cause}")
+            self._warn(f"log.to: {name} is switched off, it cannot start: {cause}. metrics.jsonl has every number")
+            return None
+        self._workers.append(worker)
+        return worker.logger
+
+    def log(self, step: int, metrics: Mapping[str, Number]) -> None:
+        """The numbers of a step, after its tables. Returns at once."""
+        # By way of the line of metrics.jsonl: the very numbers that stand there, without those that are null.
+        line = json.loads(encode_line(step, metrics))
+        numbers = {name: line[name] for name in metrics if line[name] is not None}
+        self._give(lambda logger: logger.log(step, numbers))
+
+    def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """A table of a step, before its numbers. Returns at once."""
+        plain = [[_plain_cell(cell) for cell in row] for row in rows]
+        self._give(lambda logger: logger.table(step, name, columns, plain))
+
+    def flush(self) -> None:
+        """Waits until all has been handed to the loggers, but not for long: before a checkpoint, so that a resume finds what it expects."""
+        deadline = time.monotonic() + FLUSH_S
+        for worker in self._workers:
+            worker.flush(deadline)
+        self._report()
+
+    def close(self, finished: bool = True) -> None:
+        """Ends all of them, within a deadline. `finished` is what they are told of the run. Closing again does nothing."""
+        self._report()
+        deadline = time.monotonic() + CLOSE_S
+        for worker in self._workers:
+            worker.close(finished)
+        for worker in self._workers:
+            if not worker.wait_until_done(max(0.0, deadline - time.monotonic())):
+                self._warn(f"log.to: {worker.name} did not finish within {CLOSE_S:.0f} s; what it has not sent is in metrics.jsonl")
+        self._report()
+        self._workers = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close(finished=kind is None)
+
+    def _give(self, job: Callable[[Logger], None]) -> None:
+        self._report()
+        for worker in self._workers:
+            worker.give(job)
+
+    def _report(self) -> None:
+        # Here, for the console belongs to the thread that calls; the loggers' own threads say nothing.
+        for worker in [each for each in self._workers if each.failure]:
+            self._workers.remove(worker)
+            self._warn(f"log.to: {worker.name} failed and is switched off: {_cause(worker.failure)}. metrics.jsonl has every number")
+
+
+class _Worker:
+    """A logger and the thread it lives on. After a failure it takes no more jobs."""
+
+    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
+        self.name = name
+        self.logger: Logger | None = None
+        self.failure: BaseException | None = None
+        self._jobs: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
+        self._open, self._done = threading.Event(), threading.Event()
+        # A daemon: a logger that hangs must not keep the program from ending.
+        threading.Thread(target=self._work, args=(make,), name=f"log to {name}", daemon=True).start()
+
+    def _work(self, make: Callable[[], Logger]) -> None:
+        try:
+            self.logger = logger = make()
+            self._open.set()
+            while (job := self._jobs.get()) is not None:
+                job(logger)
+        except BaseException as error:  # whatever it is: there is nobody above to see it
+            self.failure = error
+        self._open.set()
+        self._done.set()
+
+    def give(self, job: Callable[[Logger], None]) -> None:
+        if self._jobs.qsize() >= MOST_BEHIND and self.failure is None:
+            self.failure = TimeoutError(f"it is {MOST_BEHIND} steps behind")
+        if self.failure is None:
+            self._jobs.put(job)
+
+    def flush(self, deadline: float) -> None:
+        reached = threading.Event()
+        self._jobs.put(lambda logger: reached.set())
+        while not (reached.wait(0.02) or self._done.is_set() or time.monotonic() > deadline):
+            pass
+
+    def close(self, finished: bool) -> None:
+        self._jobs.put(lambda logger: logger.close(finished))
+        self._jobs.put(None)
+
+    def wait_until_open(self, seconds: float) -> bool:
+        return self._open.wait(seconds)
+
+    def wait_until_done(self, seconds: float) -> bool:
+        return self._done.wait(seconds)
+
+
+def _cause(error: BaseException | None) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+
+
+# ---- what the loggers want -------------------------------------------------------------------------------------------------------------
+
+
+def _plain_cell(cell: Any) -> str | Number | bool | None:
+    if isinstance(cell, float):
+        return float(cell) if math.isfinite(cell) else None
+    if cell is None or isinstance(cell, (bool, int)):
+        return cell
+    # A lone surrogate, which some byte-level tokens decode to, is no UTF-8.
+    return str(cell).encode("utf-8", errors="backslashreplace").decode()
+
+
+# All that markdown reads as more than text, and the line breaks that would end a row of a table.
+_MARKUP = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|\\`*_[]{}#~$\r"} | {"\n": "<br>"})
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A table as TensorBoard shows it: cells exactly as they are, whatever they hold."""
+    lines = [columns, ["---"] * len(columns), *([("" if cell is None else str(cell)).translate(_MARKUP) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+# MLflow takes letters of ASCII, digits and _ - . : / space. `@` is written `_at_`, as verl does; whatever else it refuses, its own escape
+# character and what would be read as `_at_` are written as their code point between colons.
+_ESCAPED = re.compile(r"_(?=at[_@])|[^A-Za-z0-9_\-./ @]")
+
+
+def mlflow_name(name: str) -> str:
+    """A metric's name as MLflow allows it: two names never become one, and every one can be read back."""
+    escaped = _ESCAPED.sub(lambda found: f":{ord(found[0]):x}:", name).replace("@", "_at_")
+    # MLflow also refuses what would be another path when read as one.
+    return "/".join("::" if not part else part.replace(".", ":2e:") if part in (".", "..") else part for part in escaped.split("/"))
+
+
+@contextlib.contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Environment variables that hold for a moment."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({name: value} if value is not None else {})
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """Nothing on standard output, which belongs to `--json`. The thread that started the logger waits meanwhile."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield

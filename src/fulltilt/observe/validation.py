@@ -1,0 +1,181 @@
+"""Statistics of a validation, under verl's names.
+
+Enters: the validation groups and the score of each of their samples. Leaves: one number per name, and a few samples for people. Guaranteed:
+what is said of K of a prompt's N samples (`best@K`, `worst@K`, `maj@K`) is the exact expectation over all ways to draw K of them, without
+putting back and without random numbers; a failed reward has no part in any number but the count of failures; a name with nothing to
+measure is left out. Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from math import comb
+from typing import Any
+
+import numpy as np
+
+from fulltilt.records import Group, Score
+
+# Whose figures over all N samples belong in `val-core`, as in verl: the reward itself and, where a reward function returns it, accuracy.
+REWARD = "reward"
+CORE = (REWARD, "acc")
+
+MOST_VOTERS = 128  # with more samples than these, only the majority of all is voted on: those of K would take seconds
+
+COLUMNS = ("uid", "source", "sample", "prompt", "response", "ground_truth", "answer", "reward", "finish", "error")
+
+Values = tuple[list[float], list[str | None]]  # of one variable, over a prompt's good samples, with the answers of these
+
+
+def summarise(groups: Sequence[Group], scores: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
+    """Every number of a validation with `samples` samples per prompt. `scores` holds, for each group, the score of each of its samples."""
+    good = [[score for score in of_group if score.error is None] for of_group in scores]
+    of_source: dict[str, list[Sequence[Score]]] = {}
+    for group, of_group in zip(groups, good, strict=True):
+        of_source.setdefault(group.prompt.data_source, []).append(of_group)
+    lengths = [len(sample.ids) for group in groups for sample in group.samples]
+    return {
+        **_mean("val/reward/mean", (score.value for of_group in good for score in of_group)),
+        **{name: value for source, prompts in of_source.items() for name, value in _source(source, prompts, samples).items()},
+        "val/prompts": len(groups),
+        **_mean("val/response_length/mean", lengths),
+        "val/reward_errors": sum(score.error is not None for of_group in scores for score in of_group),
+    }
+
+
+def sample_rows(groups: Sequence[Group], scores: Sequence[Sequence[Score]], limit: int) -> tuple[list[str], list[list[Any]]]:
+    """Up to `limit` samples to look at: prompts spread evenly over the data, the same at every validation, first samples first."""
+    shown = min(limit, len(groups))
+    chosen = [number * len(groups) // shown for number in range(shown)]
+    most = max((len(groups[number].samples) for number in chosen), default=0)
+    places = [(number, index) for index in range(most) for number in chosen if index < len(groups[number].samples)]
+    return list(COLUMNS), [_row(groups[number], index, scores[number][index]) for number, index in places[:limit]]
+
+
+def _row(group: Group, index: int, score: Score) -> list[Any]:
+    prompt, sample = group.prompt, group.samples[index]
+    truth = None if prompt.ground_truth is None else str(prompt.ground_truth)
+    reward = score.value if score.error is None else None
+    return [
+        prompt.uid, prompt.data_source, sample.index, prompt.text, sample.text, truth, score.answer, reward, sample.finish, score.error,
+    ]  # fmt: skip
+
+
+# ---- one data source -------------------------------------------------------------------------------------------------------------------
+
+
+def _source(source: str, prompts: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
+    # As in verl, `reward` is the score itself: a part of that name does not show.
+    parts = dict.fromkeys(name for prompt in prompts for score in prompt for name in score.parts if name != REWARD)
+    found: dict[str, float] = {}
+    whole = tuple(f"{what}@{samples}" for what in ("mean", "best", "maj"))
+    for variable in (REWARD, *parts):
+        values = [_values(prompt, variable) for prompt in prompts]
+        for name, value in (_statistics if variable in CORE else _means)(values, samples).items():
+            section = "val-core" if variable in CORE and name.partition("/")[0] in whole else "val-aux"
+            found[f"{section}/{source}/{variable}/{name}"] = value
+    return found
+
+
+def _values(prompt: Sequence[Score], variable: str) -> Values:
+    """One variable of a prompt's samples, with the samples' answers."""
+    with_it = [score for score in prompt if variable == REWARD or variable in score.parts]
+    return [score.value if variable == REWARD else score.parts[variable] for score in with_it], [score.answer for score in with_it]
+
+
+def _means(prompts: Sequence[Values], samples: int) -> dict[str, float]:
+    return _mean(f"mean@{samples}", (_average(values) for values, _ in prompts if values))
+
+
+def _statistics(prompts: Sequence[Values], samples: int) -> dict[str, float]:
+    """Means over prompts. A prompt with fewer than K good samples has no part in what is said of K."""
+    found = _means(prompts, samples)
+    if samples == 1:
+        return found
+    found |= _mean(f"std@{samples}", (float(np.std(values)) for values, _ in prompts if values))
+    answered = any(answer is not None for _, answers in prompts for answer in answers)
+    for size in sizes(samples):
+        enough = [(values, answers) for values, answers in prompts if len(values) >= size]
+        found |= _mean(f"best@{size}/mean", (best_of(values, size) for values, _ in enough))
+        found |= _mean(f"worst@{size}/mean", (-best_of([-value for value in values], size) for values, _ in enough))
+        if answered and (size == samples or samples <= MOST_VOTERS):
+            found |= _mean(f"maj@{size}/mean", (majority_of(values, answers, size) for values, answers in enough))
+    return found
+
+
+def sizes(samples: int) -> list[int]:
+    """The K of best@K: powers of two below N, and N itself."""
+    return [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), *([samples] if samples > 1 else [])]
+
+
+def _mean(name: str, values: Iterable[float]) -> dict[str, float]:
+    # Of nothing there is no mean: the name is left out rather than written as a number that means nothing.
+    listed = list(values)
+    return {name: _average(listed)} if listed else {}
+
+
+def _average(values: Sequence[float]) -> float:
+    return float(np.mean(values))
+
+
+# ---- K of N samples --------------------------------------------------------------------------------------------------------------------
+
+
+def best_of(values: Sequence[float], size: int) -> float:
+    """Expected maximum of `size` of the values: the i-th smallest is the largest of C(i - 1, size - 1) of the C(N, size) draws."""
+    draws = comb(len(values), size)
+    return sum(value * (comb(rank, size - 1) / draws) for rank, value in enumerate(sorted(values)))
+
+
+def majority_of(values: Sequence[float], answers: Sequence[str | None], size: int) -> float:
+    """Expected value of the answer that most of `size` samples gave.
+
+    An answer is worth the mean value of the samples that gave it; tied answers are worth their average. A sample without an answer has no
+    vote; a draw without any vote is worth the mean of its samples.
+    """
+    with_answer: dict[str, list[float]] = {}
+    blank: list[float] = []
+    for value, answer in zip(values, answers, strict=True):
+        (blank if answer is None else with_answer.setdefault(answer, [])).append(value)
+    if size == len(values):
+        most = max(map(len, with_answer.values()), default=0)
+        return _average([_average(each) for each in with_answer.values() if len(each) == most] or blank)
+    # Given how many of an answer's samples are drawn, every choice of them is equally likely: their mean value is expected to be that of
+    # all samples with the answer. So only the numbers of votes have to be gone through, not the draws.
+    counts = tuple(sorted(map(len, with_answer.values())))
+    silent = comb(len(blank), size) / comb(len(values), size)
+    return sum(
+        (_average(each) * win_share(len(each), counts, len(blank), size) for each in with_answer.values()),
+        start=silent * _average(blank) if silent else 0.0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def win_share(count: int, counts: tuple[int, ...], blank: int, size: int) -> float:
+    """How often an answer that `count` samples gave wins, a tie among t answers counting 1/t. `counts` are the votes of all answers, this
+    one included, sorted; `blank` samples have no vote."""
+    others = list(counts)
+    others.remove(count)
+    share = 0.0
+    for votes in range(1, min(count, size) + 1):
+        # ways[t, s]: how often the others and the blanks are s of the drawn, t of the others having just as many votes and none more.
+        ways = np.zeros((size // votes + 1, size - votes + 1))
+        ways[0] = [comb(blank, drawn) for drawn in range(size - votes + 1)]
+        for other in others:
+            ways = _with(ways, other, votes)
+        share += comb(count, votes) * float(np.sum(ways[:, -1] / np.arange(1, len(ways) + 1)))
+    return share / comb(sum(counts) + blank, size)
+
+
+def _with(ways: np.ndarray, other: int, votes: int) -> np.ndarray:
+    """`ways` with one answer more among the others."""
+    most = ways.shape[1] - 1
+    found = ways.copy()
+    for drawn in range(1, min(other, votes, most) + 1):
+        added = float(comb(other, drawn)) * ways[:, : most + 1 - drawn]
+        if drawn < votes:
+            found[:, drawn:] += added
+        else:
+            found[1:, drawn:] += added[:-1]
+    return found

@@ -1,0 +1,121 @@
+"""The reward model's text and its place in the scores: samples enter as rows for the model and leave with its numbers in their scores.
+
+`RewardEncoder` writes prompt and response as the reward model's own tokenizer and chat template do; it may be of another family than
+the policy. Rows are packed like any others; the one marked token is the last, where the model's number is read. `add_model_scores` adds
+the numbers to the scores of the functions. Guaranteed: no text is cut, since a cut text would be scored wrongly in silence; a sample whose
+function failed keeps its failure; a number that is not finite stops the run.
+
+    messages        the prompt's messages and the assistant's response, as the reward model's template writes a finished conversation
+    plain string    prompt and response as one text, special tokens as the tokenizer adds them; the end token follows a response that
+                    ended by itself
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from fulltilt.config import REWARD_MODEL, RewardConfig, reward_weights
+from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TEXT_SHOWN = 80
+REMEDY = "Set reward_model.chat_template to a file with a chat template that can"
+
+
+class RewardEncoder:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, longest: int | None = None) -> None:
+        """`tokenizer` is the reward model's, with the chat template to use; `longest` the most tokens that the model reads."""
+        self._tokenizer = tokenizer
+        self._longest = longest
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """UserError if prompts cannot be written for the reward model: found before the first rollout instead of after it."""
+        for prompt in prompts:
+            self._encode(prompt, Sample(0, np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", "."))
+
+    def rows(self, groups: Sequence[Group]) -> list[Row]:
+        """One row for each sample, in the order of groups and samples."""
+        rows = []
+        for number, group in enumerate(groups):
+            for sample in group.samples:
+                ids = self._encode(group.prompt, sample)
+                rows.append(Row(ids, mask=np.arange(len(ids)) == len(ids) - 1, group=number))
+        return rows
+
+    def _encode(self, prompt: Prompt, sample: Sample) -> np.ndarray:
+        assert prompt.source, "every prompt says what it was made from"
+        if isinstance(prompt.source, str):
+            ids = self._plain(prompt.source + sample.text, ended=sample.finish == "stop")
+        else:
+            ids = self._conversation([*map(_plain_content, prompt.source), {"role": "assistant", "content": sample.text}])
+        if self._longest is not None and len(ids) > self._longest:
+            raise UserError(
+                f"the reward model reads at most {self._longest} tokens, but prompt {prompt.uid} with its response has {len(ids)} in its "
+                "tokenizer. Lower data.max_prompt_tokens or rollout.max_new_tokens, or use a reward model with a longer context"
+            )
+        assert len(ids) > 1, "a prompt and a response, or a prompt and an end"
+        return np.asarray(ids, dtype=np.int64)
+
+    def _plain(self, text: str, *, ended: bool) -> list[int]:
+        ids = [int(token) for token in self._tokenizer(text)["input_ids"]]
+        end = self._tokenizer.eos_token_id
+        # Some tokenizers write it themselves, after every text.
+        return [*ids, int(end)] if ended and end is not None and ids[-1:] != [end] else ids
+
+    def _conversation(self, messages: list[dict[str, Any]]) -> list[int]:
+        if not self._tokenizer.chat_template:
+            raise UserError(f"prompts are messages, and the reward model's tokenizer has no chat template. {REMEDY} write them")
+        try:
+            # The template writes its own special tokens; transformers adds none when it tokenises a template's text.
+            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=True, return_dict=False)
+        except (TemplateError, TypeError, ValueError) as error:
+            raise UserError(f"the reward model's chat template cannot write this conversation: {error}. {REMEDY}") from error
+        return [int(token) for token in ids]
+
+
+def _plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Text in parts as one string: a template that knows no parts would write them out as Python shows a list."""
+    content = message.get("content")
+    return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else dict(message)
+
+
+def model_weight(group: Group, config: RewardConfig) -> float | None:
+    """The reward model's weight in a group's reward; None where it has no part in it."""
+    return reward_weights(config.sources.get(group.prompt.data_source, config.function)).get(REWARD_MODEL)
+
+
+def add_model_scores(
+    groups: Sequence[Group], scores: Sequence[Sequence[Score]], model_scores: Sequence[Sequence[float]], config: RewardConfig
+) -> list[list[Score]]:
+    """The scores with the reward model's part in them. `model_scores` has an entry for each group, which is not read (and may be empty)
+    where the group's reward does not name the reward model."""
+    added = []
+    for group, of_group, of_model in zip(groups, scores, model_scores, strict=True):
+        weight = model_weight(group, config)
+        if weight is None:
+            added.append(list(of_group))
+        else:
+            samples = zip(group.samples, of_group, of_model, strict=True)
+            added.append([_added(group, sample, score, weight, float(number)) for sample, score, number in samples])
+    return added
+
+
+def _added(group: Group, sample: Sample, score: Score, weight: float, number: float) -> Score:
+    if score.error is not None:
+        return score
+    value = score.value + weight * number
+    if not math.isfinite(value):
+        begins = sample.text if len(sample.text) <= TEXT_SHOWN else sample.text[:TEXT_SHOWN] + "..."
+        raise UserError(
+            f"the reward model gave {number:g} for a sample of data source {group.prompt.data_source!r} that begins {begins!r}, and its "
+            f"reward would be {value:g}. Check the model at reward_model.path; if half precision overflows, set model.dtype to float32"
+        )
+    return replace(score, value=value, parts={**score.parts, REWARD_MODEL: number})

@@ -1,0 +1,80 @@
+"""Weighted sums: what functions said of a sample enters, its score leaves.
+
+`reward.function` and each entry of `reward.sources` name one reward or a table of rewards and weights. A single name is a sum too, whose
+score is the function's own. With more than one, each function's own value becomes a part under a short label, and its parts are put under
+that label. The reward model is left out here: it is added on the device (`model`). Guaranteed: if one function failed, so has the
+sum; the answer is the first that a function gives, in the table's order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fulltilt.config import REWARD_MODEL, RewardConfig, reward_weights
+from fulltilt.records import Score, UserError
+
+
+@dataclass(frozen=True)
+class Component:
+    """One function of a sum."""
+
+    function: int  # index into Sums.names
+    weight: float
+    label: str
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    components: tuple[Component, ...]
+    labelled: bool  # whether parts say which component they are of
+
+    def combine(self, found: Sequence[Score]) -> Score:
+        """The score of one sample from those of the components, in their order. UserError if it is not finite."""
+        for score in found:
+            if score.error is not None:
+                return score
+        value = sum(component.weight * score.value for component, score in zip(self.components, found, strict=True))
+        if not math.isfinite(value):
+            terms = ", ".join(f"{part.weight:g} x {score.value:g}" for part, score in zip(self.components, found, strict=True))
+            raise UserError(f"reward.function: the weighted sum of {terms} is not finite. Use smaller weights or rewards")
+        parts: dict[str, float] = {}
+        for component, score in zip(self.components, found, strict=True):
+            parts |= component_parts(component, score) if self.labelled else dict(score.parts)
+        answer = next((score.answer for score in found if score.answer is not None), None)
+        return Score(float(value), parts, answer=answer)
+
+
+class Sums:
+    """The sums of a configuration, and the functions they are made of."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        tables = {source: reward_weights(function) for source, function in config.sources.items()}
+        default = reward_weights(config.function)
+        every = list(dict.fromkeys(name for table in (default, *tables.values()) for name in table))
+        labels = short_labels(every)
+        self.names = [name for name in every if name != REWARD_MODEL]
+
+        def of_table(table: dict[str, float]) -> WeightedSum:
+            named = [(name, weight) for name, weight in table.items() if name != REWARD_MODEL]
+            components = tuple(Component(self.names.index(name), weight, labels[name]) for name, weight in named)
+            return WeightedSum(components, labelled=len(table) > 1)
+
+        self._default = of_table(default)
+        self._sources = {source: of_table(table) for source, table in tables.items()}
+
+    def of(self, data_source: str) -> WeightedSum:
+        return self._sources.get(data_source, self._default)
+
+
+def short_labels(names: Sequence[str]) -> dict[str, str]:
+    """`FILE.py:NAME` is called NAME, unless another reward of the run is called so too."""
+    short = {name: name.rpartition(":")[2] for name in names}
+    count = Counter(short.values())
+    return {name: label if count[label] == 1 else name for name, label in short.items()}
+
+
+def component_parts(component: Component, score: Score) -> dict[str, float]:
+    return {component.label: score.value, **{f"{component.label}/{name}": value for name, value in score.parts.items()}}

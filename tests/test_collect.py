@@ -1,0 +1,199 @@
+"""Dynamic sampling: filling a step with useful groups, carrying the rest over, and keeping it through a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fulltilt.records import Group, Prompt, Sample, Score
+from fulltilt.rollout.collect import Filled, Kept, fill
+from fulltilt.rollout.surplus import pack, unpack
+
+# -- filling ----------------------------------------------------------------------------------------------------------------------------
+
+
+def group(number: int, step: int, useful: bool) -> Kept:
+    """A group of two, with different rewards if it is useful."""
+    prompt = Prompt(uid=number, ids=np.array([number]), text="")
+    samples = tuple(Sample(index, np.array([7]), np.array([-1.0], dtype=np.float32), "stop", "") for index in (0, 1))
+    return Kept(Group(prompt, samples), (Score(0.0), Score(float(useful))), step)
+
+
+def is_useful(kept: Kept) -> bool:
+    return kept.scores[0].value != kept.scores[1].value
+
+
+def uids(kept: Sequence[Kept]) -> list[int]:
+    return [each.group.prompt.uid for each in kept]
+
+
+class Rounds:
+    """Groups that come in rounds, some of them useful; notes what was asked for."""
+
+    def __init__(self, useful: Sequence[bool], per_round: int) -> None:
+        self.groups = [group(number, 0, each) for number, each in enumerate(useful)]
+        self.per_round = per_round
+        self.given: list[Kept] = []
+        self.asked: list[int] = []
+
+    def ask(self, number: int) -> Sequence[Kept]:
+        self.asked.append(number)
+        found = [self.groups[(len(self.given) + place) % len(self.groups)] for place in range(self.per_round)]
+        found = [Kept(each.group, each.scores, len(self.asked)) for each in found]  # a prompt that comes again is another group
+        self.given += found
+        return found
+
+
+flags = st.lists(st.booleans(), min_size=1, max_size=30)
+
+
+@settings(max_examples=300, deadline=None)
+@given(useful=flags, per_round=st.integers(1, 8), wanted=st.integers(1, 9), max_rounds=st.integers(1, 5), steps=st.integers(1, 6))
+def test_over_many_steps_nothing_is_lost_repeated_or_reordered(
+    useful: list[bool], per_round: int, wanted: int, max_rounds: int, steps: int
+) -> None:
+    rounds = Rounds(useful, per_round)
+    surplus: Sequence[Kept] = ()
+    used: list[Kept] = []
+    for _ in range(steps):
+        rounds.asked.clear()
+        before = len(rounds.given)
+        filled = fill(wanted, surplus, rounds.ask, is_useful, max_rounds)
+        new = rounds.given[before:]
+        assert rounds.asked == list(range(filled.rounds)) and filled.rounds <= max_rounds
+        assert list(filled.sampled) == new
+        assert filled.dropped == sum(not is_useful(each) for each in new)
+        assert len(filled.kept) == wanted or (len(filled.kept) < wanted and filled.rounds == max_rounds and not filled.surplus)
+        assert [*filled.kept, *filled.surplus] == [*surplus, *filter(is_useful, new)]
+        # No more rounds than needed: without the last one, the step would have been short.
+        without_last = new[:-per_round] if new else new
+        assert not filled.rounds or len(surplus) + sum(map(is_useful, without_last)) < wanted
+        used += filled.kept
+        surplus = filled.surplus
+    assert [*used, *surplus] == [each for each in rounds.given if is_useful(each)]
+
+
+def filled(wanted: int, surplus: Sequence[Kept], useful: str, per_round: int, max_rounds: int) -> Filled:
+    return fill(wanted, surplus, Rounds([each == "u" for each in useful], per_round).ask, is_useful, max_rounds)
+
+
+def test_groups_of_several_rounds_fill_a_step() -> None:
+    found = filled(3, (), "..u.uu.u", per_round=3, max_rounds=5)
+    assert uids(found.kept) == [2, 4, 5] and found.rounds == 2 and found.dropped == 3 and found.surplus == ()
+    assert uids(found.sampled) == [0, 1, 2, 3, 4, 5]
+
+
+def test_too_many_are_kept_for_the_next_step() -> None:
+    found = filled(2, (), "uuuu", per_round=4, max_rounds=5)
+    assert uids(found.kept) == [0, 1] and uids(found.surplus) == [2, 3] and found.rounds == 1
+
+
+def test_surplus_comes_first_and_may_suffice() -> None:
+    left = [group(100 + number, 5, useful=True) for number in range(3)]
+    found = filled(2, left, "uu", per_round=2, max_rounds=5)
+    assert uids(found.kept) == [100, 101] and uids(found.surplus) == [102]
+    assert (found.rounds, found.sampled, found.dropped) == (0, (), 0)
+    found = filled(4, left, "uu", per_round=2, max_rounds=5)
+    assert uids(found.kept) == [100, 101, 102, 0] and uids(found.surplus) == [1] and found.rounds == 1
+
+
+def test_when_rounds_run_out_the_step_is_short() -> None:
+    found = filled(3, (), "u.........", per_round=2, max_rounds=4)
+    assert uids(found.kept) == [0] and (found.rounds, found.dropped) == (4, 7)
+    found = filled(3, (), "....", per_round=2, max_rounds=2)
+    assert (found.kept, found.surplus, found.rounds, found.dropped) == ((), (), 2, 4)
+
+
+# -- through a checkpoint ---------------------------------------------------------------------------------------------------------------
+
+PROMPTS = {uid: Prompt(uid=uid, ids=np.arange(uid + 1), text=f"{uid}+1=") for uid in range(4)}
+
+texts = st.text(st.characters() | st.characters(categories=["Cs"]), max_size=6)  # lone surrogates too
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+logprobs = st.lists(st.floats(max_value=0, width=32, allow_nan=False), max_size=4)
+samples = st.builds(
+    lambda values, finish, text: (np.array(values, dtype=np.float32), finish, text), logprobs, st.sampled_from(["stop", "length"]), texts
+)
+scores = st.builds(
+    Score,
+    numbers,
+    parts=st.dictionaries(st.sampled_from(["accuracy", "format", "é"]), numbers | st.integers(), max_size=3),
+    error=st.none() | texts,
+    answer=st.none() | texts,
+)
+
+
+@st.composite
+def kept_groups(draw: Callable[..., object]) -> Kept:
+    drawn = draw(st.lists(st.tuples(samples, scores), max_size=3))
+    assert isinstance(drawn, list)
+    ids = np.random.default_rng(len(drawn)).integers(0, 2**40, 100)
+    uid, step = draw(st.integers(0, 3)), draw(st.integers(0, 10**6))
+    assert isinstance(uid, int) and isinstance(step, int)
+    made = tuple(Sample(index, ids[: len(values)], values, finish, text) for index, ((values, finish, text), _) in enumerate(drawn))
+    return Kept(Group(PROMPTS[uid], made), tuple(score for _, score in drawn), step)
+
+
+def same(one: Kept, other: Kept) -> bool:
+    def plain(kept: Kept) -> object:
+        return (
+            kept.step,
+            kept.group.prompt.uid,
+            [(s.index, s.ids.dtype, s.ids.tobytes(), s.logprobs.dtype, s.logprobs.tobytes(), s.finish, s.text) for s in kept.group.samples],
+            # repr, since -0.0 equals 0.0 and 1 equals 1.0.
+            [(repr(score.value), repr(dict(score.parts)), score.error, score.answer) for score in kept.scores],
+        )
+
+    return plain(one) == plain(other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(kept_groups(), max_size=5))
+def test_groups_come_back_bit_for_bit(kept: list[Kept]) -> None:
+    arrays, described = pack(kept)
+    stored = json.loads(json.dumps(described))
+    assert json.dumps(stored, ensure_ascii=False).encode()  # even where the JSON is written as it is, it is UTF-8
+    found, left_out = unpack({name: array.copy() for name, array in arrays.items()}, stored, PROMPTS)
+    assert left_out == 0 and len(found) == len(kept)
+    assert all(map(same, found, kept))
+    assert all(each.group.prompt is PROMPTS[each.group.prompt.uid] for each in found)
+
+
+def test_the_hard_cases_by_name() -> None:
+    """A pair of lone surrogates, which JSON would join; a number that float32 cannot hold; a minus zero; an empty response."""
+    values = np.array([-0.1, np.nextafter(np.float32(-1), np.float32(0))], dtype=np.float32)
+    made = (
+        Sample(0, np.array([2**40, 1]), values, "stop", "a\ud83d\ude00b"),
+        Sample(1, np.zeros(0, np.int64), np.zeros(0, np.float32), "length", ""),
+    )
+    score = Score(0.1, {"minus": -0.0, "third": 1 / 3}, answer="\ud83d\ude00")
+    kept = Kept(Group(PROMPTS[2], made), (score, Score(0.0, error="Traceback \ud83d\ude00")), 12)
+    arrays, described = pack([kept])
+    (found,), _ = unpack(arrays, json.loads(json.dumps(described)), PROMPTS)
+    assert same(found, kept)
+    assert len(found.group.samples[0].text) == 4 and found.scores[0].value == 0.1
+
+
+def test_nothing_carried_over_is_nothing_again() -> None:
+    arrays, described = pack([])
+    assert {name: (array.shape, array.dtype) for name, array in arrays.items()} == {
+        "ids": ((0,), np.int64),
+        "logprobs": ((0,), np.float32),
+        "lengths": ((0,), np.int64),
+    }
+    assert unpack(arrays, described, PROMPTS) == ([], 0)
+
+
+def test_groups_of_prompts_that_are_gone_are_left_out_and_counted() -> None:
+    kept = [Kept(group(uid, 3, useful=True).group, (Score(0.0), Score(1.0)), 3) for uid in (5, 6, 7)]
+    arrays, described = pack(kept)
+    five, six, seven = (each.group.prompt for each in kept)
+    other_row = Prompt(uid=6, ids=np.array([60]), text="")
+    found, left_out = unpack(arrays, described, {5: five, 6: other_row})
+    assert uids(found) == [5] and left_out == 2
+    found, left_out = unpack(arrays, described, {6: six, 7: seven})
+    assert [same(*pair) for pair in zip(found, kept[1:], strict=True)] == [True, True] and left_out == 1

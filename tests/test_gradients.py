@@ -1,0 +1,148 @@
+"""Every algorithm, from the rewards of a mini-batch to the gradient of a real model in float64: it does not depend on how the mini-batch is
+cut or in which order its samples stand.
+
+Equal means: the largest difference of any parameter's gradient is below 1e-9 times the largest gradient. Rows are shuffled before
+advantages are computed, so that these too are tried. The critic of an algorithm that has one is taken through the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+
+from fulltilt.algo import presets
+from fulltilt.algo.base import Algorithm
+from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.config import Config, ModelConfig, TrainConfig
+from fulltilt.model.load import load_model
+from fulltilt.model.scalar import load_scalar
+from fulltilt.records import MiniBatch, Row
+from fulltilt.train.optim import Optimizer
+from fulltilt.train.roles import Critic, Policy
+from fulltilt.train.trainer import Trainer
+
+CPU = torch.device("cpu")
+
+# Everything that a loss can add is on, and the rows are off policy, so that clips, ratios and importance weights take part.
+EVERYTHING: dict[str, Any] = {"kl_coef": 0.1, "entropy_coef": 0.05, "reward_kl_coef": 0.2, "minibatches_per_step": 2}
+# Clips wide enough for some rows to be within, narrow enough for some to be outside.
+OWN: dict[str, dict[str, Any]] = {"gspo": {"clip_low": 0.2, "clip_high": 0.3}, "cispo": {"clip_low": 0.3, "clip_high": 0.5}}
+
+# A loss that looks at whole samples, as a user may write it.
+USERS_LOSS = """
+import torch
+
+def mine(terms, clip_high):
+    gap = terms.logprobs - terms.old_logprobs
+    _, place, counts = torch.unique_consecutive(terms.row, return_inverse=True, return_counts=True)
+    of_row = torch.zeros(len(counts), dtype=gap.dtype).index_add(0, place, gap) / counts
+    return -(of_row[place].exp().clamp(max=1 + clip_high) + gap.tanh()) * terms.advantages
+"""
+
+
+def build(name: str, folder: Path) -> Algorithm:
+    keys: dict[str, Any] = {"name": name, **OWN.get(name, {})} if name in presets.PRESETS else {"name": "grpo"}
+    if name != "sft":
+        keys |= EVERYTHING
+    if name not in presets.PRESETS:
+        (folder / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
+        keys["loss"] = f"{folder / 'mine.py'}:mine"
+    return presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+
+
+def bare_rows() -> list[Row]:
+    """Ragged rows with holes in their masks, in interleaved groups of 1 to 4, those of two groups carried over."""
+    random = np.random.default_rng(1)
+    rows = []
+    for group in (0, 1, 0, 2, 1, 3, 0, 2, 1, 2, 0):
+        tokens = int(random.integers(5, 40))
+        mask = np.arange(tokens) >= random.integers(1, 4)
+        mask &= (random.random(tokens) < 0.8) | (np.arange(tokens) == tokens - 1)
+        rows.append(Row(random.integers(0, models.VOCABULARY, tokens), mask, group, reward=float(random.normal()), lag=group % 2))
+    return rows
+
+
+def filled(rows: list[Row], policy: Policy) -> list[Row]:
+    """With log-probs around those of the policy, so that ratios lie around 1, and with all else that an algorithm may read."""
+    random = np.random.default_rng(2)
+    found = []
+    for row in rows:
+        (micro,) = minibatch([row], "token-mean", 1, MicroSizing(True, 1)).micro_batches
+        own = policy.annotate(micro)
+        fields: dict[str, Any] = {name: np.zeros(row.tokens, np.float32) for name in ("rollout", "old", "ref")}
+        for array, spread in zip(fields.values(), (0.3, 0.3, 0.5), strict=True):
+            array[row.mask] = own + random.normal(0.1, spread, len(own))
+        values = (random.normal(0, 0.5, row.tokens) * row.mask).astype(np.float32)
+        logprobs = {f"{name}_logprobs": array for name, array in fields.items()}
+        found.append(replace(row, baseline=float(random.normal()), values=values, **logprobs))
+    return found
+
+
+def make_policy(folder: Path, *, entropy_gradient: bool) -> Policy:
+    model = load_model(ModelConfig(path=str(folder), dtype="float64"), CPU)
+    return Policy("actor", model, 0.8, Optimizer(model, TrainConfig(), 10), entropy_gradient=entropy_gradient)
+
+
+def gradient(trainer: Trainer, batch: MiniBatch) -> tuple[torch.Tensor, dict[str, float]]:
+    trainer.optimizer.zero_grad()
+    metrics = trainer.accumulate(batch)
+    parameters = trainer.role.model.parameters()  # type: ignore[attr-defined]
+    return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]), metrics
+
+
+def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row]) -> dict[str, float]:
+    """The metrics of the mini-batch, which agree as the gradients do."""
+
+    def make(rows: list[Row], micro: MicroSizing) -> MiniBatch:
+        shaped = algorithm.reward_kl.penalise(rows, 0.2)[0] if algorithm.reward_kl else rows
+        return minibatch(algorithm.advantage(shaped), algorithm.aggregation, algorithm.length_norm, micro)
+
+    everything = sum(row.tokens for row in rows)
+    whole, metrics = gradient(trainer, make(rows, MicroSizing(True, everything)))
+    size = float(whole.abs().max())
+    assert size > 1e-4
+    sizings = [MicroSizing(True, budget) for budget in (1, 40, 60, everything // 2)] + [MicroSizing(False, 0, 4)]
+    cuts = [make(rows, sizing) for sizing in sizings]
+    assert len(cuts[0].micro_batches) == len(rows) and len({len(cut.micro_batches) for cut in cuts}) >= 4
+    for seed in range(2):
+        order = np.random.default_rng(seed).permutation(len(rows))
+        cuts.append(make([rows[index] for index in order], MicroSizing(True, 70 + 40 * seed)))
+    for cut in cuts:
+        other, its_metrics = gradient(trainer, cut)
+        assert float((other - whole).abs().max()) < 1e-9 * size
+        assert its_metrics.keys() == metrics.keys()
+        for name, value in metrics.items():
+            # The trainer adds metrics up from a float32 zero, which float64 numbers lift to float64.
+            assert its_metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    return metrics
+
+
+@pytest.mark.parametrize("name", [*presets.PRESETS, "a loss of your own"])
+def test_the_gradient_of_an_algorithm_is_one(name: str, model_folders, tmp_path: Path) -> None:
+    algorithm = build(name, tmp_path)
+    policy = make_policy(model_folders("llama-tied"), entropy_gradient=algorithm.entropy_gradient)
+    metrics = assert_one_gradient(Trainer(policy, algorithm.loss), algorithm, filled(bare_rows(), policy))
+    if name == "sft":
+        return
+    assert {"actor/pg_loss", "actor/kl_loss", "actor/entropy", "rollout_corr/logprob_abs_gap"} <= metrics.keys()
+    if name in presets.PRESETS:  # some tokens are clipped, and not all: both branches took part
+        assert 0 < metrics["actor/pg_clipfrac"] < 0.9
+
+
+@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.critic])
+def test_the_gradient_of_a_critic_is_one(name: str, model_folders, tmp_path: Path) -> None:
+    algorithm = build(name, tmp_path)
+    model = load_scalar(ModelConfig(path=str(model_folders("llama")), dtype="float64"), CPU, key="critic.path", head="new")
+    with torch.no_grad():  # a new head is 0, and nothing behind it would have a gradient
+        torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    assert algorithm.value_loss is not None
+    trainer = Trainer(Critic("critic", model, Optimizer(model, TrainConfig(), 10)), algorithm.value_loss)
+    rows = filled(bare_rows(), make_policy(model_folders("llama"), entropy_gradient=False))
+    metrics = assert_one_gradient(trainer, algorithm, rows)
+    assert 0 < metrics["critic/vf_clipfrac"] < 1

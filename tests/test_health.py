@@ -1,0 +1,374 @@
+"""Health: every rule at its border, streaks over steps and resumes, and real runs made to fail."""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import runs
+import torch
+from safetensors.torch import load_file, save_file
+
+from fulltilt.config import HealthConfig, toml_value
+from fulltilt.observe.health import RULES, Health, Unhealthy, Verdict, last_good
+from fulltilt.records import UserError
+
+# A step of a run that is well, under the names of docs/metrics.md.
+WELL: Mapping[str, float] = {
+    "reward/groups_with_variance": 0.5,
+    "critic/score/max": 1.0,
+    "critic/score/min": 0.0,
+    "critic/advantages/max": 0.7,
+    "critic/advantages/min": -0.7,
+    "actor/skipped_updates": 0,
+    "critic/skipped_updates": 0,
+    "actor/entropy": 1.2,
+    "response_length/mean": 40.0,
+    "response_length/clip_ratio": 0.1,
+    "reward/errors": 0,
+    "reward/samples": 64,
+    "rollout_corr/logprob_abs_gap": 1e-4,
+}
+NAMES = tuple(rule.name for rule in RULES)
+
+
+def sick(changed: Mapping[str, float], **config: object) -> tuple[str, ...]:
+    return Health(HealthConfig(**config)).look(1, {**WELL, **changed}).sick  # type: ignore[arg-type]
+
+
+# -- single rules -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_knows_every_rule() -> None:
+    (inside,) = get_args(HealthConfig.model_fields["ignore"].annotation)
+    assert set(get_args(inside)) == set(NAMES)
+
+
+def test_a_run_that_is_well_hears_nothing() -> None:
+    assert Health(HealthConfig()).look(1, WELL) == Verdict((), (), None, may_save=True)
+
+
+@pytest.mark.parametrize("step", [{}, {"train/loss": 0.1, "actor/entropy": 0.001, "actor/skipped_updates": 0}], ids=["nothing", "sft"])
+def test_what_is_not_measured_is_not_sick(step: Mapping[str, float]) -> None:
+    assert Health(HealthConfig()).look(1, step).sick == ()
+
+
+NO_ADVANTAGE = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
+BORDERS = [
+    ("no-variance", {"reward/groups_with_variance": 0.0, **NO_ADVANTAGE}, {"reward/groups_with_variance": 0.01, **NO_ADVANTAGE}),
+    ("not-finite", {"actor/skipped_updates": 1}, {"actor/skipped_updates": 0}),
+    ("not-finite", {"critic/skipped_updates": 2}, {"critic/skipped_updates": 0}),
+    ("not-finite", {"actor/pg_loss": math.nan}, {"actor/pg_loss": 1e300}),
+    ("not-finite", {"actor/grad_norm": -math.inf}, {"actor/grad_norm": 0.0}),
+    ("entropy-collapse", {"actor/entropy": 0.00499}, {"actor/entropy": 0.005}),
+    ("all-clipped", {"response_length/clip_ratio": 0.9901}, {"response_length/clip_ratio": 0.99}),
+    ("reward-errors", {"reward/errors": 33}, {"reward/errors": 32}),
+    ("logprob-gap", {"rollout_corr/logprob_abs_gap": 0.0101}, {"rollout_corr/logprob_abs_gap": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("name", "beyond", "just_well"), BORDERS)
+def test_a_rule_holds_beyond_its_border_only(name: str, beyond: Mapping[str, float], just_well: Mapping[str, float]) -> None:
+    assert sick(beyond) == (name,)
+    assert sick(just_well) == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "wider"),
+    [
+        ("entropy-collapse", {"actor/entropy": 0.2}, {"entropy_floor": 0.3}),
+        ("all-clipped", {"response_length/clip_ratio": 0.2}, {"max_clip_ratio": 0.1}),
+        ("reward-errors", {"reward/errors": 1}, {"max_reward_errors": 0.0}),
+        ("logprob-gap", {}, {"max_logprob_gap": 1e-5}),
+    ],
+)
+def test_borders_are_those_of_the_configuration(name: str, metrics: Mapping[str, float], wider: Mapping[str, float]) -> None:
+    assert sick(metrics) == ()
+    assert sick(metrics, **wider) == (name,)
+    assert sick(metrics, **wider, ignore=[name]) == ()
+
+
+@pytest.mark.parametrize(
+    ("metrics", "holds"),
+    [
+        ({"critic/advantages/max": 0.0}, False),
+        ({"critic/advantages/min": 0.0}, False),
+        ({}, False),  # groups of one, or alike within and different without: a critic or the batch's mean tells them apart
+        ({"critic/score/min": 1.0}, True),  # every reward of the step is the same: what a critic's errors make of that is noise
+        ({"critic/score/min": 1.0, "reward/errors": 3}, False),  # failed ones have the score of reward.on_error
+        ({"critic/score/min": 1.0, "rollout/lag_max": 1}, False),  # groups of earlier steps were trained on
+        (NO_ADVANTAGE, True),
+    ],
+)
+def test_groups_without_variance_may_still_teach_algorithms_without_group_baselines(metrics: Mapping[str, float], holds: bool) -> None:
+    assert sick({"reward/groups_with_variance": 0.0, **metrics}) == (("no-variance",) if holds else ())
+
+
+def test_a_step_whose_update_was_left_out_for_want_of_variance_is_sick() -> None:
+    lengths = {name: value for name, value in WELL.items() if name.startswith(("response_length", "reward/"))}
+    assert Health(HealthConfig()).look(1, {**lengths, "reward/groups_with_variance": 0}).sick == ("no-variance",)
+
+
+def test_names_of_numbers_that_are_not_finite_are_told() -> None:
+    bad = {f"actor/bad_{number}": math.nan for number in range(5)}
+    (warning,) = Health(HealthConfig()).look(1, {**WELL, **bad}).warnings
+    assert "not finite: actor/bad_0, actor/bad_1, actor/bad_2 and 2 more" in warning
+
+
+# -- steps in a row ---------------------------------------------------------------------------------------------------------------------
+
+CLIPPED = {**WELL, "response_length/clip_ratio": 1.0}
+FAILING = {**WELL, "reward/errors": 64}
+
+
+def test_a_streak_warns_once_and_stops_at_patience() -> None:
+    health = Health(HealthConfig(patience=3))
+    first = health.look(7, CLIPPED)
+    (warning,) = first.warnings
+    assert warning.startswith("step 7: all-clipped: 1 of the responses were cut, more than health.max_clip_ratio = 0.99;")
+    assert "If this lasts for 2 steps more, the run stops." in warning and "raise rollout.max_new_tokens" in warning
+    assert first.stop is None and not first.may_save
+    assert health.look(8, CLIPPED) == Verdict(("all-clipped",), (), None, may_save=False)
+    last = health.look(9, CLIPPED)
+    assert last.stop and last.stop.startswith(
+        "the run stopped itself after step 9: all-clipped for 3 steps in a row: 1 of the responses were cut"
+    )
+    assert "raise rollout.max_new_tokens" in last.stop
+    assert last.warnings == () and health.streaks == {"all-clipped": 3}
+
+
+def test_recovery_is_told_and_counts_from_the_start_again() -> None:
+    health = Health(HealthConfig(patience=2))
+    health.look(1, CLIPPED)
+    well = health.look(2, WELL)
+    assert well.warnings == ("step 2: all-clipped has passed, after 1 step",) and well.may_save
+    assert health.streaks == {}
+    again = health.look(3, CLIPPED)
+    assert again.stop is None and len(again.warnings) == 1
+    assert health.look(4, CLIPPED).stop
+
+
+def test_a_patience_of_one_stops_at_once() -> None:
+    verdict = Health(HealthConfig(patience=1)).look(1, CLIPPED)
+    assert (
+        verdict.stop
+        and verdict.stop.startswith("the run stopped itself after step 1: all-clipped for 1 step in a row:")
+        and verdict.warnings == ()
+    )
+
+
+def test_several_rules_count_for_themselves() -> None:
+    health = Health(HealthConfig(patience=3))
+    health.look(1, CLIPPED)
+    both = health.look(2, {**CLIPPED, **FAILING, "response_length/clip_ratio": 1.0})
+    assert both.sick == ("all-clipped", "reward-errors")
+    assert [warning.split(": ")[1] for warning in both.warnings] == ["reward-errors"]
+    third = health.look(3, {**FAILING, "response_length/clip_ratio": 1.0})
+    assert third.stop and third.stop.count("in a row") == 1 and "all-clipped for 3 steps" in third.stop
+    assert health.streaks == {"all-clipped": 3, "reward-errors": 2}
+    fourth = health.look(4, {**FAILING, "response_length/clip_ratio": 1.0})
+    assert fourth.stop and "all-clipped for 4 steps" in fourth.stop and "reward-errors for 3 steps" in fourth.stop
+    assert health.look(5, FAILING).warnings == ("step 5: all-clipped has passed, after 4 steps",)
+
+
+def test_only_warning_never_stops_and_keeps_no_checkpoint_back() -> None:
+    health = Health(HealthConfig(patience=2, stop=False))
+    verdicts = [health.look(step, CLIPPED) for step in range(1, 5)]
+    assert [len(verdict.warnings) for verdict in verdicts] == [1, 0, 0, 0]
+    assert "The run goes on, since health.stop is off." in verdicts[0].warnings[0]
+    assert all(verdict.stop is None and verdict.may_save and verdict.sick == ("all-clipped",) for verdict in verdicts)
+
+
+@pytest.mark.parametrize("cut", range(5))
+def test_a_resumed_run_stops_where_an_uninterrupted_one_does(cut: int) -> None:
+    steps = [CLIPPED, WELL, CLIPPED, {**FAILING, "response_length/clip_ratio": 1.0}, CLIPPED, CLIPPED]
+    config = HealthConfig(patience=3)
+    straight, resumed = Health(config), Health(config)
+    for number, metrics in enumerate(steps, 1):
+        if number == cut + 1:
+            resumed = Health(config, resumed.streaks)
+        expected, found = straight.look(number, metrics), resumed.look(number, metrics)
+        assert (found.sick, found.stop, found.may_save) == (expected.sick, expected.stop, expected.may_save)
+        assert (found.stop is not None) == (number >= 5)
+    assert resumed.streaks == straight.streaks == {"all-clipped": 4}
+
+
+def test_who_resumes_in_the_middle_of_a_streak_is_told_again() -> None:
+    (warning,) = Health(HealthConfig(), {"all-clipped": 4}).look(30, CLIPPED).warnings
+    assert "If this lasts for 5 steps more, the run stops (it has held for 5 steps by now)." in warning
+    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).warnings == ("step 30: all-clipped has passed, after 4 steps",)
+
+
+def test_saved_streaks_of_rules_that_are_ignored_now_are_dropped() -> None:
+    health = Health(HealthConfig(ignore=["all-clipped"]), {"all-clipped": 9, "a-rule-of-another-version": 3})
+    assert health.streaks == {}
+    assert health.look(1, CLIPPED) == Verdict((), (), None, may_save=True)
+
+
+# -- the error --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_names_cause_remedy_and_checkpoint() -> None:
+    stop = Health(HealthConfig(patience=1)).look(30, FAILING).stop
+    assert stop and stop.startswith(
+        "the run stopped itself after step 30: reward-errors for 1 step in a row: the reward of 64 of 64 samples"
+    )
+    assert "Remedy: read the run's reward_errors.jsonl" in stop
+    where = last_good(20, Path("runs/mine/checkpoints"))
+    assert where.startswith("The last good checkpoint is runs/mine/checkpoints/step-00000020. Mend the cause")
+    assert "no checkpoint from before it began; the run as it is now is mine/step-00000030." in last_good(30, Path("mine"), good=False)
+    assert issubclass(Unhealthy, UserError)
+
+
+# -- real runs --------------------------------------------------------------------------------------------------------------------------
+
+ModelFolders = Callable[[str], Path]
+
+# Without shuffling, rows 0 to 7 are those of the first two steps. A row's true answer is four times its number.
+FAULTS = '''
+import torch
+
+
+def letters(solution_str):
+    return sum(character.islower() for character in solution_str) / 24
+
+
+def constant_later(data_source, solution_str, ground_truth, extra_info):
+    return letters(solution_str) if float(ground_truth) < 32 else 0.5
+
+
+def fails_later(data_source, solution_str, ground_truth, extra_info):
+    if float(ground_truth) >= 32 and float(ground_truth) % 16:
+        raise RuntimeError("no opinion")
+    return letters(solution_str)
+
+
+def root_of_zero(terms):
+    """Its value is the surrogate's; the gradient of a square root at 0 is infinite."""
+    distance = (terms.logprobs - terms.logprobs.detach()).square().sum().sqrt()
+    return -terms.advantages * (terms.logprobs - terms.logprobs.detach()).exp() + distance
+'''
+
+CAPITALS = f"rollout.stop={toml_value(list(string.ascii_uppercase))}"
+QUICK = (
+    "run.steps=6", "run.save_every=1", "run.eval_every=0", "run.eval_before=false", "run.keep=9", "data.shuffle=false",
+    "algorithm.kl_coef=0", "algorithm.minibatches_per_step=1", "train.schedule=constant", "health.patience=2",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A run made to fail in one way, and the same run mended."""
+
+    rule: str
+    wrong: tuple[str, ...]
+    mended: tuple[str, ...]
+    measured: str  # the figure that the message gives
+    remedy: str
+    well: int = 0  # steps before the fault shows
+    sharp: float = 1.0  # the model's head is multiplied by this
+
+
+KEPT_WELL = (CAPITALS, "rollout.max_new_tokens=16")
+REAL = [
+    Fault(
+        "no-variance",
+        (*KEPT_WELL, "reward.function=faults.py:constant_later"),
+        (*KEPT_WELL, "reward.function=reward.py:score"),
+        "no group of this step has two different rewards",
+        "mend a reward that cannot tell samples apart",
+        well=2,
+    ),
+    Fault(
+        "reward-errors",
+        (*KEPT_WELL, "reward.function=faults.py:fails_later"),
+        (*KEPT_WELL, "reward.function=reward.py:score"),
+        "the reward of 12 of 16 samples failed, more than health.max_reward_errors = 0.5",
+        "read the run's reward_errors.jsonl",
+        well=2,
+    ),
+    Fault(
+        "not-finite",
+        (*KEPT_WELL, "algorithm.loss=faults.py:root_of_zero"),
+        KEPT_WELL,
+        "1 of the actor's optimizer steps left out for a gradient that is not finite",
+        "check the model's weights and a loss or advantage of your own",
+    ),
+    Fault(
+        "entropy-collapse",
+        KEPT_WELL,
+        (*KEPT_WELL, "rollout.temperature=200.0"),
+        "actor/entropy is ",
+        "raise algorithm.clip_high or algorithm.entropy_coef",
+        sharp=200.0,
+    ),
+    Fault(
+        "all-clipped",
+        ("rollout.max_new_tokens=2",),
+        (CAPITALS, "rollout.max_new_tokens=16"),
+        "of the responses were cut, more than health.max_clip_ratio = 0.8",
+        "raise rollout.max_new_tokens; if no response ever ends, check the chat template and the end token, or set rollout.stop",
+    ),
+    Fault(
+        "logprob-gap",
+        (*KEPT_WELL, "model.dtype=bfloat16"),
+        (*KEPT_WELL, "model.dtype=float32"),
+        "rollout_corr/logprob_abs_gap is ",
+        "try model.dtype=float32",
+    ),
+]
+# Where a fault of so small a model would not reach the usual border.
+BORDER = {"all-clipped": "health.max_clip_ratio=0.8", "logprob-gap": "health.max_logprob_gap=1e-4"}
+
+
+def sharpened(model: Path, folder: Path, factor: float) -> Path:
+    """The same model, surer of itself."""
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] * factor
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_every_rule_has_a_run_that_fails() -> None:
+    assert {fault.rule for fault in REAL} == set(NAMES)
+
+
+@pytest.mark.parametrize("fault", REAL, ids=lambda fault: fault.rule)
+def test_a_run_made_to_fail_stops_with_its_cause_and_goes_on_once_mended(tmp_path: Path, model_folders: ModelFolders, fault: Fault) -> None:
+    folder = runs.make(tmp_path / "folder", sharpened(model_folders("qwen2"), tmp_path / "model", fault.sharp))
+    (folder / "faults.py").write_text(FAULTS)
+    options = (*QUICK, *([BORDER[fault.rule]] if fault.rule in BORDER else []))
+    stop = fault.well + 2
+
+    failed = runs.command_here(folder, "train", "run.toml", *options, *fault.wrong)
+    assert failed.code == 2, failed.error
+    assert f"warning: step {fault.well + 1}: {fault.rule}: {fault.measured}" in failed.error.replace(
+        "\n", " "
+    ) or fault.measured.startswith("of")
+    message = failed.error[failed.error.index("error: ") :]
+    assert message.startswith(f"error: the run stopped itself after step {stop}: ") and "Traceback" not in message
+    assert f"{fault.rule} for 2 steps in a row: " in message and fault.measured in message and fault.remedy in message
+    saved = fault.well or stop
+    assert f"run/checkpoints/step-{saved:08d}. Mend the cause" in message
+    assert ("The last good checkpoint is" in message) == bool(fault.well)
+    # Nothing is saved while a rule holds: the newest checkpoint is from before, or all there is.
+    assert list(runs.checkpoints(folder)) == (list(range(1, saved + 1)) if fault.well else [stop])
+    assert all(tensor.isfinite().all() for tensor in runs.parameters(runs.checkpoints(folder)[saved]).values())
+    assert [line["step"] for line in runs.metrics(folder)] == list(range(1, stop + 1))
+    before = runs.metrics(folder)[:saved]
+
+    mended = runs.command_here(folder, "train", "run.toml", *options, *fault.mended, "run.resume=force")
+    assert mended.code == 0, mended.error
+    assert f"going on from step {saved}" in mended.out
+    assert runs.metrics(folder)[:saved] == before
+    assert [line["step"] for line in runs.metrics(folder)] == list(range(1, 7))
+    assert list(runs.checkpoints(folder))[-1] == 6
+    assert ("has passed" in mended.error) == (not fault.well)
