@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
+import pytest
+import runs
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from fulltilt.records import Group, Prompt, Sample, Score
 from fulltilt.rollout.collect import Filled, Kept, fill
@@ -197,3 +205,143 @@ def test_groups_of_prompts_that_are_gone_are_left_out_and_counted() -> None:
     assert uids(found) == [5] and left_out == 2
     found, left_out = unpack(arrays, described, {6: six, 7: seven})
     assert [same(*pair) for pair in zip(found, kept[1:], strict=True)] == [True, True] and left_out == 1
+
+
+# -- DAPO with nine useless groups in ten -----------------------------------------------------------------------------------------------
+
+ModelFolders = Callable[[str], Path]
+
+SPARSE = '''
+import zlib
+
+
+def one_in_ten(solution_str, ground_truth):
+    """Tells samples apart for rows 3, 13, 23 and so on."""
+    return zlib.crc32(solution_str.encode()) / 2**32 if int(ground_truth) % 10 == 3 else 0.0
+
+
+def never(solution_str, ground_truth):
+    return 1.0
+
+
+def half_fail(solution_str, ground_truth):
+    """1 or a failure."""
+    if zlib.crc32(solution_str.encode()) % 2:
+        raise RuntimeError("no opinion")
+    return 1.0
+'''
+
+DAPO = {
+    "model": {"path": "model"},
+    "data": {"train": "sparse.jsonl", "max_prompt_tokens": 16, "shuffle": False},
+    "algorithm": {"name": "dapo", "prompts_per_step": 3, "prompts_per_round": 20, "samples_per_prompt": 3, "minibatches_per_step": 2},
+    "rollout": {"max_new_tokens": 6},
+    "reward": {"function": "sparse.py:one_in_ten", "workers": 2},
+    "train": {"lr": 2e-3},
+    "health": {"ignore": ["all-clipped"]},  # a random model seldom draws its end token
+    "run": {"dir": "run", "steps": 4, "save_every": 1, "keep": 9, "seed": 7, "device": "cpu"},
+}
+
+
+def make(folder: Path, model: Path, rows: int = 40) -> Path:
+    runs.make(folder, model, DAPO)
+    (folder / "sparse.py").write_text(SPARSE)
+    write_sums(folder, rows)
+    return folder
+
+
+def write_sums(folder: Path, rows: int, added: int = 1) -> None:
+    runs.write_rows(folder / "sparse.jsonl", [{"prompt": f"{n}+{added}=", "ground_truth": str(n)} for n in range(rows)])
+
+
+def trained_on(folder: Path, step: int) -> list[int]:
+    """Rows of the groups of a step, in order."""
+    return [line["uid"] for line in runs.rollouts(folder, step) if line["sample"] == 0]
+
+
+def column(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in runs.metrics(folder)]
+
+
+def test_rounds_fill_a_step_and_what_is_left_over_is_used_in_the_next(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    said = runs.train(folder).said
+    assert [trained_on(folder, step) for step in (1, 2, 3, 4)] == [[3, 13, 23], [33, 3, 13], [23, 33, 3], [13, 23, 33]]
+    assert column(folder, "train/num_gen_batches") == [2, 1, 2, 1]
+    assert column(folder, "rollout/groups_kept") == [3, 3, 3, 3]
+    assert column(folder, "rollout/groups_carried") == [1, 0, 1, 0]
+    assert column(folder, "rollout/groups_dropped") == [36, 18, 36, 18]
+    assert column(folder, "rollout/lag_max") == [0, 1, 0, 1]
+    assert column(folder, "reward/samples") == [120, 60, 120, 60]
+    assert column(folder, "reward/groups_with_variance") == [0.1] * 4
+    assert column(folder, "actor/updates") == [2] * 4
+    # What step 2 trained on first is what step 1 had too much of, and was not sampled again.
+    (carried,) = runs.state(runs.checkpoints(folder)[1])["surplus"]
+    first = runs.rollouts(folder, 2)[:3]
+    assert (carried["uid"], carried["step"]) == (33, 1)
+    assert [(line["response"], line["reward"]) for line in first] == [(sample["text"], sample["value"]) for sample in carried["samples"]]
+    assert "warning" not in said
+
+
+def test_when_rounds_run_out_the_batch_shrinks_and_the_run_says_so(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """One group for two mini-batches; that is one update."""
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    said = runs.train(folder, "algorithm.prompts_per_round=10", "algorithm.max_rounds=1", "run.steps=2").said
+    assert "warning: step 1: 1 of 3 groups after 1 round" in said and "algorithm.max_rounds" in said
+    assert [trained_on(folder, step) for step in (1, 2)] == [[3], [13]]
+    assert column(folder, "rollout/groups_dropped") == [9, 9]
+    assert column(folder, "actor/updates") == [1, 1]
+    assert all(norm > 0 for norm in column(folder, "actor/grad_norm"))
+
+
+def test_without_any_useful_group_the_update_is_left_out(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    said = runs.train(folder, "reward.function=sparse.py:never", "algorithm.max_rounds=2", "run.steps=1").said
+    assert "warning: step 1: 0 of 3 groups after 2 rounds" in said
+    assert "no sample of this step can be trained on: its update is left out" in said
+    assert "step 1: no-variance: no group of this step has two different rewards" in said
+    (line,) = runs.metrics(folder)
+    assert (line["actor/updates"], line["rollout/groups_dropped"], line["reward/samples"]) == (0, 40, 120)
+    before = load_file(folder / "model" / "model.safetensors")
+    after = runs.parameters(runs.checkpoints(folder)[1])
+    assert all(torch.equal(before[name], after[name]) for name in after)
+
+
+@pytest.mark.parametrize(("policy", "useful"), [("exclude", 0), ("score", 3)])
+def test_failed_rewards_count_as_the_policy_says(tmp_path: Path, model_folders: ModelFolders, policy: str, useful: int) -> None:
+    """Those that did not fail are all equal: only where failures have a score of their own is there something to learn."""
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = ("reward.function=sparse.py:half_fail", f"reward.on_error={policy}", "algorithm.samples_per_prompt=12")
+    runs.train(folder, *options, "algorithm.prompts_per_round=4", "algorithm.max_rounds=1", "run.steps=1")
+    (line,) = runs.metrics(folder)
+    assert line["rollout/groups_kept"] == useful and 0 < line["reward/errors"] < 48
+
+
+def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Five useful groups a round of fifty: every second step leaves some over, the others need not sample at all."""
+    options = ("algorithm.prompts_per_round=50", "run.steps=6", "run.save_every=2")
+    expected = make(tmp_path / "expected", model_folders("qwen2"), rows=50)
+    runs.train(expected, *options)
+    assert column(expected, "train/num_gen_batches") == [1, 1, 0, 1, 0, 1]
+    assert column(expected, "rollout/groups_carried") == [2, 4, 1, 3, 0, 2]
+    assert all(runs.state(path)["surplus"] for path in runs.checkpoints(expected).values())
+
+    folder = make(tmp_path / "killed", model_folders("qwen2"), rows=50)
+    process = runs.start(folder, "train", "run.toml", "--json", *options)
+    assert process.stdout is not None
+    assert all(process.stdout.readline() for _ in range(3)), (folder / "said.txt").read_text()
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL and 2 in runs.checkpoints(folder)
+    resumed = runs.train(folder, *options)
+    assert "going on from step" in resumed.said
+    runs.assert_equal_runs(folder, expected)
+
+    # Other rows in the place of those that the groups were sampled for: the groups are left out, not joined to these.
+    for step, path in runs.checkpoints(folder).items():
+        if step > 2:
+            shutil.rmtree(path)
+    write_sums(folder, rows=50, added=2)
+    forced = runs.train(folder, *options, "run.steps=3", "run.resume=force").said
+    assert "warning: 4 groups carried over from before the checkpoint are left out" in forced
+    assert runs.metrics(folder)[-1]["rollout/lag_max"] == 0

@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import socket
 import sqlite3
 import struct
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulltilt.config import LogConfig
@@ -85,17 +86,18 @@ def log_twice(kind: str, folder: Path) -> None:
     file.close()
 
 
-def in_a_process(kind: str, folder: Path, **variables: str) -> None:
-    """`log_twice` in a process of its own: some loggers take their settings once per process. It must end, and print nothing."""
-    run_python(f"import test_loggers, pathlib; test_loggers.log_twice({kind!r}, pathlib.Path({str(folder)!r}))", folder, **variables)
+def in_a_process(function: str, kind: str, folder: Path, code: int = 0, **variables: str) -> None:
+    """One of these functions in a process of its own: some loggers take their settings once per process. It must end, and print nothing."""
+    source = f"import test_loggers, pathlib; test_loggers.{function}({kind!r}, pathlib.Path({str(folder)!r}))"
+    run_python(source, folder, code, **variables)
 
 
-def run_python(code: str, home: Path, **variables: str) -> None:
+def run_python(source: str, home: Path, code: int = 0, **variables: str) -> None:
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(loggers.__file__).parents[2])])
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))}
     environment = {**kept, "PYTHONPATH": path, "HOME": str(home), **variables}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=home, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    done = subprocess.run([sys.executable, "-c", source], env=environment, cwd=home, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
     assert done.stdout == ""
 
 
@@ -121,15 +123,9 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
     assert capfd.readouterr().out == ""
-    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
-    lines: Lines = {}
-    for name in found.Tags()["scalars"]:
-        for event in found.Scalars(name):
-            assert event.step not in lines or name not in lines[event.step], "a step that was made again is there twice"
-            lines.setdefault(event.step, {})[name] = event.value
-    # TensorBoard's scalars are float32.
-    assert lines == {step: {name: float(np.float32(value)) for name, value in line.items()} for step, line in written(tmp_path).items()}
-
+    assert not (tmp_path / "tensorboard" / "events.out.tfevents.0.of.another.run").exists()
+    assert tensorboard_lines(tmp_path) == rounded(written(tmp_path))
+    found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     (tag,) = (tag for tag in found.Tags()["tensors"] if tag.startswith("val/samples"))
     tables = {event.step: read_markdown(event.tensor_proto.string_val[0].decode()) for event in found.Tensors(tag)}
     as_text = [[["" if cell is None else str(cell) for cell in row] for row in shown(step, attempt)] for step, attempt in ((0, 0), (4, 1))]
@@ -140,6 +136,23 @@ def test_tensorboard(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "algorithm.name": "grpo", "rollout.stop": '["a", "b"]'
     }  # fmt: skip
     assert (start["actor.lr"].number_value, start["run.steps"].number_value, start["log.name"].string_value) == (1e-6, 5, "null")
+
+
+def tensorboard_lines(folder: Path) -> Lines:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    lines: Lines = {}
+    for name in found.Tags()["scalars"]:
+        for event in found.Scalars(name):
+            assert name not in lines.setdefault(event.step, {}), "a step that was made again is there twice"
+            lines[event.step][name] = event.value
+    return lines
+
+
+def rounded(lines: Lines) -> Lines:
+    """As TensorBoard keeps numbers: its scalars are float32."""
+    return {step: {name: float(np.float32(value)) for name, value in line.items()} for step, line in lines.items()}
 
 
 def read_markdown(text: str) -> list[list[str]]:
@@ -157,35 +170,45 @@ def test_tensorboard_shows_cells_as_they_are() -> None:
 
 
 def test_wandb(tmp_path: Path) -> None:
-    in_a_process("wandb", tmp_path, WANDB_MODE="offline")
+    in_a_process("log_twice", "wandb", tmp_path, WANDB_MODE="offline")
     from wandb.proto.wandb_internal_pb2 import Record
 
-    lines: Lines = {}
     tables: Tables = {}
     runs, settings = set(), {}
     files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
     assert len(files) == 2
     for path in files:
-        for data in wandb_records(path):
-            record = Record.FromString(data)
+        for record in map(Record.FromString, wandb_records(path)):
             if record.HasField("run"):
                 runs.add((record.run.project, record.run.display_name, record.run.run_id))
                 settings = {update.key: json.loads(update.value_json) for update in record.run.config.update}
-            if record.HasField("history"):
-                items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-                step = items["_step"]
-                # Of a step that was made again, the later file has the last word.
-                lines[step] = {name: value for name, value in items.items() if not name.startswith(("_", "val/samples"))}
-                if "val/samples/path" in items:
-                    table = json.loads((path.parent / "files" / items["val/samples/path"]).read_text())
-                    assert table["columns"] == COLUMNS
-                    tables[step] = table["data"]
-    assert lines == written(tmp_path)
+        for step, items in wandb_history(path):
+            if "val/samples/path" in items:
+                table = json.loads((path.parent / "files" / items["val/samples/path"]).read_text())
+                assert table["columns"] == COLUMNS
+                tables[step] = table["data"]
+    assert wandb_lines(files[-1]) == written(tmp_path)  # the file of the resumed run has all of them
     assert tables == {0: shown(0, 0), 4: shown(4, 1)}
     ((project, name, identity),) = runs
     assert (project, name) == ("some project", "a run")
     assert json.loads((tmp_path / "loggers.json").read_text()) == {"wandb": identity}
     assert {key: settings[key] for key in SETTINGS} == SETTINGS | {"run.steps": 6}
+
+
+def wandb_lines(path: Path) -> Lines:
+    return {
+        step: {name: value for name, value in items.items() if not name.startswith(("_", "val/samples"))}
+        for step, items in wandb_history(path)
+    }
+
+
+def wandb_history(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    for record in map(Record.FromString, wandb_records(path)):
+        if record.HasField("history"):
+            items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+            yield items["_step"], items
 
 
 def wandb_records(path: Path) -> Iterator[bytes]:
@@ -237,6 +260,7 @@ def metric_name(name: str) -> str:
 
 
 # The characters that the rules speak of, so that they come together often.
+@settings(max_examples=500, deadline=None)
 @given(st.text(st.sampled_from("_at@:/.xA0 -%ü"), min_size=1, max_size=12) | st.text(min_size=1, max_size=12))
 def test_mlflow_names_can_be_read_back(name: str) -> None:
     from mlflow.utils.validation import _validate_metric_name
@@ -246,14 +270,23 @@ def test_mlflow_names_can_be_read_back(name: str) -> None:
 
 
 def test_trackio(tmp_path: Path) -> None:
-    in_a_process("trackio", tmp_path)
-    (path,) = (tmp_path / "trackio").glob("*.db")
+    in_a_process("log_twice", "trackio", tmp_path)
+    lines, tables = trackio_history(tmp_path)
+    assert lines == written(tmp_path)
+    assert tables == {0: shown(0, 0), 4: shown(4, 1)}
+    with sqlite3.connect(next((tmp_path / "trackio").glob("*.db"))) as database:
+        ((identity, name),) = database.execute("SELECT DISTINCT run_id, run_name FROM metrics").fetchall()
+        ((settings,),) = database.execute("SELECT config FROM configs").fetchall()
+    assert name == "a run" and json.loads((tmp_path / "loggers.json").read_text()) == {"trackio": identity}
+    assert {key: json.loads(settings)[key] for key in SETTINGS} == SETTINGS | {"run.steps": 6}
+
+
+def trackio_history(folder: Path) -> tuple[Lines, Tables]:
     lines: Lines = {}
     tables: Tables = {}
+    (path,) = (folder / "trackio").glob("*.db")
     with sqlite3.connect(path) as database:
-        runs = database.execute("SELECT DISTINCT run_id, run_name FROM metrics").fetchall()
         stored = database.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
-        ((settings,),) = database.execute("SELECT config FROM configs").fetchall()
     for step, text in stored:
         for name, value in json.loads(text).items():
             if name == "val/samples":
@@ -262,14 +295,47 @@ def test_trackio(tmp_path: Path) -> None:
             else:
                 assert name not in lines.setdefault(step, {}), "a step that was made again is there twice"
                 lines[step][name] = value
-    assert lines == written(tmp_path)
-    assert tables == {0: shown(0, 0), 4: shown(4, 1)}
-    ((identity, name),) = runs
-    assert name == "a run" and json.loads((tmp_path / "loggers.json").read_text()) == {"trackio": identity}
-    assert {key: json.loads(settings)[key] for key in SETTINGS} == SETTINGS | {"run.steps": 6}
+    return lines, tables
 
 
 # ---- what goes wrong
+
+
+def log_and_die(kind: str, folder: Path) -> None:
+    file = MetricsFile(folder / "metrics.jsonl")
+    opened = open_loggers(LogConfig(to=[kind]), folder, SETTINGS, 0)  # type: ignore[list-item]
+    for step in range(4):
+        opened.log(step, metrics(step, 0))
+        file.append(step, metrics(step, 0))
+    opened.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on(kind: str, folder: Path) -> None:
+    file = MetricsFile(folder / "metrics.jsonl")
+    with open_loggers(LogConfig(to=[kind]), folder, SETTINGS, 3) as opened:  # type: ignore[list-item]
+        for step in range(4, 7):
+            opened.log(step, metrics(step, 1))
+            file.append(step, metrics(step, 1))
+
+
+@pytest.mark.parametrize("kind", ["wandb", "trackio"])
+def test_steps_that_a_kill_kept_in_memory_are_logged_again(kind: str, tmp_path: Path) -> None:
+    """These two write late, so that a run killed right after a checkpoint has lost steps before it."""
+    for function, code in (("log_and_die", -signal.SIGKILL), ("go_on", 0)):
+        in_a_process(function, kind, tmp_path, code=code, WANDB_MODE="offline")
+    if kind == "wandb":
+        assert wandb_lines(max(tmp_path.glob("wandb/offline-run-*/*.wandb"))) == written(tmp_path)
+    else:
+        assert trackio_history(tmp_path)[0] == written(tmp_path)
+
+
+def test_a_logger_that_joins_later_gets_the_whole_history(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(4):
+        file.append(step, metrics(step, 0))
+    go_on("tensorboard", tmp_path)
+    assert tensorboard_lines(tmp_path) == rounded(written(tmp_path))
 
 
 def test_a_logger_that_fails_is_switched_off_and_the_others_go_on(tmp_path: Path) -> None:
@@ -285,10 +351,7 @@ def test_a_logger_that_fails_is_switched_off_and_the_others_go_on(tmp_path: Path
     opened.close()
     (text,) = warned
     assert text.startswith("log.to: mlflow failed and is switched off: ") and "database" in text
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in found.Scalars("x")] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+    assert tensorboard_lines(tmp_path) == {step: {"x": float(step)} for step in (1, 2, 3, 4)}
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,6 +375,7 @@ class Stuck:
 
     id = None
     hint = ""
+    has = 0
 
     def __init__(self) -> None:
         self.come_back = threading.Event()
@@ -408,5 +472,5 @@ Path("said").write_text(repr(said))
 
 
 def test_importing_imports_none_of_them(tmp_path: Path) -> None:
-    code = "import sys, fulltilt.observe.loggers; assert not {'torch', 'tensorboard', 'wandb', 'mlflow', 'trackio'} & sys.modules.keys()"
-    run_python(code, tmp_path)
+    source = "import sys, fulltilt.observe.loggers; assert not {'torch', 'tensorboard', 'wandb', 'mlflow', 'trackio'} & sys.modules.keys()"
+    run_python(source, tmp_path)

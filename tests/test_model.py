@@ -439,3 +439,11 @@ def test_hidden_states_feed_the_head(model_folders) -> None:
     with torch.no_grad():
         hidden = hidden_states(model, ids, torch.arange(20), Packed.of([0, 20], CPU))
     assert hidden.shape == (20, 32)
+
+
+def test_large_logits_in_bfloat16_are_no_reason_to_refuse(model_folders, tmp_path: Path) -> None:
+    """transformers rounds logits to the model's type: at a size of 40, as trained models have them, that alone moves log-probs by 0.1."""
+    model = load_model(ModelConfig(path=str(model_folders("qwen2")), dtype="bfloat16"), CPU)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(10)
+    verify(model)

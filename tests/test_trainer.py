@@ -227,7 +227,7 @@ def test_restored_optimizer_goes_on_bit_for_bit(dtype: str, model_folders) -> No
         second.apply()
     for name, tensor in whole.optimizer.tensors().items():
         assert torch.equal(tensor, second.optimizer.tensors()[name]), name
-    for a, b in zip(whole.actor.model.parameters(), second.role.model.parameters(), strict=True):
+    for a, b in zip(whole.role.model.parameters(), second.role.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

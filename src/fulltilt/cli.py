@@ -65,8 +65,9 @@ def common(
 def read_config(path: Path, overrides: list[str] | None) -> Config:
     from fulltilt import config
     from fulltilt.algo import presets
+    from fulltilt.observe import loggers
 
-    return config.load(path, overrides or [], extra_checks=[presets.mistakes])
+    return config.load(path, overrides or [], extra_checks=[presets.mistakes, lambda config: loggers.check(config.log)])
 
 
 @app.command()

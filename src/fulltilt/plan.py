@@ -94,7 +94,7 @@ def check_context(config: Config, facts: Facts, *, rollout: bool) -> None:
             f"{key}: the longest prompt ({facts.longest} tokens) with a response of {longest_response(config)} needs "
             f"{longest}, {made_for}. Lower {key} or data.max_prompt_tokens"
         )
-    raise UserError(f"data.train: the longest row has {longest} tokens, {made_for}. Shorten or remove such rows")
+    raise UserError(f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {facts.context_limit} to leave such rows out, or shorten them")
 
 
 def longest_response(config: Config) -> int:

@@ -342,7 +342,7 @@ SAMPLING_ONLY: Mapping[str, tuple[str, ...] | None] = {
     "log": ("val_samples",),
     "run": ("save_rollouts",),
 }
-SFT_DATA = ("response_key", "messages_key", "train_turns")
+SFT_DATA = ("max_tokens", "response_key", "messages_key", "train_turns")
 
 
 def mistakes(config: Config) -> list[str]:

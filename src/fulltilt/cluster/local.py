@@ -152,11 +152,12 @@ def _assemble(
 
     steps_per_epoch = train_data.steps_per_epoch(config.algorithm.prompts_per_step) if training else 1
     total_updates = count_steps(config, steps_per_epoch) * updates_per_step(config)
+    actor_updates = total_updates - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
     temperature = config.rollout.temperature if rollout and training else 1.0
     # All that holds memory comes before memory is looked at.
-    optimizer = Optimizer(model, config.train, total_updates, keeps_parameters=config.lora.rank > 0) if training else None
+    optimizer = Optimizer(model, config.train, actor_updates, keeps_parameters=config.lora.rank > 0) if training else None
     actor = Policy("actor", model, temperature, optimizer, algorithm.entropy_gradient)
-    critic = load_critic(config, device, total_updates) if training and algorithm.value_loss else None
+    critic = load_critic(config, tokenizer, device, total_updates) if training and algorithm.value_loss else None
     ref = load_ref(config, model, tokenizer, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
     if resume:
         restore(resume, actor, critic, training=training, adapters=config.lora.rank > 0)
@@ -229,10 +230,11 @@ def load_actor(
     return model, layers
 
 
-def load_critic(config: Config, device: torch.device, total_updates: int) -> Critic:
+def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, total_updates: int) -> Critic:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
     model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
     verify_body(model.body)
+    load.check_vocabulary(model.body, tokenizer)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, config.lora, config.run.seed)
     settings = config.train.model_copy(update={"lr": config.critic.lr})
@@ -257,9 +259,11 @@ def load_ref(
     at nothing it is the actor without them, and no second model is held."""
     if config.lora.rank and config.lora.path is None and config.ref.path is None:
         return Policy("ref", actor, temperature, as_role=partial(lora.without_adapters, actor))
-    model = load.load_model(config.model, device, path=config.ref.path)
+    model = load.load_model(config.model, device, path=config.ref.path, key="ref.path" if config.ref.path else "model.path")
     verify(model)
     load.check_vocabulary(model, tokenizer)
+    if config.lora.path and not config.ref.path:
+        lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
     model.requires_grad_(False)
     return Policy("ref", model, temperature)
 

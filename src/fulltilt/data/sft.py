@@ -99,8 +99,7 @@ def _rows(row: Columns, config: DataConfig, encoder: PromptEncoder, writer: _Wri
     if conversation is None or conversation[-1]["role"] != "assistant":
         raise UserError(f"'{config.messages_key}' must be a list of messages that ends with the assistant's. Mend the row or take it out.")
     turns = _weighted_turns(conversation)
-    unweighted = [{key: value for key, value in message.items() if key != "weight"} for message in conversation]
-    return writer.conversation(unweighted, turns if config.train_turns == "all" else turns[-1:])
+    return writer.conversation(conversation, turns if config.train_turns == "all" else turns[-1:])
 
 
 def _weighted_turns(conversation: Sequence[Message]) -> list[int]:

@@ -17,7 +17,7 @@ from fulltilt.batching.pack import MicroSizing, forward_micro_batches, scatter
 from fulltilt.cluster.local import Parts
 from fulltilt.config import Config
 from fulltilt.observe.console import Console
-from fulltilt.records import Group, Prompt, Row, Score
+from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import Kept, collect
@@ -104,6 +104,11 @@ def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray
     return np.array([score.value for score in scores if score.error is None or not exclude_errors], dtype=np.float64)
 
 
+def shaped_reward(score: Score, sample: Sample, algorithm: Algorithm) -> float:
+    """What the reward said, less what the algorithm takes off long responses."""
+    return score.value + (algorithm.overlong(len(sample.ids)) if algorithm.overlong else 0.0)
+
+
 def make_rows(
     kept: Sequence[Kept], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
 ) -> list[Row]:
@@ -125,7 +130,7 @@ def make_rows(
                     ids=np.concatenate([prompt, sample.ids]),
                     mask=np.arange(len(prompt) + len(sample.ids)) >= len(prompt),
                     group=number,
-                    reward=score.value + (algorithm.overlong(len(sample.ids)) if algorithm.overlong else 0.0),
+                    reward=shaped_reward(score, sample, algorithm),
                     lag=step - entry.step,
                     rollout_logprobs=np.concatenate([nothing, sample.logprobs]),
                     **shaped,

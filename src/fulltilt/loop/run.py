@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +30,7 @@ from fulltilt.loop.experience import (
     make_rows,
     sample_groups,
     score_groups,
+    shaped_reward,
     training_sampling,
 )
 from fulltilt.loop.interrupts import Interrupted, Interrupts
@@ -98,6 +100,7 @@ class Run:
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
         self._saved_step = progress.step  # what the run resumed from is there already
+        self._saved_well = not progress.streaks
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
         self._engine_stats = NO_STATS  # of the step in progress
@@ -128,9 +131,10 @@ class Run:
         with phase("sync"):
             parts.engine.sync(step)
 
-        self.rollouts.write(step, [entry.group for entry in filled.kept], [entry.scores for entry in filled.kept])
+        shown = filled.kept or filled.sampled
+        self.rollouts.write(step, [entry.group for entry in shown], [entry.scores for entry in shown])
         self.interrupts.hold()  # a step that made no update holds only here
-        self.progress = Progress(step, cursor, tuple(filled.surplus), coef)
+        self.progress = replace(self.progress, step=step, cursor=cursor, surplus=filled.surplus, reward_kl_coef=coef)
         reward_stats = parts.reward.stats().since(before)
         if reward_stats.failed:
             self.console.warn(f"step {step}: {reward_stats}")
@@ -153,7 +157,7 @@ class Run:
         with self.console.phase("update-actor"):
             updated = self._update(rows, self._trainer)
         self.interrupts.hold()
-        self.progress = Progress(step, cursor)
+        self.progress = replace(self.progress, step=step, cursor=cursor)
         trained, total = sum(int(row.mask.sum()) for row in rows), sum(row.tokens for row in rows)
         return {**updated, **self._times(trained, total)}
 
@@ -206,12 +210,14 @@ class Run:
         return groups
 
     def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
-        """The score of each prompt's greedy sample."""
+        """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
         prompts = [entry.group.prompt for entry in kept]
         with self.console.phase("rollout"):
             groups = self._generate(prompts, greedy_sampling(self.config), self.config.run.seed)
         with self.console.phase("reward"):
-            return [of_group[0] for of_group in score_groups(self.parts, self.console, self.config, groups)]
+            scores = score_groups(self.parts, self.console, self.config, groups)
+        shape = partial(shaped_reward, algorithm=self.parts.algorithm)
+        return [replace(of_group[0], value=shape(of_group[0], group.samples[0])) for group, of_group in zip(groups, scores, strict=True)]
 
     def _penalise(self, rows: list[Row]) -> tuple[list[Row], float | None, Metrics]:
         """Rewards less the KL penalty, and the penalty's weight in the next step."""
@@ -324,7 +330,9 @@ class Run:
         self._record(step, metrics)
         self.console.end_step(metrics)
         may_save = self._look_after(step, metrics)
-        if step == last or (run.save_every and step % run.save_every == 0 and may_save):
+        # A save that was due while something was wrong is made up as soon as it is over.
+        due = run.save_every > 0 and step // run.save_every > self._saved_step // run.save_every
+        if step == last or (due and may_save):
             self.save()
         self.interrupts.release()
 
@@ -336,10 +344,9 @@ class Run:
         for text in verdict.warnings:
             self.console.warn(text)
         if verdict.stop and step < self.parts.plan.steps:
-            never_well = self._saved_step == 0
-            if never_well:
+            if self._saved_step == 0:
                 self.save()
-            raise Unhealthy(f"{verdict.stop} {last_good(self._saved_step, self.store.folder, good=not never_well)}")
+            raise Unhealthy(f"{verdict.stop} {last_good(self._saved_step, self.store.folder, good=self._saved_well)}")
         return verdict.may_save
 
     def _record(self, step: int, metrics: Metrics) -> None:
@@ -366,6 +373,7 @@ class Run:
             return
         begin = time.perf_counter()
         self.metrics.sync()
+        self.loggers.flush()
         arrays, carried = surplus.pack(self.progress.surplus)
         critic = self.parts.critic_trainer
         state = {
@@ -385,7 +393,7 @@ class Run:
         }
         tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
         self.store.save(self.progress.step, tensors, state, export=self.parts.export, export_bytes=self.parts.export_bytes)
-        self._saved_step = self.progress.step
+        self._saved_step, self._saved_well = self.progress.step, not self.progress.streaks
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
 
 

@@ -71,7 +71,7 @@ def _all_clipped(metrics: Metrics, config: HealthConfig) -> str | None:
     share = metrics.get("response_length/clip_ratio")
     if share is None or not share > config.max_clip_ratio:
         return None
-    return f"{share:.4g} of the responses were cut, more than health.max_clip_ratio = {config.max_clip_ratio:g}"
+    return f"{share:.1%} of the responses were cut, more than health.max_clip_ratio = {config.max_clip_ratio:g}"
 
 
 def _reward_errors(metrics: Metrics, config: HealthConfig) -> str | None:
@@ -101,7 +101,7 @@ RULES: tuple[Rule, ...] = (
         _not_finite,
         cause="NaN or infinity in the computation: parameters, loss or gradient have overflowed",
         remedy="lower train.lr (the critic's: critic.lr), keep train.clip_grad on, check the model's weights and a loss or advantage of "
-        "your own, or compute in float32 (model.dtype)",
+        "your own, or start anew in float32 (model.dtype)",
     ),
     Rule(
         "entropy-collapse",
@@ -125,8 +125,8 @@ RULES: tuple[Rule, ...] = (
         "logprob-gap",
         _logprob_gap,
         cause="sampling and training do not compute the same log-probs: updates are made for another policy than the one that sampled",
-        remedy="try model.dtype=float32: if the gap goes, it was rounding, and health.max_logprob_gap may be raised; if it stays, one "
-        "of the two computes this model wrongly",
+        remedy="compute in float32 (model.dtype, in another run.dir): if the gap goes, it was rounding, and health.max_logprob_gap may be "
+        "raised; if it stays, one of the two computes this model wrongly",
     ),
 )
 
@@ -167,12 +167,12 @@ class Health:
                 continue
             streak = self._streaks[rule.name] = streak + 1
             if self.config.stop and streak >= self.config.patience:
-                stops.append(f"{rule.name} for {_steps(streak)} in a row: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
+                stops.append(f"  {rule.name} for {_steps(streak)} in a row: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
             elif rule.name not in self._told:
                 warnings.append(f"step {step}: {rule.name}: {measured}; {rule.cause}. {self._outlook(streak)}. Remedy: {rule.remedy}.")
             self._told.add(rule.name)
         sick = tuple(self._streaks)
-        stop = f"the run stopped itself after step {step}: {' '.join(stops)}" if stops else None
+        stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
         return Verdict(sick, tuple(warnings), stop, may_save=not (sick and self.config.stop))
 
     def _outlook(self, streak: int) -> str:

@@ -1,9 +1,10 @@
 """The numbers of a run, sent to where people look at them: TensorBoard, Weights & Biases, MLflow, Trackio.
 
 Enters: the metrics of each step, tables of validation samples, the run's settings. Leaves: files in the run folder, or what the user's own
-environment variables name instead. Guaranteed: every logger gets the names and numbers of `metrics.jsonl` (what is not finite is left out
-of both); a run that is resumed goes on in the same place; nothing asks for a password; a logger that fails or hangs in the middle of a run
-is switched off with one warning and never stops or delays the run; every wait has a deadline. Importing this module imports none of them.
+environment variables name instead. Guaranteed: every logger gets the names and numbers of `metrics.jsonl` (what is not finite is left out);
+a run that is resumed goes on in the same place, and steps that a kill kept in a logger's memory are logged again; nothing asks for a
+password; a logger that fails or hangs in the middle of a run is switched off with one warning and never stops or delays the run; every
+wait has a deadline. Importing this module imports none of them.
 
 Each logger lives on a daemon thread of its own: made, used and closed there, so that a server that does not answer holds up nobody.
 """
@@ -39,6 +40,7 @@ KEPT = "loggers.json"  # in the run folder: by which id each logger knows the ru
 OPEN_S = 120.0
 FLUSH_S = 10.0
 CLOSE_S = 60.0
+NOTHING = -1  # the step of a logger that has none yet
 MOST_BEHIND = 1000  # jobs a logger may be behind before it counts as hung
 
 
@@ -63,6 +65,9 @@ class Logger(Protocol):
     @property
     def hint(self) -> str: ...  # how to look at it
 
+    @property
+    def has(self) -> int: ...  # the last step that it surely has; later ones of metrics.jsonl are logged to it again
+
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
@@ -74,8 +79,8 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint; settings stay those it began with,
-    for TensorBoard reads only the first."""
+    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint; settings stay those it began
+    with, for TensorBoard reads only the first."""
 
     id = None
 
@@ -85,8 +90,10 @@ class TensorBoard:
 
         folder = opening.folder / "tensorboard"
         self.hint = f"tensorboard --logdir {folder}"
+        there = list(folder.glob("events.out.tfevents.*"))
+        self.has = opening.step if there else NOTHING
         if not opening.step:
-            for path in folder.glob("events.out.tfevents.*"):
+            for path in there:
                 path.unlink()
         self._writer = SummaryWriter(str(folder), purge_step=opening.step + 1 if opening.step else None)
         simple = {key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in opening.settings.items()}
@@ -110,6 +117,9 @@ class TensorBoard:
 
 class Wandb:
     """A run of Weights & Biases, its files in `wandb/`. A resume goes on with the run of the same id."""
+
+    # It keeps the last numbers back in memory for long, and drops by itself the steps that its server has.
+    has = NOTHING
 
     def __init__(self, opening: Opening) -> None:
         import wandb
@@ -160,6 +170,7 @@ class MLflow:
         store = address or f"sqlite:///{folder / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=store)
         self.hint = store if store.startswith("http") else f"mlflow ui --backend-store-uri {store}"
+        self.has = opening.step if opening.known else NOTHING
         self.id = opening.known or self._new_run(opening, None if address else (folder / "artifacts").as_uri())
         self._client.update_run(self.id, status="RUNNING")
         self._log_settings(opening.settings)
@@ -208,8 +219,7 @@ class Trackio:
 
         if Path(TRACKIO_DIR).absolute() != folder:
             raise UserError(f"log.to: trackio already logs to {TRACKIO_DIR} in this process. Use one process per run, or set TRACKIO_DIR")
-        if opening.known:
-            self._forget(opening)
+        self.has = self._forget(opening) if opening.known else NOTHING
         self._table = trackio.Table
         with silence():
             self._run = trackio.init(
@@ -219,14 +229,21 @@ class Trackio:
         self.id = self._run.id
         self.hint = f"TRACKIO_DIR={folder} trackio show --project {opening.project}"
 
-    def _forget(self, opening: Opening) -> None:
-        """Trackio itself can only forget whole runs."""
+    def _forget(self, opening: Opening) -> int:
+        """Drop the steps after the checkpoint, for Trackio itself can only forget whole runs. Returns the last that is left."""
         from trackio.sqlite_storage import SQLiteStorage
+        from trackio.utils import get_storage_mode
 
+        remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
+        if remote or get_storage_mode() != "sqlite":  # a server, or a file system on which Trackio keeps no database
+            return opening.step
         path = SQLiteStorage.get_project_db_path(opening.project)
-        if path.is_file():
-            with contextlib.closing(sqlite3.connect(path, timeout=30)) as database, database:
-                database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (opening.known, opening.step))
+        if not path.is_file():
+            return NOTHING
+        with contextlib.closing(sqlite3.connect(path, timeout=30)) as database, database:
+            database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (opening.known, opening.step))
+            ((last,),) = database.execute("SELECT MAX(step) FROM metrics WHERE run_id = ?", (opening.known,))
+        return NOTHING if last is None else int(last)
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None:
         self._run.log(dict(numbers), step=step)
@@ -309,12 +326,25 @@ def open_loggers(
             known = kept.get(name) if step else None
             opening = Opening(config.project, config.name or folder.resolve().name, folder, settings, step, known)
             logger = opened.add(name, partial(KINDS[name].make, opening), required=step == 0)
-            kept |= {name: logger.id} if logger and logger.id else {}
-            _write_kept(folder, kept)
+            if logger:
+                kept |= {name: logger.id} if logger.id else {}
+                _write_kept(folder, kept)
+                opened.catch_up(name, [line for line in _history(folder, step) if line[0] > logger.has])
     except BaseException:
         opened.close(finished=False)
         raise
     return opened
+
+
+def _history(folder: Path, step: int) -> list[tuple[int, dict[str, Number]]]:
+    """The numbers of metrics.jsonl up to a step."""
+    path = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if step and path.is_file() else []
+    return [(line.pop("step"), _numbers(line)) for line in lines if line["step"] <= step]
+
+
+def _numbers(line: Mapping[str, Any]) -> dict[str, Number]:
+    return {name: value for name, value in line.items() if name not in ("step", "nonfinite") and value is not None}
 
 
 def _read_kept(folder: Path) -> dict[str, str]:
@@ -363,11 +393,19 @@ class Loggers:
         self._workers.append(worker)
         return worker.logger
 
+    def catch_up(self, name: str, lines: Sequence[tuple[int, Mapping[str, Number]]]) -> None:
+        """Steps that stand but that the logger does not have: it was killed before they left its memory, or was not there yet."""
+
+        def job(logger: Logger) -> None:
+            for step, numbers in lines:
+                logger.log(step, numbers)
+
+        next(worker for worker in self._workers if worker.name == name).give(job)
+
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
         """The numbers of a step, after its tables. Returns at once."""
         # By way of the line of metrics.jsonl: the very numbers that stand there, without those that are null.
-        line = json.loads(encode_line(step, metrics))
-        numbers = {name: line[name] for name in metrics if line[name] is not None}
+        numbers = _numbers(json.loads(encode_line(step, metrics)))
         self._give(lambda logger: logger.log(step, numbers))
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -494,7 +532,7 @@ def mlflow_name(name: str) -> str:
     """A metric's name as MLflow allows it: two names never become one, and every one can be read back."""
     escaped = _ESCAPED.sub(lambda found: f":{ord(found[0]):x}:", name).replace("@", "_at_")
     # MLflow also refuses what would be another path when read as one.
-    return "/".join("::" if not part else part.replace(".", ":2e:") if part in (".", "..") else part for part in escaped.split("/"))
+    return "/".join("::" if not part else part.replace(".", ":2e:") if part.startswith(".") else part for part in escaped.split("/"))
 
 
 @contextlib.contextmanager
