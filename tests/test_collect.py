@@ -298,7 +298,7 @@ def test_without_any_useful_group_the_update_is_left_out(tmp_path: Path, model_f
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     said = runs.train(folder, "reward.function=sparse.py:never", "algorithm.max_rounds=2", "run.steps=1").said
     assert "warning: step 1: 0 of 3 groups after 2 rounds" in said
-    assert "no sample of this step can be trained on: its update is left out" in said
+    assert "no sample of this step can be trained on: the actor's update is left out" in said
     assert "step 1: no-variance: no group of this step has two different rewards" in said
     (line,) = runs.metrics(folder)
     assert (line["actor/updates"], line["rollout/groups_dropped"], line["reward/samples"]) == (0, 40, 120)

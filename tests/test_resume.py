@@ -216,7 +216,9 @@ ADAPTERS = {family: ("lora.rank=4", *([EXPERTS] if family in ("qwen3-moe", "mixt
 @pytest.mark.parametrize("adapters", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_every_family_resumes_exactly(tmp_path: Path, model_folders: ModelFolders, family: str, adapters: bool) -> None:
-    options = ("run.steps=6", "run.save_every=3", "run.eval_every=2", *(ADAPTERS[family] if adapters else ()))
+    # Some of these models never end a response: a sick step would have no checkpoint.
+    options = ("run.steps=6", "run.save_every=3", "run.eval_every=2", 'health.ignore=["all-clipped"]')
+    options += ADAPTERS[family] if adapters else ()
     expected = runs.make(tmp_path / "expected", model_folders(family))
     assert runs.train(expected, *options).summary.steps == 6
     folder = runs.copy(expected, tmp_path / "resumed")

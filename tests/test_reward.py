@@ -581,8 +581,6 @@ def test_without_functions_there_are_no_processes() -> None:
         assert pool.stats().calls == 0
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit(group_of(["a"], 2))
-    with pytest.raises(UserError, match=r"reward\.args, reward\.timeout_s: the only reward is reward_model"):
-        RewardPool(RewardConfig(function="reward_model", timeout_s=5.0, args={"a": 1}))
 
 
 # Batch functions

@@ -111,11 +111,18 @@ def test_a_conversation_that_the_template_cannot_write_is_refused() -> None:
         encoder.check([group_of(ASKED, []).prompt, group_of(tool, []).prompt])
 
 
-def test_a_text_beyond_the_models_context_is_refused_and_never_cut() -> None:
+def test_a_text_beyond_the_models_context_is_a_failed_reward_and_never_cut() -> None:
     group = group_of("12345678", ["90"], uid=41)
     assert written(models.tokenizer(), [group], longest=11) == ["1234567890</s>"]
-    with pytest.raises(UserError, match=r"at most 10 tokens, but prompt 41 with its response has 11 .*rollout\.max_new_tokens"):
-        written(models.tokenizer(), [group], longest=10)
+    (why,) = RewardEncoder(models.tokenizer(), 10).rows([group])
+    assert why == "the reward model reads at most 10 tokens, prompt and response have 11 in its tokenizer"
+    (failed,) = add_model_scores([group], [[Score(0.0)]], [[why]], RewardConfig(function="reward_model"))
+    assert failed == [Score(0.0, error=why)]
+    policy = RewardConfig(function="reward_model", on_error="score", error_score=-1.0)
+    assert add_model_scores([group], [[Score(0.0)]], [[why]], policy) == [[Score(-1.0, error=why)]]
+    RewardEncoder(models.tokenizer(), 10).check([group.prompt])
+    with pytest.raises(UserError, match=r"prompt 41 cannot be scored: the reward model reads at most 9 tokens"):
+        RewardEncoder(models.tokenizer(), 9).check([group.prompt])
 
 
 # The part in the scores

@@ -281,7 +281,9 @@ def test_rows_train_every_sampled_token_and_no_other() -> None:
     prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
     sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
     kept = Kept(Group(prompt, (sample,)), (Score(0.5),), step=3)
-    (row,) = make_rows([kept], presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True)
+    (row,) = make_rows(
+        [kept], presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True
+    )
     assert (row.reward, row.lag) == (0.5, 1)
     assert row.ids.tolist() == [5, END, 6, 7, 8, END]
     assert row.mask.tolist() == [False, False, False, True, True, True]

@@ -62,12 +62,14 @@ def common(
     pass
 
 
-def read_config(path: Path, overrides: list[str] | None) -> Config:
+def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
+    """`logged`: the command feeds the loggers that the run names, so they must be able to start."""
     from fulltilt import config
     from fulltilt.algo import presets
     from fulltilt.observe import loggers
 
-    return config.load(path, overrides or [], extra_checks=[presets.mistakes, lambda config: loggers.check(config.log)])
+    checks: list[config.Check] = [presets.mistakes, *([lambda given: loggers.check(given.log)] if logged else [])]
+    return config.load(path, overrides or [], extra_checks=checks)
 
 
 @app.command()
@@ -98,7 +100,7 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train as RUN.toml says. A run that was stopped or killed goes on from its last checkpoint: give the same command again."""
-    config = read_config(run, overrides)
+    config = read_config(run, overrides, logged=True)
     if check:
         print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
@@ -128,7 +130,7 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Score a model on data.val, sampling as the eval section says (for SFT: its loss there)."""
-    config = read_config(run, overrides)
+    config = read_config(run, overrides, logged=False)
     from fulltilt import loop
     from fulltilt.observe.console import Console
 

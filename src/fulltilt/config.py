@@ -89,7 +89,7 @@ class AlgorithmConfig(Section):
     """Optimizer steps made from one rollout, per epoch."""
     epochs: Positive = 1
     """How often a step's samples are gone through."""
-    clip_low: float | None = Field(default=None, ge=0, lt=1)
+    clip_low: float | None = Field(default=None, ge=0, le=1)
     """The probability ratio is clipped below at 1 - clip_low."""
     clip_high: float | None = Field(default=None, ge=0)
     """The probability ratio is clipped above at 1 + clip_high."""
@@ -858,6 +858,48 @@ def _reward_model_named(config: Config) -> Iterator[str]:
             yield f"reward_model.{key}: no reward names reward_model. Set reward.function = {_shown(REWARD_MODEL)}, or remove the key"
 
 
+def _function_named(config: Config) -> Iterator[str]:
+    named = {name for function in (config.reward.function, *config.reward.sources.values()) for name in reward_weights(function)}
+    # What becomes of a sample that the model cannot read is decided by the same two keys.
+    without_effect = sorted(config.reward.model_fields_set - {"function", "sources", "on_error", "error_score"})
+    for key in without_effect if named == {REWARD_MODEL} else ():
+        yield f"reward.{key}: the only reward is reward_model, which calls no function. Remove the key, or name a function too"
+
+
+def _validation_used(config: Config) -> Iterator[str]:
+    if config.data.val is not None:
+        return
+    for key in [
+        *(f"eval.{key}" for key in sorted(config.eval.model_fields_set)),
+        *(["log.val_samples"] if "val_samples" in config.log.model_fields_set else []),
+    ]:
+        yield f"{key}: there is no validation data. Set data.val, or remove the key"
+
+
+_THRESHOLDS = {
+    "entropy_floor": "entropy-collapse",
+    "max_clip_ratio": "all-clipped",
+    "max_reward_errors": "reward-errors",
+    "max_logprob_gap": "logprob-gap",
+}
+
+
+def _health_used(config: Config) -> Iterator[str]:
+    health = config.health
+    if "patience" in health.model_fields_set and not health.stop:
+        yield "health.patience: health.stop is off, so no number of steps stops the run. Remove one of them"
+    for key, rule in _THRESHOLDS.items():
+        if key in health.model_fields_set and rule in health.ignore:
+            yield f"health.{key}: health.ignore leaves {rule} out. Remove the key, or {rule} from health.ignore"
+
+
+def _no_effect(config: Config) -> Iterator[str]:
+    if "min_lr_ratio" in config.train.model_fields_set and config.train.schedule == "constant":
+        yield 'train.min_lr_ratio: train.schedule is "constant", which ends where it begins. Remove the key, or set another schedule'
+    if "error_score" in config.reward.model_fields_set and config.reward.on_error == "exclude":
+        yield 'reward.error_score: reward.on_error is "exclude", so a failed sample has no score. Remove the key, or set on_error = "score"'
+
+
 def _lora_used(config: Config) -> Iterator[str]:
     if config.lora.rank:
         return
@@ -889,6 +931,10 @@ RULES: tuple[Rule, ...] = (
     Rule(("reward_model.dynamic_batch", "reward_model.micro_batch", "reward_model.forward_token_budget"), _batching_of("reward_model")),
     Rule(("lora.rank", "lora.alpha", "lora.targets", "lora.parameters", "lora.path"), _lora_used),
     Rule(("lora.path",), _adapter_exists),
+    Rule(("reward.function", "reward.sources"), _function_named),
+    Rule(("data.val",), _validation_used),
+    Rule(("health.stop", "health.ignore"), _health_used),
+    Rule(("train.schedule", "reward.on_error"), _no_effect),
     Rule(("actor.dynamic_batch", "actor.micro_batch", "actor.token_budget", "actor.forward_token_budget"), _batching_of("actor")),
     Rule(("ref.dynamic_batch", "ref.micro_batch", "ref.forward_token_budget"), _batching_of("ref")),
     Rule(("ref.path",), lambda config: _model_folder("ref.path", config.ref.path)),
@@ -905,14 +951,6 @@ def warnings(config: Config) -> list[str]:
     conditions = (
         (rollout.top_p < 1, f"rollout.top_p = {rollout.top_p}: {not_applied}"),
         (rollout.top_k > 0, f"rollout.top_k = {rollout.top_k}: {not_applied}"),
-        (
-            config.train.min_lr_ratio > 0 and config.train.schedule == "constant",
-            'train.min_lr_ratio has no effect with train.schedule = "constant"',
-        ),
-        (
-            config.reward.error_score != 0 and config.reward.on_error == "exclude",
-            'reward.error_score has no effect with reward.on_error = "exclude"',
-        ),
     )
     return [text for holds, text in conditions if holds]
 

@@ -69,7 +69,9 @@ def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, An
     check_context(config, facts, rollout=rollout)
     budgets = make_budgets(config, facts, samples if rollout else 0)
     if kept:
+        needed = blocks_per_sample(config, facts) if rollout else 0  # validation may ask for longer responses than before
         budgets = replace(budgets, **kept)  # an older version's checkpoint may lack some
+        budgets = replace(budgets, kv_blocks=max(budgets.kv_blocks, needed))
     plan = Plan(steps, samples, updates_per_step(config), budgets, ())
     return replace(plan, words=tuple(in_words(config, facts, plan, rollout=rollout)))
 
@@ -94,7 +96,10 @@ def check_context(config: Config, facts: Facts, *, rollout: bool) -> None:
             f"{key}: the longest prompt ({facts.longest} tokens) with a response of {longest_response(config)} needs "
             f"{longest}, {made_for}. Lower {key} or data.max_prompt_tokens"
         )
-    raise UserError(f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {facts.context_limit} to leave such rows out, or shorten them")
+    raise UserError(
+        f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {facts.context_limit} to leave such rows "
+        "out, or shorten them"
+    )
 
 
 def longest_response(config: Config) -> int:
@@ -130,10 +135,15 @@ def threads(config: Config, facts: Facts) -> int:
     return 1 if small and not facts.threads_given else facts.cores
 
 
+def blocks_per_sample(config: Config, facts: Facts) -> int:
+    """That the longest sample needs."""
+    return -(-(facts.longest + longest_response(config)) // config.rollout.block_tokens)
+
+
 def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
     rollout = config.rollout
     block_bytes = facts.kv_bytes_per_token * rollout.block_tokens
-    per_sample = -(-(facts.longest + longest_response(config)) // rollout.block_tokens)
+    per_sample = blocks_per_sample(config, facts)
     if rollout.kv_bytes != "auto":
         blocks, source = rollout.kv_bytes // block_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
     elif rollout.memory_fraction != "auto":

@@ -163,6 +163,8 @@ class CustomAdvantage:
 
     def __call__(self, rows: Sequence[Row]) -> list[Row]:
         rows = self.before(rows) if self.before else list(rows)
+        if not rows:  # every reward of the step failed: nothing that a user's function need know of
+            return []
         offered = {
             "rewards": totals(rows),
             "groups": np.array([row.group for row in rows], dtype=np.int64),

@@ -74,7 +74,7 @@ GROUPS: Mapping[str, Setting] = {**ROLLOUT, "dynamic_sampling": False, "prompts_
 DERIVED: Mapping[str, Callable[[Config], int]] = {
     "length_norm": lambda config: config.rollout.max_new_tokens,
     "prompts_per_round": lambda config: config.algorithm.prompts_per_step,
-    "overlong_buffer": lambda config: config.rollout.max_new_tokens // 5,
+    "overlong_buffer": lambda config: max(1, config.rollout.max_new_tokens // 5),
 }
 
 
@@ -436,6 +436,11 @@ def _wrong_lengths(config: Config, settings: Settings) -> Iterator[str]:
         yield (
             "run.epochs: under dynamic sampling nobody knows how many prompts a step takes, so the run's length in steps is not known. "
             "Set run.steps instead, or algorithm.dynamic_sampling = false"
+        )
+    if settings.get("dynamic_sampling") and settings["importance_cap"] == 0:
+        yield (
+            "algorithm.importance_cap = 0: dynamic sampling carries groups over to the next step, which older weights have sampled; "
+            "without the importance weight they would be trained on as if they were new. Set it above 0, for example to 2"
         )
     if steps is not None and settings.get("critic_warmup", 0) >= steps:
         yield (

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing
-from fulltilt.config import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, uses_reward_model
+from fulltilt.config import ActorConfig, Config, CriticConfig, LoraConfig, RefConfig, RewardModelConfig, uses_reward_model
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
@@ -142,16 +142,22 @@ def _assemble(
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
     train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)
-    check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
+    prompts = [data for data in (train_data, val_data) if isinstance(data, PromptSet)]
+    if training:
+        check_sources(config, prompts)
+    per_round, key = round_size(config, algorithm)
+    steps_per_epoch = train_data.steps_per_epoch(per_round, key) if training else 1
+    steps = count_steps(config, steps_per_epoch)
+    if training and steps <= algorithm.critic_warmup:
+        raise UserError(
+            f"algorithm.critic_warmup: only the critic is updated in the first {algorithm.critic_warmup} steps, and the run has {steps}. "
+            "Lower it, or ask for more steps"
+        )
     # The reward model first: its tokenizer and template may not fit the data.
-    reward_model = load_reward_model(config, device) if rollout and uses_reward_model(config) else None
-    for data in (train_data, val_data):
-        if reward_model and isinstance(data, PromptSet):
-            reward_model.encoder.check(data.prompts)
+    reward_model = load_reward_model(config, device, prompts) if rollout and uses_reward_model(config) else None
     model, layers = load_actor(config, tokenizer, device, resume)
 
-    steps_per_epoch = train_data.steps_per_epoch(config.algorithm.prompts_per_step) if training else 1
-    total_updates = count_steps(config, steps_per_epoch) * updates_per_step(config)
+    total_updates = steps * updates_per_step(config)
     actor_updates = total_updates - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
     temperature = config.rollout.temperature if rollout and training else 1.0
     # All that holds memory comes before memory is looked at.
@@ -159,8 +165,7 @@ def _assemble(
     actor = Policy("actor", model, temperature, optimizer, algorithm.entropy_gradient)
     critic = load_critic(config, tokenizer, device, total_updates) if training and algorithm.value_loss else None
     ref = load_ref(config, model, tokenizer, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
-    if resume:
-        restore(resume, actor, critic, training=training, adapters=config.lora.rank > 0)
+    fresh = restore(resume, actor, critic, training=training, adapters=config.lora.rank > 0) if resume else ()
 
     facts = Facts(
         device=device.type,
@@ -168,7 +173,7 @@ def _assemble(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         cores=THREADS,
         threads_given="OMP_NUM_THREADS" in os.environ,
-        context_limit=load.context_limit(model),
+        context_limit=shortest_context(model, ref.model if ref else None, critic.model.body if critic else None),
         kv_bytes_per_token=bytes_per_token(layers, model.dtype),
         longest=max(train_data.longest, val_data.longest if val_data else 0),
         steps_per_epoch=steps_per_epoch,
@@ -195,17 +200,30 @@ def _assemble(
         data_digest=train_data.digest(),
         export=export,
         export_bytes=export_bytes,
-        notes=tuple(notes(config, train_data, val_data, reward, actor, training=training)),
+        notes=(*notes(config, algorithm, train_data, val_data, reward, actor, training=training), *fresh),
     )
 
 
+def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
+    """How many prompts are taken from the data at a time, and the key that says so."""
+    if algorithm.dynamic and config.algorithm.prompts_per_round:
+        return algorithm.dynamic.prompts_per_round, "algorithm.prompts_per_round"
+    return config.algorithm.prompts_per_step, "algorithm.prompts_per_step"
+
+
+def shortest_context(*models: PreTrainedModel | None) -> int | None:
+    """Every role reads whole samples."""
+    limits = [load.context_limit(model) for model in models if model is not None]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def notes(
-    config: Config, train_data: PromptSet | RowSet, val_data: PromptSet | RowSet | None, reward: RewardPool | None, actor: Policy,
-    *, training: bool,
+    config: Config, algorithm: Algorithm, train_data: PromptSet | RowSet, val_data: PromptSet | RowSet | None,
+    reward: RewardPool | None, actor: Policy, *, training: bool,
 ) -> Iterator[str]:  # fmt: skip
     if training:
         yield f"data: {train_data.describe()}"
-        yield f"data: {train_data.describe_epoch(config.algorithm.prompts_per_step)}"
+        yield f"data: {train_data.describe_epoch(*round_size(config, algorithm))}"
     if val_data:
         yield f"validation data: {val_data.describe()}"
     if reward and not reward.memory_limited:
@@ -235,21 +253,35 @@ def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torc
     model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
     verify_body(model.body)
     load.check_vocabulary(model.body, tokenizer)
+    if config.critic.path:
+        same_tokens(config, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
-        lora.add_adapters(model.body, config.lora, config.run.seed)
+        lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
     settings = config.train.model_copy(update={"lr": config.critic.lr})
     return Critic("critic", model, Optimizer(model, settings, total_updates, keeps_parameters=True))
 
 
-def load_reward_model(config: Config, device: torch.device) -> RewardModel:
+def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
+    """The same layers under the names that they have in a model without a language head."""
+    prefix = f"{body.base_model_prefix}."
+    targets = settings.targets if isinstance(settings.targets, str) else [name.removeprefix(prefix) for name in settings.targets]
+    return settings.model_copy(update={"targets": targets, "parameters": [name.removeprefix(prefix) for name in settings.parameters]})
+
+
+def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet]) -> RewardModel:
     section = config.reward_model
     assert section.path is not None
+    if section.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.prompts):
+        raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
     tokenizer = load.load_tokenizer(config.model, section.path, "reward_model.path", section.chat_template)
     model = load_scalar(config.model, device, section.path, key="reward_model.path", head="required")
     verify_body(model.body)
     load.check_vocabulary(model.body, tokenizer)
     model.requires_grad_(False)
-    return RewardModel(Scorer("reward_model", model), RewardEncoder(tokenizer, load.context_limit(model.body)))
+    encoder = RewardEncoder(tokenizer, load.context_limit(model.body))
+    for data in sets:
+        encoder.check(data.prompts)
+    return RewardModel(Scorer("reward_model", model), encoder)
 
 
 def load_ref(
@@ -262,16 +294,31 @@ def load_ref(
     model = load.load_model(config.model, device, path=config.ref.path, key="ref.path" if config.ref.path else "model.path")
     verify(model)
     load.check_vocabulary(model, tokenizer)
+    if config.ref.path:
+        same_tokens(config, tokenizer, "ref.path", config.ref.path)
     if config.lora.path and not config.ref.path:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
     model.requires_grad_(False)
     return Policy("ref", model, temperature)
 
 
-def restore(resume: Checkpoint, actor: Policy, critic: Critic | None, *, training: bool, adapters: bool) -> None:
-    """Bring optimizers, and parameters that are in no exported model, back to what they were."""
+def same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
+    """A role that reads the actor's token ids must mean the same by them."""
+    try:
+        other = load.load_tokenizer(config.model, path, key)
+    except UserError:
+        return  # a folder without a tokenizer: its ids are taken to be the actor's
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{key}: {path} has another tokenizer than model.path, and reads the actor's token ids as other text. Use a model with the "
+            "actor's tokenizer; only a reward model may have its own"
+        )
+
+
+def restore(resume: Checkpoint, actor: Policy, critic: Critic | None, *, training: bool, adapters: bool) -> tuple[str, ...]:
+    """Bring optimizers, and parameters that are in no exported model, back to what they were. What is not in the checkpoint is said."""
     if not training and not adapters:
-        return
+        return ()
     tensors, state = resume.tensors(), resume.state()
     of_critic = {name.removeprefix(CRITIC_TENSORS): tensor for name, tensor in tensors.items() if name.startswith(CRITIC_TENSORS)}
     of_actor = {name: tensor for name, tensor in tensors.items() if not name.startswith((CRITIC_TENSORS, SURPLUS_TENSORS))}
@@ -280,7 +327,10 @@ def restore(resume: Checkpoint, actor: Policy, critic: Critic | None, *, trainin
     else:
         restore_parameters(actor.model, of_actor)
     if critic and critic.optimizer:
+        if state.get("critic") is None:
+            return ("the checkpoint holds no critic: it starts anew",)
         critic.optimizer.restore(of_critic, **state["critic"])
+    return ()
 
 
 def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:

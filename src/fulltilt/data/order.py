@@ -68,30 +68,37 @@ class InEpochs(ABC, Generic[Item]):
         end = cursor.offset + count
         return tuple(self.items[index] for index in order[cursor.offset : end]), Cursor(cursor.epoch, end)
 
-    def steps_per_epoch(self, count: int) -> int:
-        self._refuse_too_few(count)
+    def steps_per_epoch(self, count: int, key: str = "algorithm.prompts_per_step") -> int:
+        """`key` is the setting that says how many are taken at a time, for messages."""
+        self._refuse_too_few(count, key)
         return len(self) // count
 
-    def describe_epoch(self, count: int) -> str:
-        steps = self.steps_per_epoch(count)
+    def describe_epoch(self, count: int, key: str = "algorithm.prompts_per_step") -> str:
+        steps, unit = self.steps_per_epoch(count), "round" if key.endswith("round") else "step"
         left_out = len(self) - steps * count
         rest = f"each epoch leaves out {left_out} of its {len(self)}, too few for a full batch" if left_out else "none is left out"
-        return f"an epoch is {steps} step{'s' if steps > 1 else ''} of {count} {self.noun}; {rest}"
+        return f"an epoch is {steps} {unit}{'s' if steps > 1 else ''} of {count} {self.noun}; {rest}"
+
+    @staticmethod
+    def judged_by(item: Item) -> str:
+        """What a reward is told beside the text; empty where there is no reward."""
+        return ""
 
     def digest(self) -> str:
-        """Tells one data set from another by its tokens and which of them are trained on, in order."""
+        """Tells one data set from another by its tokens, which of them are trained on, and what answers are judged by, in order."""
         found = hashlib.sha256()
         for item in self.items:
             arrays = self.arrays(item)
             found.update(len(arrays[0]).to_bytes(8, "little"))
             for array in arrays:
                 found.update(np.ascontiguousarray(array).tobytes())
+            found.update(self.judged_by(item).encode("utf-8", "backslashreplace"))
         return found.hexdigest()
 
-    def _refuse_too_few(self, count: int) -> None:
+    def _refuse_too_few(self, count: int, key: str = "algorithm.prompts_per_step") -> None:
         assert count > 0, "a batch holds at least one item"
         if len(self) < count:
             raise UserError(
-                f"a step takes {count} {self.noun}, but the data set has only {len(self)}. Lower algorithm.prompts_per_step to at most "
-                f"{len(self)}, or give more data."
+                f"a {'round' if key.endswith('round') else 'step'} takes {count} {self.noun}, but the data set has only {len(self)}. Lower "
+                f"{key} to at most {len(self)}, or give more data."
             )

@@ -10,6 +10,7 @@ there, `data_source`, `ability` (kept inside `extra_info`) and `extra_info`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -46,6 +47,10 @@ class PromptSet(InEpochs[Prompt]):
     @staticmethod
     def arrays(item: Prompt) -> tuple[np.ndarray, ...]:
         return (item.ids,)
+
+    @staticmethod
+    def judged_by(item: Prompt) -> str:
+        return json.dumps([item.data_source, item.ground_truth, dict(item.extra_info)], sort_keys=True, default=str)
 
     def describe(self) -> str:
         return f"{self.said}; the longest prompt kept has {many(self.longest, 'token')}"

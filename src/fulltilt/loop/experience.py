@@ -81,10 +81,11 @@ def score_groups(parts: Parts, console: Console, config: Config, groups: Sequenc
     if parts.reward_model is None:
         return scores
     judged = [group for group in groups if model_weight(group, config.reward) is not None]
-    rows = annotate(
-        parts.reward_model.encoder.rows(judged), parts.reward_model.role, parts.forward_sizes["reward_model"], "values", console
-    )
-    numbers = iter(float(row.values[-1]) for row in rows if row.values is not None)
+    written = parts.reward_model.encoder.rows(judged)
+    readable = [row for row in written if isinstance(row, Row)]
+    rows = annotate(readable, parts.reward_model.role, parts.forward_sizes["reward_model"], "values", console)
+    found = iter(float(row.values[-1]) for row in rows if row.values is not None)
+    numbers = iter([row if isinstance(row, str) else next(found) for row in written])
     of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
     return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
 

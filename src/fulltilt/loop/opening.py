@@ -11,7 +11,7 @@ import contextlib
 import fcntl
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,14 @@ def train(config: Config, console: Console) -> Summary:
         if not known:
             stack.enter_context(one_process(folder))
         progress = open_folder(config, parts, folder, found, console)
+        if any(key.startswith("algorithm.reward_kl") for key in changed):
+            progress = replace(progress, reward_kl_coef=None)
         loggers = stack.enter_context(open_loggers(config.log, folder, configuration.snapshot(config), progress.step, console.warn))
         for text in loggers.hints:
             console.note(text)
-        return Run(config, parts, store, progress, console, loggers).train()
+        summary = Run(config, parts, store, progress, console, loggers).train()
+        loggers.close(finished=not summary.interrupted)
+        return summary
 
 
 def checkpoint_bytes(parts: Parts) -> int:
@@ -147,9 +151,11 @@ def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | 
 
 def carried_over(parts: Parts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[Kept, ...]:
     """The groups that were sampled before the checkpoint and not yet trained on."""
-    if not state["surplus"]:
+    if not state.get("surplus"):
         return ()
-    assert isinstance(parts.train_data, PromptSet)
+    if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
+        console.warn(f"{len(state['surplus'])} groups carried over from before the checkpoint are left out: the algorithm carries none")
+        return ()
     prefix = SURPLUS_TENSORS
     arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in found.tensors().items() if name.startswith(prefix)}
     kept, lost = surplus.unpack(arrays, state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.prompts})
@@ -174,6 +180,14 @@ def one_process(folder: Path) -> Iterator[None]:
         yield
 
 
+def refuse_other_adapters(config: Config, found: Checkpoint) -> None:
+    """Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained."""
+    changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
+    wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
+    if config.lora.rank and wrong:
+        raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")
+
+
 def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any]:
     """Validation rewards (for SFT: the loss) of `model.path`, or of the newest checkpoint of `run.dir`."""
     if config.data.val is None:
@@ -184,6 +198,7 @@ def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any
         found = store.latest()
         if found is None:
             raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
+        refuse_other_adapters(config, found)
     parts = assemble(config, found, training=False)
     try:
         for text in parts.notes:

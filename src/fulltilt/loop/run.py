@@ -124,10 +124,10 @@ class Run:
         updated: Metrics = {}
         if parts.critic_trainer:
             with phase("update-critic"):
-                updated |= self._update(rows, parts.critic_trainer)
+                updated |= self._update(rows, parts.critic_trainer, step - 1)
         if step > parts.algorithm.critic_warmup:
             with phase("update-actor"):
-                updated |= self._update(rows, self._trainer)
+                updated |= self._update(rows, self._trainer, step - 1 - parts.algorithm.critic_warmup)
         with phase("sync"):
             parts.engine.sync(step)
 
@@ -155,7 +155,7 @@ class Run:
         taken, cursor = self._take(cast("InEpochs[Row]", self.parts.train_data), self.progress.cursor)
         rows = [replace(row, group=place) for place, row in enumerate(taken)]
         with self.console.phase("update-actor"):
-            updated = self._update(rows, self._trainer)
+            updated = self._update(rows, self._trainer, step - 1)
         self.interrupts.hold()
         self.progress = replace(self.progress, step=step, cursor=cursor)
         trained, total = sum(int(row.mask.sum()) for row in rows), sum(row.tokens for row in rows)
@@ -199,7 +199,7 @@ class Run:
         if dynamic and len(filled.kept) < config.algorithm.prompts_per_step:
             self.console.warn(
                 f"step {step}: {len(filled.kept)} of {config.algorithm.prompts_per_step} groups after {filled.rounds} rounds of sampling "
-                f"(algorithm.max_rounds); in {filled.dropped} all rewards were equal. The step goes on with what it has"
+                f"(algorithm.max_rounds); in {filled.dropped} all rewards were equal or failed. The step goes on with what it has"
             )
         return filled, cursor
 
@@ -224,17 +224,18 @@ class Run:
         penalty = self.parts.algorithm.reward_kl
         if penalty is None:
             return rows, None, {}
-        coef = penalty.coef if self.progress.reward_kl_coef is None else self.progress.reward_kl_coef
+        kept = self.progress.reward_kl_coef if penalty.target is not None else None
+        coef = penalty.coef if kept is None else kept
         if not rows:
             return rows, coef, {}
         rows, mean_kl = penalty.penalise(rows, coef)
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
         return rows, penalty.next_coef(coef, mean_kl, len(rows)), metrics
 
-    def _update(self, rows: Sequence[Row], trainer: Trainer[Any]) -> Metrics:
-        """Every optimizer step that a role makes in this step. After the first one, Ctrl-C waits for the step's end."""
+    def _update(self, rows: Sequence[Row], trainer: Trainer[Any], steps_before: int) -> Metrics:
+        """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
         algorithm, name = self.config.algorithm, trainer.role.name
-        trainer.optimizer.zero_grad()
+        trainer.optimizer.begin(steps_before * self.parts.plan.updates_per_step)
         found: list[Metrics] = []
         for epoch in range(algorithm.epochs):
             batches = self._minibatches(rows, self.parts.update_sizes[name])
@@ -244,7 +245,7 @@ class Run:
                 found.append(metrics | trainer.apply())
                 self.console.phase_progress(epoch * len(batches) + number, algorithm.epochs * len(batches))
         if not found:
-            self.console.warn("no sample of this step can be trained on: its update is left out")
+            self.console.warn(f"no sample of this step can be trained on: the {name}'s update is left out")
         skipped = sum(metrics.pop(f"{name}/skipped_updates") for metrics in found)
         if skipped:
             self.console.warn(
@@ -334,7 +335,8 @@ class Run:
         due = run.save_every > 0 and step // run.save_every > self._saved_step // run.save_every
         if step == last or (due and may_save):
             self.save()
-        self.interrupts.release()
+        if step < last:  # after the last one there is nothing to stop
+            self.interrupts.release()
 
     def _look_after(self, step: int, metrics: Metrics) -> bool:
         """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
@@ -374,7 +376,7 @@ class Run:
         begin = time.perf_counter()
         self.metrics.sync()
         self.loggers.flush()
-        arrays, carried = surplus.pack(self.progress.surplus)
+        arrays, carried = surplus.pack(self.progress.surplus) if self.progress.surplus else ({}, [])
         critic = self.parts.critic_trainer
         state = {
             "step": self.progress.step,

@@ -40,7 +40,7 @@ def _no_variance(metrics: Metrics, config: HealthConfig) -> str | None:
     # A critic's errors, or a KL penalty, make advantages out of any rewards. Failed samples and groups carried over are not in the scores.
     told_apart = metrics.get("critic/score/max") != metrics.get("critic/score/min")
     told_apart |= metrics.get("reward/errors", 0) > 0 or metrics.get("rollout/lag_max", 0) > 0
-    if metrics.get("reward/groups_with_variance") != 0 or (learns and told_apart):
+    if metrics.get("reward/groups_with_variance") != 0 or (learns and told_apart) or metrics.get("reward/samples", 2) < 2:
         return None
     return "no group of this step has two different rewards"
 
@@ -185,9 +185,7 @@ class Health:
 def last_good(step: int, checkpoints: Path, *, good: bool = True) -> str:
     """Where to go on from. `step` is that of the newest checkpoint in the folder `checkpoints`; `good`: no rule held when it was saved."""
     path = checkpoints / f"step-{step:08d}"
-    where = (
-        f"The last good checkpoint is {path}" if good else f"There is no checkpoint from before it began; the run as it is now is {path}"
-    )
+    where = f"The last good checkpoint is {path}" if good else f"The newest checkpoint, saved while it held, is {path}"
     return (
         f"{where}. Mend the cause and give the command again to go on from there, with run.resume=force if keys outside [health] change; "
         "health.ignore leaves a rule out"

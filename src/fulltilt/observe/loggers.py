@@ -482,8 +482,10 @@ class _Worker:
     def flush(self, deadline: float) -> None:
         reached = threading.Event()
         self._jobs.put(lambda logger: reached.set())
-        while not (reached.wait(0.02) or self._done.is_set() or time.monotonic() > deadline):
-            pass
+        while not (reached.wait(0.02) or self._done.is_set()):
+            if time.monotonic() > deadline:
+                self.failure = self.failure or TimeoutError("it does not take what it is given, and checkpoints would wait for it")
+                return
 
     def close(self, finished: bool) -> None:
         self._jobs.put(lambda logger: logger.close(finished))

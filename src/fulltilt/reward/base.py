@@ -114,7 +114,6 @@ class RewardPool:
         self._sums = Sums(config)
         self._dispatcher: Dispatcher | None = None
         if not self._sums.names:
-            _refuse_settings_without_effect(config)
             return
         self._dispatcher = Dispatcher(self._setup(), _workers(config), config.timeout_s, self._done, self._wake)
         self._dispatcher.start()
@@ -273,15 +272,6 @@ def _workers(config: RewardConfig) -> int:
     if config.workers != "auto":
         return config.workers
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _refuse_settings_without_effect(config: RewardConfig) -> None:
-    without_effect = sorted(config.model_fields_set - {"function", "sources"})
-    if without_effect:
-        raise UserError(
-            f"{', '.join(f'reward.{key}' for key in without_effect)}: the only reward is reward_model, which calls no function. "
-            "Remove the key, or name a function too"
-        )
 
 
 def _pickled_prompt(group: Group) -> bytes:

@@ -2,8 +2,9 @@
 
 `RewardEncoder` writes prompt and response as the reward model's own tokenizer and chat template do; it may be of another family than
 the policy. Rows are packed like any others; the one marked token is the last, where the model's number is read. `add_model_scores` adds
-the numbers to the scores of the functions. Guaranteed: no text is cut, since a cut text would be scored wrongly in silence; a sample whose
-function failed keeps its failure; a number that is not finite stops the run.
+the numbers to the scores of the functions. Guaranteed: no text is cut, since a cut text would be scored wrongly in silence: one that the
+model cannot read is a failed reward, treated by `reward.on_error`; a sample whose function failed keeps its failure; a number that is not
+finite stops the run.
 
     messages        the prompt's messages and the assistant's response, as the reward model's template writes a finished conversation
     plain string    prompt and response as one text, special tokens as the tokenizer adds them; the end token follows a response that
@@ -39,16 +40,27 @@ class RewardEncoder:
     def check(self, prompts: Iterable[Prompt]) -> None:
         """UserError if prompts cannot be written for the reward model: found before the first rollout instead of after it."""
         for prompt in prompts:
-            self._encode(prompt, Sample(0, np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", "."))
+            ids = self._encode(prompt, Sample(0, np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", "."))
+            if self._unreadable(ids):
+                raise UserError(
+                    f"prompt {prompt.uid} cannot be scored: {self._unreadable(ids)}. Lower data.max_prompt_tokens, or use a reward model "
+                    "with a longer context"
+                )
 
-    def rows(self, groups: Sequence[Group]) -> list[Row]:
-        """One row for each sample, in the order of groups and samples."""
-        rows = []
+    def rows(self, groups: Sequence[Group]) -> list[Row | str]:
+        """One row for each sample, in the order of groups and samples; why not, where the model cannot read it."""
+        found: list[Row | str] = []
         for number, group in enumerate(groups):
             for sample in group.samples:
                 ids = self._encode(group.prompt, sample)
-                rows.append(Row(ids, mask=np.arange(len(ids)) == len(ids) - 1, group=number))
-        return rows
+                row = Row(ids, mask=np.arange(len(ids)) == len(ids) - 1, group=number)
+                found.append(self._unreadable(ids) or row)
+        return found
+
+    def _unreadable(self, ids: np.ndarray) -> str | None:
+        if self._longest is not None and len(ids) > self._longest:
+            return f"the reward model reads at most {self._longest} tokens, prompt and response have {len(ids)} in its tokenizer"
+        return "prompt and response are less than two tokens of the reward model" if len(ids) < 2 else None
 
     def _encode(self, prompt: Prompt, sample: Sample) -> np.ndarray:
         assert prompt.source, "every prompt says what it was made from"
@@ -56,12 +68,6 @@ class RewardEncoder:
             ids = self._plain(prompt.source + sample.text, ended=sample.finish == "stop")
         else:
             ids = self._conversation([*map(_plain_content, prompt.source), {"role": "assistant", "content": sample.text}])
-        if self._longest is not None and len(ids) > self._longest:
-            raise UserError(
-                f"the reward model reads at most {self._longest} tokens, but prompt {prompt.uid} with its response has {len(ids)} in its "
-                "tokenizer. Lower data.max_prompt_tokens or rollout.max_new_tokens, or use a reward model with a longer context"
-            )
-        assert len(ids) > 1, "a prompt and a response, or a prompt and an end"
         return np.asarray(ids, dtype=np.int64)
 
     def _plain(self, text: str, *, ended: bool) -> list[int]:
@@ -93,10 +99,10 @@ def model_weight(group: Group, config: RewardConfig) -> float | None:
 
 
 def add_model_scores(
-    groups: Sequence[Group], scores: Sequence[Sequence[Score]], model_scores: Sequence[Sequence[float]], config: RewardConfig
+    groups: Sequence[Group], scores: Sequence[Sequence[Score]], model_scores: Sequence[Sequence[float | str]], config: RewardConfig
 ) -> list[list[Score]]:
     """The scores with the reward model's part in them. `model_scores` has an entry for each group, which is not read (and may be empty)
-    where the group's reward does not name the reward model."""
+    where the group's reward does not name the reward model; a text in place of a number says why there is none."""
     added = []
     for group, of_group, of_model in zip(groups, scores, model_scores, strict=True):
         weight = model_weight(group, config)
@@ -104,13 +110,15 @@ def add_model_scores(
             added.append(list(of_group))
         else:
             samples = zip(group.samples, of_group, of_model, strict=True)
-            added.append([_added(group, sample, score, weight, float(number)) for sample, score, number in samples])
+            added.append([_added(group, sample, score, weight, number, config) for sample, score, number in samples])
     return added
 
 
-def _added(group: Group, sample: Sample, score: Score, weight: float, number: float) -> Score:
+def _added(group: Group, sample: Sample, score: Score, weight: float, number: float | str, config: RewardConfig) -> Score:
     if score.error is not None:
         return score
+    if isinstance(number, str):
+        return Score(config.error_score if config.on_error == "score" else 0.0, error=number)
     value = score.value + weight * number
     if not math.isfinite(value):
         begins = sample.text if len(sample.text) <= TEXT_SHOWN else sample.text[:TEXT_SHOWN] + "..."

@@ -47,7 +47,7 @@ class Optimizer:
         self.config = config
         self.keeps_parameters = keeps_parameters
         self.total_updates = total_updates
-        self.updates = 0  # tried, skipped ones included: the schedule goes by this
+        self.updates = 0  # place in the schedule: updates tried, and those that steps with too few samples left out
         self.skipped = 0
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {name: self._master(p) for name, p in self._parameters.items()}
@@ -69,6 +69,12 @@ class Optimizer:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
         parameter.register_post_accumulate_grad_hook(accumulate)
         return parameter.detach().float().clone()
+
+    def begin(self, update: int) -> None:
+        """A step begins, whose first update is the run's `update`-th (from 0). Earlier steps may have made fewer than they could: the
+        schedule goes by the run's steps and ends with them."""
+        self.updates = update
+        self.zero_grad()
 
     def zero_grad(self) -> None:
         for parameter in self._parameters.values():
