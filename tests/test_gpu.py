@@ -109,7 +109,7 @@ def agreement(model: Any, folder: Path) -> tuple[float, float, int]:
     prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(1, 60))), text="") for i in range(24)]
     sampling = Sampling(samples=4, max_new_tokens=64)
     engine = engine_on(model, folder, EngineLimits(1000, 16, 256, 4096))
-    tight = engine_on(model, folder, EngineLimits(24, 16, 6, 40))
+    tight = engine_on(model, folder, EngineLimits(14, 16, 6, 40))
     groups, others = (collect(each, prompts, sampling, 7, lambda group: None) for each in (engine, tight))
     assert tight.stats().preemptions > 0
     gaps, same, total = [], 0, 0
