@@ -876,6 +876,8 @@ def test_sft_preset() -> None:
         ({"name": "dapo", "overlong_buffer": 0, "overlong_penalty": 0.5}, ["algorithm.overlong_penalty", "overlong_buffer"]),
         ({"overlong_buffer": 300}, ["algorithm.overlong_buffer = 300", "at most 256"]),
         ({"name": "dapo", "run": {"epochs": 1}}, ["run.epochs", "Set run.steps"]),
+        ({"name": "dapo", "importance_cap": 0}, ["algorithm.importance_cap = 0", "older weights", "Set it above 0"]),
+        ({"name": "rloo", "dynamic_sampling": True, "importance_cap": 0}, ["algorithm.importance_cap = 0", "Set it above 0"]),
         ({"name": "ppo", "critic_warmup": 5, "run": {"steps": 5}}, ["algorithm.critic_warmup = 5", "never be updated"]),
         ({"critic": {"lr": 1e-5}}, ["critic.lr", "no critic"]),
         ({"lora": {"rank": 4, "critic": False}}, ["lora.critic", "no critic"]),
@@ -913,12 +915,27 @@ def test_mistakes_say_what_and_how_to_mend_it(settings: dict[str, Any], words: l
         {"reward_kl_coef": 0.1, "reward_kl_target": 0.1, "ref": {"path": "other"}},
         {"name": "dapo", "run": {"steps": 5}, "max_rounds": 3, "prompts_per_round": 8},
         {"name": "dapo", "dynamic_sampling": False, "run": {"epochs": 1}},
+        {"name": "dapo", "dynamic_sampling": False, "importance_cap": 0},
+        {"name": "dapo", "rollout": {"max_new_tokens": 1}},
+        {"name": "cispo", "clip_low": 1.0},  # its own default
         {"name": "sft", "health": {"patience": 3, "stop": False, "ignore": ["not-finite"]}, "data": {"train": "t", "train_turns": "last"}},
         {"name": "sft", "reward_model": {"dynamic_batch": True}},
     ],
 )
 def test_what_is_right_is_not_called_a_mistake(settings: dict[str, Any]) -> None:
     assert presets.mistakes(config(**settings)) == []
+
+
+def test_a_ratio_is_not_clipped_below_nothing() -> None:
+    with pytest.raises(ValueError, match=r"clip_low\n.*less than or equal to 1"):
+        config(name="cispo", clip_low=1.01)
+
+
+@pytest.mark.parametrize(("longest", "buffer"), [(1, 1), (4, 1), (9, 1), (10, 2)])
+def test_dapo_punishes_long_responses_however_short_the_longest_is(longest: int, buffer: int) -> None:
+    overlong = presets.build(config(name="dapo", rollout={"max_new_tokens": longest})).overlong
+    assert overlong == Overlong(longest, buffer, 1.0)
+    assert [overlong(tokens) for tokens in (longest - buffer, longest)] == [0, -1]
 
 
 def test_a_reward_model_has_no_place_in_sft() -> None:
@@ -991,6 +1008,20 @@ def test_an_advantage_of_your_own_beside_a_critic(tmp_path: Path) -> None:
     advantages, returns = plain_gae(rows, 0.9, 0.8)
     assert_per_token([row.returns for row in found], rows, returns)
     assert_per_token([row.advantages for row in found], rows, [[-a for a in numbers] for numbers in plain_whiten(advantages)])
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_of_no_rows_there_are_no_advantages(name: str) -> None:
+    """Every reward of the step failed."""
+    assert presets.build(config(name=name)).advantage([]) == []
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
+def test_an_advantage_of_your_own_need_not_know_of_steps_without_rows(name: str, tmp_path: Path) -> None:
+    algorithm = presets.build(config(name=name, advantage=own(tmp_path, "def mine(rewards): return rewards - rewards.max()\n")))
+    assert algorithm.advantage([]) == []
+    rows = rows_of_a_step(token_rewards=False)
+    assert max(row.advantages.max() for row in algorithm.advantage(rows) if row.advantages is not None) == 0
 
 
 SQUARED = "def mine(terms, clip_low, gamma=2.0):\n    return (terms.logprobs - terms.old_logprobs - clip_low) ** gamma * terms.advantages\n"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from fulltilt.records import Group, Prompt, Sample, Score
+from fulltilt.records import Group, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import Filled, Kept, fill
 from fulltilt.rollout.surplus import pack, unpack
 
@@ -220,6 +220,10 @@ def one_in_ten(solution_str, ground_truth):
     return zlib.crc32(solution_str.encode()) / 2**32 if int(ground_truth) % 10 == 3 else 0.0
 
 
+def always(solution_str, ground_truth):
+    return zlib.crc32(solution_str.encode()) / 2**32
+
+
 def never(solution_str, ground_truth):
     return 1.0
 
@@ -294,6 +298,26 @@ def test_when_rounds_run_out_the_batch_shrinks_and_the_run_says_so(tmp_path: Pat
     assert all(norm > 0 for norm in column(folder, "actor/grad_norm"))
 
 
+def test_the_schedule_ends_with_the_run_although_steps_are_short(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Each step could make two updates and makes the first of them. The warm-up is three updates, the other five fall to nothing."""
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    short = ("algorithm.prompts_per_round=10", "algorithm.max_rounds=1", "train.schedule=linear", "train.warmup_steps=3")
+    runs.train(folder, *short)
+    assert column(folder, "actor/updates") == [1] * 4
+    assert column(folder, "actor/lr") == pytest.approx([2e-3 / 3, 2e-3, 2e-3 * 4 / 5, 2e-3 * 2 / 5])
+
+
+def test_a_round_must_fit_the_data_and_a_step_need_not(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"), rows=8)
+    with pytest.raises(UserError, match=r"a round takes 9 prompts.*only 8\. Lower algorithm\.prompts_per_round to at most 8"):
+        runs.train(folder, "algorithm.prompts_per_round=9")
+    assert not (folder / "run").exists()
+    options = ("algorithm.prompts_per_step=10", "algorithm.prompts_per_round=4", "reward.function=sparse.py:always", "run.steps=1")
+    said = runs.train(folder, *options, "run.save_rollouts=30").said
+    assert trained_on(folder, 1) == [0, 1, 2, 3, 4, 5, 6, 7, 0, 1] and column(folder, "rollout/groups_carried") == [2]
+    assert "an epoch is 2 rounds of 4 prompts" in said and "1 step (2 rounds an epoch)" in said
+
+
 def test_without_any_useful_group_the_update_is_left_out(tmp_path: Path, model_folders: ModelFolders) -> None:
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     said = runs.train(folder, "reward.function=sparse.py:never", "algorithm.max_rounds=2", "run.steps=1").said
@@ -312,9 +336,10 @@ def test_failed_rewards_count_as_the_policy_says(tmp_path: Path, model_folders: 
     """Those that did not fail are all equal: only where failures have a score of their own is there something to learn."""
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     options = ("reward.function=sparse.py:half_fail", f"reward.on_error={policy}", "algorithm.samples_per_prompt=12")
-    runs.train(folder, *options, "algorithm.prompts_per_round=4", "algorithm.max_rounds=1", "run.steps=1")
+    said = runs.train(folder, *options, "algorithm.prompts_per_round=4", "algorithm.max_rounds=1", "run.steps=1").said
     (line,) = runs.metrics(folder)
     assert line["rollout/groups_kept"] == useful and 0 < line["reward/errors"] < 48
+    assert ("in 4 all rewards were equal or failed" in said) == (not useful)
 
 
 def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders: ModelFolders) -> None:
@@ -345,3 +370,21 @@ def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders
     forced = runs.train(folder, *options, "run.steps=3", "run.resume=force").said
     assert "warning: 4 groups carried over from before the checkpoint are left out" in forced
     assert runs.metrics(folder)[-1]["rollout/lag_max"] == 0
+
+
+@pytest.mark.parametrize("other", ["grpo", "sft"])
+def test_groups_in_hand_are_left_out_by_an_algorithm_that_carries_none(tmp_path: Path, model_folders: ModelFolders, other: str) -> None:
+    before = make(tmp_path / "before", model_folders("qwen2"))
+    runs.train(before, "run.steps=1")
+    assert len(runs.state(runs.checkpoints(before)[1])["surplus"]) == 1
+    algorithm = {key: value for key, value in DAPO["algorithm"].items() if key != "prompts_per_round"} | {"name": "grpo"}
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"), runs.SFT if other == "sft" else {**DAPO, "algorithm": algorithm})
+    shutil.copytree(before / "run", folder / "run")
+    for name in ("sparse.py", "sparse.jsonl"):
+        shutil.copy(before / name, folder)
+    said = runs.train(folder, "run.steps=2", "run.save_every=1", "run.resume=force").said
+    assert "warning: 1 groups carried over from before the checkpoint are left out: the algorithm carries none" in said
+    last = runs.checkpoints(folder)[2]
+    assert runs.state(last)["surplus"] == [] and not any(name.startswith("surplus/") for name in load_file(last / "trainer.safetensors"))
+    if other == "grpo":
+        assert trained_on(folder, 2) == [0, 1, 2]  # two rounds of twenty were the whole file

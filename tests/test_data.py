@@ -454,12 +454,37 @@ def test_epochs_are_described_in_words() -> None:
     assert numbered(11).steps_per_epoch(3) == 3
     assert numbered(11).describe_epoch(3) == "an epoch is 3 steps of 3 prompts; each epoch leaves out 2 of its 11, too few for a full batch"
     assert numbered(4).describe_epoch(4) == "an epoch is 1 step of 4 prompts; none is left out"
+    assert numbered(8).describe_epoch(4, "algorithm.prompts_per_round") == "an epoch is 2 rounds of 4 prompts; none is left out"
 
 
 def test_a_step_larger_than_the_data_is_refused() -> None:
     for ask in (lambda: numbered(3).take(Cursor(), 4, 0, True), lambda: numbered(3).steps_per_epoch(4)):
         with pytest.raises(UserError, match=r"takes 4 prompts.*only 3\. Lower algorithm\.prompts_per_step to at most 3"):
             ask()
+
+
+def test_a_round_larger_than_the_data_is_refused_by_its_own_key() -> None:
+    with pytest.raises(UserError, match=r"a round takes 4 prompts.*only 3\. Lower algorithm\.prompts_per_round to at most 3"):
+        numbered(3).steps_per_epoch(4, "algorithm.prompts_per_round")
+
+
+def test_a_digest_tells_prompts_apart_by_what_answers_are_judged_by(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    def digest(*rows: dict[str, Any]) -> str:
+        return load_prompts(write_lines(tmp_path / "a.jsonl", rows), tokenizer, data()).digest()
+
+    row = ROWS[1]
+    others: list[dict[str, Any]] = [
+        {"data_source": "other"},
+        {"reward_model": {"style": "rule", "ground_truth": "3"}},
+        {"reward_model": {"style": "rule", "ground_truth": 2}},
+        {"extra_info": {"index": 1, "hint": "guess"}},
+        {"extra_info": {"index": 1}},
+        {"ability": "history"},
+    ]
+    digests = [digest(row), *(digest({**row, **other}) for other in others), digest(row, ROWS[2]), digest({**row, **others[0]}, ROWS[2])]
+    assert len(set(digests)) == len(digests)
+    # The order of keys is no part of it, nor what no reward is told.
+    assert digest({**row, "extra_info": {"hint": "count", "index": 1}, "comment": "unread"}) == digests[0]
 
 
 def test_a_digest_tells_data_sets_apart_by_tokens_order_and_mask(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

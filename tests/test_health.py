@@ -110,6 +110,12 @@ def test_groups_without_variance_may_still_teach_algorithms_without_group_baseli
     assert sick({"reward/groups_with_variance": 0.0, **metrics}) == (("no-variance",) if holds else ())
 
 
+def test_a_single_sample_has_nothing_to_differ_from() -> None:
+    alike = {"reward/groups_with_variance": 0.0, "critic/score/min": 1.0, **NO_ADVANTAGE}
+    assert sick({**alike, "reward/samples": 1}) == ()
+    assert sick({**alike, "reward/samples": 2}) == ("no-variance",)
+
+
 def test_a_step_whose_update_was_left_out_for_want_of_variance_is_sick() -> None:
     lengths = {name: value for name, value in WELL.items() if name.startswith(("response_length", "reward/"))}
     assert Health(HealthConfig()).look(1, {**lengths, "reward/groups_with_variance": 0}).sick == ("no-variance",)
@@ -408,3 +414,12 @@ def test_an_ignored_rule_says_nothing(tmp_path: Path, model_folders: ModelFolder
     ignore = 'health.ignore=["no-variance"]'
     trained = runs.train(folder, *QUICK, CAPITALS, "reward.function=faults.py:constant_later", ignore, "run.steps=4")
     assert "no-variance" not in trained.said and list(runs.checkpoints(folder)) == [1, 2, 3, 4]
+
+
+def test_a_run_with_one_sample_a_step_is_no_sick_run(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = ("algorithm.name=ppo", "algorithm.prompts_per_step=1", "algorithm.samples_per_prompt=1", "health.patience=1")
+    ignore = 'health.ignore=["all-clipped"]'  # one response in a row may well be cut
+    trained = runs.train(folder, *QUICK, CAPITALS, *options, ignore, "run.steps=2")
+    assert trained.summary.steps == 2 and "no-variance" not in trained.said
+    assert [(line["reward/samples"], line["reward/groups_with_variance"]) for line in runs.metrics(folder)] == [(1, 0), (1, 0)]

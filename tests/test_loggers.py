@@ -18,16 +18,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulltilt.config import LogConfig
+from fulltilt.loop.run import Run
 from fulltilt.observe import loggers
 from fulltilt.observe.loggers import Loggers, check, markdown_table, mlflow_name, open_loggers
 from fulltilt.observe.metrics import MetricsFile
@@ -253,6 +255,9 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
         assert json.loads(path.read_text()) == {"columns": COLUMNS, "data": shown(step, attempt)}
     assert not (tmp_path / "mlruns").exists()
 
+    open_loggers(LogConfig(to=["mlflow"]), tmp_path, SETTINGS, 6).close(finished=False)
+    assert client.get_run(run.info.run_id).info.status == "FAILED"
+
 
 def metric_name(name: str) -> str:
     """The inverse of `mlflow_name`."""
@@ -407,6 +412,36 @@ def test_a_logger_that_hangs_holds_up_nothing(steps: int, monkeypatch: pytest.Mo
     stuck.come_back.set()
     (text,) = warned
     assert ("checkpoints would wait for it" if steps == 3 else "TimeoutError: it is 10 steps behind") in text
+
+
+class Told(Stuck):
+    """A logger that keeps what it is told of the run's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.come_back.set()
+        self.finished: list[bool] = []
+
+    def close(self, finished: bool) -> None:
+        self.finished.append(finished)
+
+
+def test_a_run_that_was_stopped_is_not_called_finished(
+    tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, told, validate = runs.make(tmp_path / "folder", model_folders("qwen2")), Told(), Run._validate
+    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.Kind(lambda opening: told, ()))  # type: ignore[misc]
+
+    def stop_once(run: Run, step: int) -> dict[str, float]:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return validate(run, step)
+
+    monkeypatch.setattr(Run, "_validate", stop_once)
+    for steps, interrupted in ((1, True), (2, False)):
+        summary = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.steps=2", 'log.to=["tensorboard"]').summary
+        assert (summary.steps, summary.interrupted) == (steps, interrupted)
+        assert told.finished.pop() is not interrupted and told.finished == []
 
 
 def test_no_logger(tmp_path: Path) -> None:

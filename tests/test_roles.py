@@ -46,7 +46,7 @@ from fulltilt.model.lora import adapted
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers, open_loggers
 from fulltilt.records import MicroBatch, MiniBatch, Row, UserError
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.train.checkpoint import CheckpointStore, write_manifest
 
 ModelFolders = Callable[[str], Path]
 
@@ -66,6 +66,13 @@ import zlib
 def fingerprint(solution_str):
     """Another response, another number."""
     return zlib.crc32(solution_str.encode()) / 2**32
+
+
+def not_between(solution_str, ground_truth, first, last):
+    """Fails on some questions."""
+    if first <= int(ground_truth) <= last:
+        raise RuntimeError("not these")
+    return fingerprint(solution_str)
 
 
 def but_not(solution_str, ground_truth, refused):
@@ -323,6 +330,71 @@ def test_a_critic_that_cannot_read_the_actors_tokens_is_refused(folder: Path, tm
     assert not (folder / "run").exists()
 
 
+def test_a_warm_up_that_outlasts_the_run_is_refused_also_in_epochs(folder: Path) -> None:
+    """An epoch is four steps."""
+    path = folder / "run.toml"
+    path.write_text(path.read_text().replace("steps = 16\n", "epochs = 1\n", 1))
+    with pytest.raises(UserError, match=r"^algorithm\.critic_warmup: only the critic .* first 4 steps, and the run has 4\. Lower it"):
+        runs.train(folder, *QUICK, *PPO, "algorithm.critic_warmup=4")
+    assert not (folder / "run").exists()
+    with watched(folder, *PPO, "algorithm.critic_warmup=3") as seen:
+        assert seen.run.parts.plan.steps == 4
+
+
+def test_both_schedules_end_with_the_run_although_steps_are_left_out(folder: Path) -> None:
+    """Two updates a step. Step 1 is the critic's alone, and in steps 2 and 3 every reward fails. Of the actor's eight updates three are its
+    warm-up, of the critic's ten; what is left falls to nothing."""
+    options = ("data.shuffle=false", "reward.function=more.py:not_between", "reward.args={ first = 16, last = 44 }")
+    said = runs.train(folder, *QUICK, *PPO, *options, "run.steps=5", "algorithm.critic_warmup=1", "train.schedule=linear").said
+    assert said.count("the critic's update is left out") == said.count("the actor's update is left out") == 2
+    first, *failed, fourth, fifth = runs.metrics(folder)
+    assert "actor/updates" not in first and [(line["critic/updates"], line["actor/updates"]) for line in failed] == [(0, 0)] * 2
+    assert first["critic/lr"] == pytest.approx(2e-3 * (1 / 3 + 2 / 3) / 2)
+    assert [line["critic/lr"] for line in (fourth, fifth)] == pytest.approx([2e-3 * (4 / 7 + 3 / 7) / 2, 2e-3 * (2 / 7 + 1 / 7) / 2])
+    assert [line["actor/lr"] for line in (fourth, fifth)] == pytest.approx([2e-3 * (4 / 5 + 3 / 5) / 2, 2e-3 * (2 / 5 + 1 / 5) / 2])
+
+
+def test_a_critic_that_joins_later_starts_anew(folder: Path) -> None:
+    """A new head says 0 of everything; one that has learned does not."""
+    runs.train(folder, *ONE, NO_KL)
+    forced = runs.train(folder, *QUICK, *PPO, "run.steps=2", "run.resume=force").said
+    assert "the checkpoint holds no critic: it starts anew" in forced
+    again = runs.train(folder, *QUICK, *PPO, "run.steps=3").said
+    assert "starts anew" not in again
+    _, second, third = runs.metrics(folder)
+    assert (second["critic/updates"], second["critic/values/max"], second["critic/values/min"]) == (2, 0, 0)
+    assert third["critic/values/max"] != 0
+
+
+def forget(checkpoint: Path, *keys: str) -> None:
+    """As a version that did not know these keys would have saved it."""
+    state = runs.state(checkpoint)
+    assert state.keys() >= set(keys)
+    (checkpoint / "state.json").write_text(json.dumps({key: value for key, value in state.items() if key not in keys}))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, state["step"])
+
+
+def test_a_checkpoint_of_a_version_that_knew_less_is_gone_on_from(tmp_path: Path, model_folders: ModelFolders) -> None:
+    expected = prepared(tmp_path / "expected", model_folders("qwen3"))
+    options = (*QUICK, "run.save_every=1", "run.steps=2")
+    runs.train(expected, *options)
+    folder = runs.copy(expected, tmp_path / "resumed")
+    cut_back(folder, 1)
+    forget(runs.checkpoints(folder)[1], "surplus", "reward_kl_coef", "health", "critic")
+    said = runs.train(folder, *options).said
+    assert "going on from step 1" in said and "critic" not in said
+    assert runs.without_clock(runs.metrics(folder)) == runs.without_clock(runs.metrics(expected))
+    runs.assert_equal_checkpoints(runs.checkpoints(folder)[2], runs.checkpoints(expected)[2])
+
+
+def test_a_checkpoint_that_knows_of_no_critic_gives_none(folder: Path) -> None:
+    runs.train(folder, *ONE, *PPO)
+    forget(runs.checkpoints(folder)[1], "critic")
+    assert "the checkpoint holds no critic: it starts anew" in runs.train(folder, *QUICK, *PPO, "run.steps=2").said
+    assert runs.metrics(folder)[1]["critic/values/max"] == 0
+
+
 def test_a_step_in_which_every_reward_fails_leaves_the_critic_alone_too(folder: Path) -> None:
     line = one_step(folder, *PPO, "reward.function=reward.py:always_fails")
     assert (line["critic/updates"], line["actor/updates"], line["reward/excluded"]) == (0, 0, 16)
@@ -466,6 +538,44 @@ def test_a_reward_model_that_cannot_write_the_prompts_is_refused_before_the_acto
         runs.train(judged, *options)
 
 
+@pytest.mark.parametrize("on_error", ["exclude", "score"])
+def test_a_sample_that_the_reward_model_cannot_read_is_a_failed_reward(judged: Path, tmp_path: Path, on_error: str) -> None:
+    """One token of the response in three is no text, so that the texts have many lengths."""
+    config = LlamaConfig(**{**models.SMALL, "max_position_embeddings": 14})
+    short = save_classifier(config, tmp_path / "short", models.tokenizer())
+    options = (f"reward_model.path={short}", f"reward.on_error={on_error}", 'health.ignore=["reward-errors"]')
+    options += ("reward.error_score=-4.0",) if on_error == "score" else ()
+    said = runs.train(judged, *QUICK, *options, "run.steps=2").said
+    model = AutoModelForSequenceClassification.from_pretrained(short, attn_implementation="eager").eval()
+    judge = Judge(short, model, models.tokenizer())
+    for step, line in enumerate(runs.metrics(judged), 1):
+        sampled = runs.rollouts(judged, step)
+        ends = {"stop": 1, "length": 0}
+        lengths = [len(judge.tokenizer(each["prompt"] + each["response"])["input_ids"]) + ends[each["finish"]] for each in sampled]
+        read = [each for each, tokens in zip(sampled, lengths, strict=True) if tokens <= 14]
+        unread = [(each, tokens) for each, tokens in zip(sampled, lengths, strict=True) if tokens > 14]
+        assert len(read) > 2 and len(unread) > 2
+        close([each["reward"] for each in read], judge.plain(read))
+        for each, tokens in unread:
+            assert each["error"] == f"the reward model reads at most 14 tokens, prompt and response have {tokens} in its tokenizer"
+            assert each["reward"] == (-4.0 if on_error == "score" else 0.0)
+        assert (line["reward/errors"], line["reward/excluded"]) == (len(unread), 0 if on_error == "score" else len(unread))
+        assert line["critic/score/mean"] == pytest.approx(np.mean(judge.plain(read)), abs=1e-5) and line["actor/grad_norm"] > 0
+        assert f"warning: {len(unread)} of 16 samples could not be scored: {unread[0][0]['error']}" in said
+
+
+def test_an_empty_response_to_a_prompt_of_one_token(judged: Path, wider: Path) -> None:
+    """Of one token nothing can be said. The model has more rows than the tokenizer tokens: many responses are no text."""
+    runs.write_rows(judged / "train.jsonl", [{"prompt": str(n), "ground_truth": "5"} for n in range(4)])
+    line = one_step(judged, f"reward_model.path={wider}", "rollout.max_new_tokens=1")
+    sampled = runs.rollouts(judged, 1)
+    empty = [each for each in sampled if not each["response"] and each["finish"] == "length"]
+    assert 0 < len(empty) < 16 and line["reward/errors"] == len(empty)
+    for each in sampled:
+        expected = "prompt and response are less than two tokens of the reward model" if each in empty else None
+        assert (each["error"], each["reward"] != 0) == (expected, each not in empty)
+
+
 def test_a_reward_model_learns_nothing_and_trains_the_actor(judged: Path, judge: Judge) -> None:
     with watched(judged, f"reward_model.path={judge.folder}") as seen:
         line = seen.run.rl_step(1)
@@ -523,6 +633,29 @@ def test_the_weight_of_the_penalty_follows_its_target(folder: Path, target: floa
             expected *= 1 + min(0.2, max(-0.2, line["actor/reward_kl_penalty"] / target - 1)) * 16 / 80
     assert runs.state(runs.checkpoints(folder)[4])["reward_kl_coef"] == pytest.approx(expected, rel=1e-12)
     assert math.copysign(1, expected - 0.3) == {None: 1, 1e-4: 1, 10.0: -1}[target]
+
+
+def test_a_fixed_weight_is_the_configurations_whatever_was_saved(folder: Path) -> None:
+    runs.train(folder, *ONE, *REWARD_KL)
+    runs.train(folder, *QUICK, *REWARD_KL, "run.steps=2", "algorithm.reward_kl_coef=0.7", "run.resume=force")
+    assert [line["actor/reward_kl_penalty_coeff"] for line in runs.metrics(folder)] == [0.3, 0.7]
+    with watched(folder, *REWARD_KL) as seen:
+        seen.run.progress = Progress(reward_kl_coef=0.7)
+        assert seen.run.rl_step(1)["actor/reward_kl_penalty_coeff"] == 0.3
+
+
+def test_a_weight_that_follows_its_target_starts_anew_when_it_is_set_anew(folder: Path) -> None:
+    def weight(steps: int, *overrides: str) -> float:
+        runs.train(folder, *QUICK, *REWARD_KL, f"run.steps={steps}", "algorithm.reward_kl_target=10.0", *overrides)
+        found: float = runs.metrics(folder)[-1]["actor/reward_kl_penalty_coeff"]
+        return found
+
+    short = "algorithm.reward_kl_horizon=80"
+    assert weight(1, short) == 0.3
+    second = weight(2, short)
+    assert second < 0.3
+    assert weight(3, short, "train.lr=1e-3", "run.resume=force") < second
+    assert weight(4, "train.lr=1e-3", "algorithm.reward_kl_horizon=160", "run.resume=force") == 0.3
 
 
 # -- ReMax and overlong responses -------------------------------------------------------------------------------------------------------
@@ -752,6 +885,17 @@ def test_a_critic_with_and_without_adapters(lora_folder: Path, of_critic: bool) 
         assert saved == moved
 
 
+def test_layers_by_their_full_names_are_adapted_in_actor_and_critic(lora_folder: Path) -> None:
+    """The critic's body has no language head, and its layers no `model.` before them."""
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
+    with watched(lora_folder, *PPO, *FAST, f"lora.targets={json.dumps(names)}") as seen:
+        parts = seen.run.parts
+        assert parts.critic
+        assert [name for name, _ in adapted(parts.actor.model)] == names
+        assert [name for name, _ in adapted(parts.critic.model.body)] == [name.removeprefix("model.") for name in names]
+        assert seen.run.rl_step(1)["critic/grad_norm"] > 0
+
+
 # -- every algorithm, resumed -----------------------------------------------------------------------------------------------------------
 
 OWN_FUNCTIONS = '''
@@ -848,6 +992,12 @@ def test_functions_of_ones_own_are_the_ones_that_train(folder: Path) -> None:
             np.testing.assert_allclose(row.advantages[row.mask], np.clip(row.reward - mean, -0.3, 0.3), rtol=0, atol=1e-6)
     # The second mini-batch is off policy, and the function of one's own does not clip.
     assert line["actor/ppo_kl"] != 0 and "actor/pg_clipfrac" not in line and line["actor/grad_norm"] > 0
+
+
+def test_an_advantage_of_ones_own_is_not_asked_where_every_reward_failed(folder: Path) -> None:
+    (folder / "own.py").write_text(OWN_FUNCTIONS + "\n\ndef best(rewards):\n    return rewards - rewards.max()\n")
+    line = one_step(folder, *PPO, "algorithm.advantage=own.py:best", "reward.function=reward.py:always_fails")
+    assert (line["critic/updates"], line["actor/updates"], line["reward/excluded"]) == (0, 0, 16)
 
 
 # -- loggers ----------------------------------------------------------------------------------------------------------------------------

@@ -202,6 +202,17 @@ def test_a_step_in_which_every_reward_fails_changes_no_parameter(folder: Path) -
     assert runs.state(runs.checkpoints(folder)[2])["updates"] == 2
 
 
+def test_the_schedule_ends_with_the_run_although_the_rewards_of_a_step_fail(folder: Path) -> None:
+    """Two updates a step; the second step makes none, since its rewards fail. The warm-up is three updates, the other five fall to 0."""
+    with open(folder / "reward.py", "a") as file:
+        file.write("\n\ndef not_then(solution_str, ground_truth):\n    return len(solution_str) / (not 16 <= int(ground_truth) < 32)\n")
+    runs.train(folder, *PLAIN, "run.steps=4", "data.shuffle=false", "reward.function=reward.py:not_then", "train.schedule=linear")
+    first, second, *later = runs.metrics(folder)
+    assert (first["actor/updates"], second["actor/updates"]) == (2, 0) and "actor/lr" not in second
+    assert first["actor/lr"] == pytest.approx(2e-3 * (1 / 3 + 2 / 3) / 2)
+    assert [line["actor/lr"] for line in later] == pytest.approx([2e-3 * (4 / 5 + 3 / 5) / 2, 2e-3 * (2 / 5 + 1 / 5) / 2])
+
+
 # -- warnings ---------------------------------------------------------------------------------------------------------------------------
 
 

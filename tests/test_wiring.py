@@ -26,7 +26,8 @@ import pytest
 import runs
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
+from test_reward_model import other_tokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
 from fulltilt.algo import presets
 from fulltilt.cluster import local
@@ -191,6 +192,46 @@ def test_a_reward_for_a_source_that_no_row_has_is_refused(folder: Path) -> None:
     assert "no row has the data source 'sum'" in refused(folder, 'reward.sources={ sum = "more.py:truth" }')
 
 
+def evaluated(folder: Path, *arguments: str) -> dict[str, Any]:
+    ended = runs.command_here(folder, "eval", "run.toml", "--json", *arguments)
+    assert ended.code == 0, ended.error
+    found: dict[str, Any] = json.loads(ended.out)
+    return found
+
+
+def test_evaluation_asks_nothing_of_what_only_training_uses(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reward for a source that is in the training data alone, and a logger that could not start."""
+    for name in [name for name in os.environ if name.startswith("WANDB_")] + ["NETRC"]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(folder))
+    options = ('reward.sources={ sums = "more.py:fingerprint" }', "reward.function=more.py:truth", 'log.to=["wandb"]')
+    assert evaluated(folder, *options)["val/reward/mean"] == 100
+    checked = runs.command(folder, "train", "run.toml", "--check", *options)
+    assert checked.returncode == 2 and "log.to: wandb has no API key" in checked.stderr
+
+
+@pytest.fixture
+def judge(tmp_path: Path) -> Path:
+    """A reward model with random weights."""
+    torch.manual_seed(4)
+    model = AutoModelForSequenceClassification.from_config(LlamaConfig(**{**models.SMALL, "vocab_size": 320, "num_labels": 1}))
+    model.save_pretrained(tmp_path / "judge")
+    other_tokenizer().save_pretrained(tmp_path / "judge")
+    return tmp_path / "judge"
+
+
+def test_a_template_that_no_prompt_goes_through_is_refused_and_evaluation_need_not_use_it(folder: Path, judge: Path) -> None:
+    (folder / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}~{% endfor %}")
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 2\n", ""))
+    options = ("reward.function=reward_model", f"reward_model.path={judge}", "reward_model.chat_template=template.jinja")
+    assert refused(folder, *options).startswith("reward_model.chat_template: every prompt is a plain string")
+    asked = [{"role": "user", "content": "2+3?"}]
+    runs.write_rows(folder / "train.jsonl", [{"prompt": asked, "ground_truth": "5"}] * 4)
+    with parts_of(folder, runs.read_config(folder, *options)) as parts:
+        assert parts.reward_model
+    assert "val/reward/mean" in evaluated(folder, *options)
+
+
 @pytest.fixture
 def scaled_logits(tmp_path: Path) -> Path:
     """A model whose own logits are not its output layer's: trained as if they were, it would learn something else."""
@@ -213,6 +254,61 @@ def test_a_run_refuses_a_tokenizer_larger_than_a_model(folder: Path, tmp_path: P
     assert tokens > 90
     message = refused(folder, f"{role}.path={small}", *([NO_REFERENCE] if role == "model" else []))
     assert f"the tokenizer has {tokens} tokens but the model's embedding only 90 rows" in message
+
+
+def renamed(model: Path, folder: Path) -> Path:
+    """The same model, whose tokenizer has two characters in each other's place."""
+    shutil.copytree(model, folder)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def without_tokenizer(model: Path, folder: Path) -> Path:
+    return shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*token*", "*.jinja"))
+
+
+# Each role that reads the actor's tokens, and what gives a run the role.
+READERS = {"ref": (), "critic": ("algorithm.name=ppo", NO_REFERENCE)}
+
+
+@pytest.mark.parametrize("role", READERS)
+def test_a_role_that_reads_other_text_in_the_same_tokens_is_refused(
+    folder: Path, tmp_path: Path, model_folders: ModelFolders, role: str
+) -> None:
+    other = renamed(model_folders("llama"), tmp_path / "renamed")
+    message = refused(folder, *READERS[role], f"{role}.path={other}")
+    assert message.startswith(f"{role}.path: {other} has another tokenizer than model.path")
+    with parts_of(folder, runs.read_config(folder, *READERS[role], f"{role}.path={model_folders('llama')}")) as parts:
+        assert parts.role(role).model.config.model_type == "llama"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])  # of the second, transformers makes up a tokenizer
+def test_a_role_without_a_tokenizer_is_taken_to_read_the_actors_tokens(
+    folder: Path, tmp_path: Path, model_folders: ModelFolders, family: str
+) -> None:
+    other = without_tokenizer(model_folders(family), tmp_path / "without")
+    for role, options in READERS.items():
+        with parts_of(folder, runs.read_config(folder, *options, f"{role}.path={other}")) as parts:
+            assert parts.role(role).model.config.model_type == family  # type: ignore[attr-defined]
+    assert refused(folder, NO_REFERENCE, f"model.path={other}").startswith("model.path: ")
+
+
+@pytest.mark.parametrize("role", READERS)
+def test_a_role_with_a_shorter_context_than_the_longest_sample_is_refused(folder: Path, tmp_path: Path, role: str) -> None:
+    """The longest prompt has six tokens, and a response sixteen."""
+    for positions in (21, 22):
+        other = save_model(LlamaConfig(**{**models.SMALL, "max_position_embeddings": positions}), tmp_path / f"{positions}")
+        options = (*READERS[role], f"{role}.path={other}")
+        if positions == 21:
+            message = refused(folder, *options)
+            assert message.startswith("rollout.max_new_tokens: ") and "needs 22" in message and "made for 21 positions" in message
+        else:
+            with parts_of(folder, runs.read_config(folder, *options)) as parts:
+                assert parts.plan.steps == 16
 
 
 def test_another_reference_is_used(folder: Path, tmp_path: Path) -> None:
@@ -330,6 +426,55 @@ def test_a_run_does_not_go_on_with_other_rows(folder: Path) -> None:
         runs.train(folder, *ONE, "run.steps=2")
     assert runs.contents(folder / "run") == before
     assert "going on although the rows of data.train changed" in runs.train(folder, *ONE, "run.steps=2", "run.resume=force").said
+
+
+@pytest.mark.parametrize("column", ["ground_truth", "data_source", "extra_info"])
+def test_a_run_does_not_go_on_with_rows_that_are_judged_otherwise(judged_once: Path, column: str) -> None:
+    path = judged_once / "train.jsonl"
+    before = path.read_text()
+    try:
+        rows = [json.loads(line) for line in before.splitlines()]
+        rows[5] |= {column: {"hint": "count"} if column == "extra_info" else "21"}
+        runs.write_rows(path, rows)
+        with pytest.raises(UserError, match=r"^data\.train: its rows are not those that the run in run was started with"):
+            runs.train(judged_once, *ONE, "run.steps=2")
+    finally:
+        path.write_text(before)
+
+
+@pytest.fixture(scope="module")
+def judged_once(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    """A run of one step, which its tests leave as it is."""
+    folder = prepared(tmp_path_factory.mktemp("judged") / "folder", model_folders("qwen2"))
+    runs.train(folder, *ONE)
+    return folder
+
+
+def test_validation_may_ask_for_longer_responses_on_a_resume(folder: Path) -> None:
+    """The checkpoint's KV cache is for one sample as long as those of the first step were: two blocks."""
+    options = (*ONE, "algorithm.samples_per_prompt=2", "rollout.max_seqs=1", "run.eval_every=1", "eval.max_prompts=1")
+    runs.train(folder, *options)
+    kept = runs.state(runs.checkpoints(folder)[1])["budgets"]
+    assert kept["kv_blocks"] == 2
+    said = runs.train(folder, *options, "run.steps=2", "eval.max_new_tokens=60").said
+    assert "going on from step 1" in said and "val/reward/mean" in runs.metrics(folder)[1]
+    assert runs.state(runs.checkpoints(folder)[2])["budgets"] == {**kept, "kv_blocks": 5}
+
+
+def test_ctrl_c_in_the_last_step_has_nothing_left_to_stop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes when the parameters have moved, so that the step is made whole; then the run is done, and says so."""
+    validate = Run._validate
+
+    def stop(run: Run, step: int) -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGINT)
+        return validate(run, step)
+
+    monkeypatch.setattr(Run, "_validate", stop)
+    for code in (130, 0):
+        ended = runs.command_here(folder, "train", "run.toml", *ONE, "run.eval_every=1", "run.steps=2")
+        assert ended.code == code, ended.error
+        assert ("done: 2 steps" in ended.out) == (code == 0) and ("stopped after step 1 and saved" in ended.error) == (code == 130)
+    assert list(runs.checkpoints(folder)) == [1, 2]
 
 
 def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:

@@ -163,7 +163,7 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
 
 def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list[str]:
     algorithm, budgets = config.algorithm, plan.budgets
-    per_epoch = f"{many(facts.steps_per_epoch, 'step')} an epoch"
+    per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     if not rollout:
         return [
             f"{many(plan.steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "

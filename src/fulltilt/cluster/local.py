@@ -143,8 +143,9 @@ def _assemble(
     ends = load.end_tokens(config.model, tokenizer)
     train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)
     prompts = [data for data in (train_data, val_data) if isinstance(data, PromptSet)]
-    if training:
+    if training:  # evaluation does not see all the data that settings are for
         check_sources(config, prompts)
+        check_template(config, prompts)
     per_round, key = round_size(config, algorithm)
     steps_per_epoch = train_data.steps_per_epoch(per_round, key) if training else 1
     steps = count_steps(config, steps_per_epoch)
@@ -271,8 +272,6 @@ def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
 def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet]) -> RewardModel:
     section = config.reward_model
     assert section.path is not None
-    if section.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.prompts):
-        raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
     tokenizer = load.load_tokenizer(config.model, section.path, "reward_model.path", section.chat_template)
     model = load_scalar(config.model, device, section.path, key="reward_model.path", head="required")
     verify_body(model.body)
@@ -384,6 +383,11 @@ def check_sources(config: Config, sets: list[PromptSet]) -> None:
             f"reward.sources: no row has the data source {', '.join(map(repr, unknown))}; the data has "
             f"{', '.join(map(repr, sorted(seen)))}. Mend the name or remove it"
         )
+
+
+def check_template(config: Config, sets: list[PromptSet]) -> None:
+    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.prompts):
+        raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
 
 
 def limits(config: Config, budgets: Budgets) -> EngineLimits:

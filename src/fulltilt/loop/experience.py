@@ -83,6 +83,8 @@ def score_groups(parts: Parts, console: Console, config: Config, groups: Sequenc
     judged = [group for group in groups if model_weight(group, config.reward) is not None]
     written = parts.reward_model.encoder.rows(judged)
     readable = [row for row in written if isinstance(row, Row)]
+    if unread := [row for row in written if isinstance(row, str)]:
+        console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
     rows = annotate(readable, parts.reward_model.role, parts.forward_sizes["reward_model"], "values", console)
     found = iter(float(row.values[-1]) for row in rows if row.values is not None)
     numbers = iter([row if isinstance(row, str) else next(found) for row in written])

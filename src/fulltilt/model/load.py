@@ -98,6 +98,9 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
     except (OSError, ValueError, KeyError, ImportError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{key}: the tokenizer of {source} could not be loaded: {first_line(error)}") from error
+    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
+        # Where there are no files, transformers makes some families' tokenizers up: special tokens and nothing else.
+        raise UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
     template = chat_template if path else config.chat_template
     if template:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
