@@ -309,3 +309,13 @@ def test_what_only_we_can_have_done_wrong_exits_with_1(ended: Ended, tmp_path: P
     outcome = runs.command(folder, "train", "run.toml", "run.steps=4")
     assert outcome.returncode == 1
     assert "Traceback" in outcome.stderr and "cursor" in outcome.stderr
+
+
+def test_check_looks_at_reward_and_data_although_both_are_wrong(folder: Path) -> None:
+    wrong = ("reward.function=reward.py:scor", "algorithm.prompts_per_step=19", "run.dir=never")
+    ended = runs.command_here(folder, "train", "run.toml", "--check", *wrong)
+    assert ended.code == 2 and "run.toml: 2 mistakes" in ended.error
+    assert "defines no 'scor'" in ended.error and "a step takes 19 prompts, but the data set has only 18" in ended.error
+    ended = runs.command_here(folder, "train", "run.toml", "--check", "data.prompt_key=question")
+    assert ended.code == 2 and "the row has no 'question'" in ended.error
+    assert not (folder / "never").exists()

@@ -320,6 +320,32 @@ def test_hub_names_only_when_online_or_downloaded_before(
     assert len(mistakes_of(run, "model.path=name")) == 1
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("algorithm.adv_estimator", "algorithm.name"),
+        ("actor_rollout_ref.actor.clip_ratio", "algorithm.clip_low and algorithm.clip_high"),
+        ("trainer.save_freq", "run.save_every"),
+        ("train.learning_rate", "train.lr"),
+        ("algorithm.num_generations", "algorithm.samples_per_prompt"),
+    ],
+)
+def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs: str, ours: str) -> None:
+    assert mistakes_of(run, f"{theirs}=1") == [f"{theirs}: unknown key; what verl or TRL calls so is {ours} here"]
+
+
+def test_other_systems_names_lead_to_keys() -> None:
+    for name, ours in configuration.ELSEWHERE.items():
+        assert ours.removesuffix(" above 0").split(" and ")[0] in configuration, name
+
+
+def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    (mistake,) = mistakes_of(run, f"model.path={tmp_path / 'adapter'}")
+    assert "holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path" in mistake
+
+
 def test_built_in_rewards_are_those_of_the_reward_room() -> None:
     assert set(configuration.REWARDS) == {*functions.BUILT_IN, configuration.REWARD_MODEL}
 

@@ -285,7 +285,7 @@ REAL = (
         "no-variance",
         (CAPITALS, "reward.function=faults.py:constant_later"),
         (CAPITALS, "reward.function=reward.py:score", FORCE),
-        "no group of this step has two different rewards",
+        "no group of this step has two different rewards: every sample got 0.5",
         "mend a reward that cannot tell samples apart",
         well=2,
     ),

@@ -298,6 +298,20 @@ def test_the_result_does_depend_on_the_algorithm(folder: Path, as_planned: TwoSt
     assert two_steps(folder, "algorithm.kl_coef=0.5").distance(as_planned.parameters) > 10 * TOLERANCE
 
 
+def test_validation_samples_are_written_and_cut_back(folder: Path) -> None:
+    options = (*PLAIN, "run.eval_before=true", "run.eval_every=1", "run.save_every=1")
+    runs.train(folder, *options, "run.steps=2")
+    files = folder / "run" / "validation"
+    assert sorted(path.name for path in files.iterdir()) == ["step-000000.jsonl", "step-000001.jsonl", "step-000002.jsonl"]
+    lines = [json.loads(line) for line in (files / "step-000002.jsonl").read_text().splitlines()]
+    assert [line["prompt"].removeprefix("<s>") for line in lines] == ["100-1=", "101-1=", "102-1="]
+    mean = sum(line["reward"] for line in lines) / 3
+    assert runs.metrics(folder)[-1]["val/reward/mean"] == pytest.approx(mean)
+    (files / "step-000009.jsonl").write_text("{}")
+    assert "nothing to do. Ask for more with run.steps" in runs.train(folder, *options, "run.steps=2").said
+    assert not (files / "step-000009.jsonl").exists()
+
+
 def test_groups_enter_in_prompt_order(folder: Path) -> None:
     """Groups are done in another order than they were asked for, and the rewards of the first prompt come last."""
     with open(folder / "reward.py", "a") as file:

@@ -95,13 +95,18 @@ def demo(
 def train(
     run: RunFile,
     overrides: Overrides = None,
-    check: Annotated[bool, typer.Option("--check", help="Only check the configuration, then stop.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Only check configuration, reward and data, then stop.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Train as RUN.toml says. A run that was stopped or killed goes on from its last checkpoint: give the same command again."""
     config = read_config(run, overrides, logged=True)
     if check:
+        from fulltilt.cluster.local import find_mistakes
+
+        if mistakes := find_mistakes(config):
+            count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
+            raise UserError("\n".join([f"{run}: {count}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))]))
         print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     from fulltilt import loop

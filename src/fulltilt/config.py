@@ -354,7 +354,8 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
     save_rollouts: Positive = 16
-    """Samples of each step written to `rollouts/` (prompt, response, reward and its parts), whole groups first to last."""
+    """Samples of each step written to `rollouts/`, and of each validation to `validation/` (prompt, response, reward and its parts), whole
+    groups first to last."""
 
 
 class Config(Section):
@@ -547,10 +548,56 @@ def _unknown(key: str, value: Any) -> Iterator[Mistake]:
             yield from _unknown(f"{key}.{part}", inner)
     elif found:
         yield Mistake(f"{key}: {_known_elsewhere(found, value)}", tuple(knob.name for knob, _ in found))
+    elif (ours := ELSEWHERE.get(key.rpartition(".")[2])) is not None:
+        yield Mistake(f"{key}: unknown key; what verl or TRL calls so is {ours} here")
     else:
         nearest = _nearest(key)
         yield Mistake(f"{key}: unknown key{_suggestion(nearest)}", (nearest,) if nearest else ())
 
+
+ELSEWHERE: Mapping[str, str] = {
+    "adv_estimator": "algorithm.name",
+    "beta": "algorithm.kl_coef",
+    "bf16": "model.dtype",
+    "clip_ratio": "algorithm.clip_low and algorithm.clip_high",
+    "clip_ratio_high": "algorithm.clip_high",
+    "clip_ratio_low": "algorithm.clip_low",
+    "critic_warmup": "algorithm.critic_warmup",
+    "default_local_dir": "run.dir",
+    "entropy_coeff": "algorithm.entropy_coef",
+    "epsilon": "algorithm.clip_low and algorithm.clip_high",
+    "epsilon_high": "algorithm.clip_high",
+    "experiment_name": "log.name",
+    "filter_groups": "algorithm.dynamic_sampling",
+    "kl_loss_coef": "algorithm.kl_coef",
+    "kl_loss_type": "algorithm.kl_estimator",
+    "lam": "algorithm.gae_lambda",
+    "learning_rate": "train.lr",
+    "logger": "log.to",
+    "loss_agg_mode": "algorithm.aggregation",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "max_response_length": "rollout.max_new_tokens",
+    "max_steps": "run.steps",
+    "num_generations": "algorithm.samples_per_prompt",
+    "num_iterations": "algorithm.epochs",
+    "num_train_epochs": "run.epochs",
+    "output_dir": "run.dir",
+    "project_name": "log.project",
+    "report_to": "log.to",
+    "reward_funcs": "reward.function",
+    "save_freq": "run.save_every",
+    "save_steps": "run.save_every",
+    "test_freq": "run.eval_every",
+    "total_epochs": "run.epochs",
+    "total_training_steps": "run.steps",
+    "train_files": "data.train",
+    "use_kl_in_reward": "algorithm.reward_kl_coef above 0",
+    "use_kl_loss": "algorithm.kl_coef above 0",
+    "val_before_train": "run.eval_before",
+    "val_files": "data.val",
+}
+"""What people who come from verl or TRL write for keys that are no performance knobs (those are in the ledger), by the last part."""
 
 _SYSTEMS: dict[knobs.Source, str] = {"verl": "verl's", "chatlearn": "ChatLearn's"}
 _NOT_BUILT = "known knob, not built in this version: remove it"
@@ -768,7 +815,9 @@ def _model_folder(key: str, path: str | None) -> Iterator[str]:
         return
     folder = Path(path)
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+            yield f"{key}: {_shown(path)} holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path"
+        elif not (folder / "config.json").is_file():
             yield f"{key}: {_shown(path)} has no config.json. Give the folder of a Hugging Face model"
     elif folder.exists():
         yield f"{key}: {_shown(path)} is a file. Give the folder of a Hugging Face model"

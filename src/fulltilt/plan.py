@@ -150,7 +150,8 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
         blocks = int(rollout.memory_fraction * facts.free_bytes) // block_bytes
         source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(facts.free_bytes)} free"
     else:
-        blocks = min(int(KV_SHARE[facts.device] * facts.free_bytes) // block_bytes, per_sample * max_seqs)
+        # One more than a sample needs: newcomers wait until those that run have a block each to grow by.
+        blocks = min(int(KV_SHARE[facts.device] * facts.free_bytes) // block_bytes, (per_sample + 1) * max_seqs)
         source = f"the {in_bytes(facts.free_bytes)} free on this device"
     if blocks < per_sample:
         raise UserError(

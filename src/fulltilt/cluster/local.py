@@ -135,10 +135,40 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
         raise
 
 
+def find_mistakes(config: Config) -> list[str]:
+    """What a run would refuse before its model loads, each part looked at although another is wrong: reward functions, packages, data."""
+    algorithm = build(config)
+    rollout = "rollout" in algorithm.needs
+
+    def rewards() -> None:
+        if rollout:
+            RewardPool(config.reward).close()
+
+    def data() -> None:
+        tokenizer = load.load_tokenizer(config.model)
+        train_data, val_data = read_data(config, tokenizer, load.end_tokens(config.model, tokenizer), rollout=rollout, training=True)
+        check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
+        train_data.steps_per_epoch(*round_size(config, algorithm))
+
+    def packages() -> None:
+        if config.lora.rank:
+            lora.require_peft()
+
+    found = []
+    for look in (rewards, data, packages):
+        try:
+            look()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
 def _assemble(
     config: Config, algorithm: Algorithm, device: torch.device, reward: RewardPool | None, resume: Checkpoint | None,
     *, training: bool, rollout: bool, kept: dict[str, Any] | None,
 ) -> Parts:  # fmt: skip
+    if config.lora.rank:
+        lora.require_peft()
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
     train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)

@@ -50,6 +50,8 @@ def train(config: Config, console: Console) -> Summary:
         check_data(config, parts, found, console)
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
+        if found and found.step >= parts.plan.steps:
+            console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
         store.require_space(checkpoint_bytes(parts))
         if not known:
             stack.enter_context(one_process(folder))
@@ -138,6 +140,7 @@ def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | 
     if warning:
         console.warn(warning)
     RolloutFiles(folder / "rollouts", config.run.save_rollouts).truncate(state["step"] if state else 0)
+    RolloutFiles(folder / "validation", config.run.save_rollouts).truncate(state["step"] if state else -1)
     if found is None or state is None:
         return Progress()
     return Progress(

@@ -98,6 +98,7 @@ class Run:
         folder = Path(config.run.dir)
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
+        self.validations = RolloutFiles(folder / "validation", config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
         self._saved_step = progress.step  # what the run resumed from is there already
         self._saved_well = not progress.streaks
@@ -364,7 +365,9 @@ class Run:
     def _validate(self, step: int) -> Metrics:
         with self.console.phase("eval"):
             found = validate(self.config, self.parts, self.console)
-        self.console.note(f"validation after step {step}: " + ", ".join(f"{name} {value:.4f}" for name, value in found.metrics.items()))
+        self.console.note(f"validation after step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()))
+        if found.groups:
+            self.validations.write(step, found.groups, found.scores)
         if found.samples:
             self.loggers.table(step, "val/samples", found.columns, found.samples)
         return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}

@@ -6,6 +6,7 @@ depend on how often it is validated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from fulltilt.data.sft import RowSet
 from fulltilt.loop.experience import sample_groups, score_groups, validation_sampling
 from fulltilt.observe.console import Console
 from fulltilt.observe.validation import sample_rows, summarise
+from fulltilt.records import Group, Score
 
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 
@@ -26,6 +28,8 @@ EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, s
 @dataclass(frozen=True)
 class Validated:
     metrics: dict[str, float]
+    groups: Sequence[Group] = ()
+    scores: Sequence[Sequence[Score]] = ()
     columns: list[str] = field(default_factory=list)  # of the samples shown
     samples: list[list[Any]] = field(default_factory=list)
 
@@ -38,7 +42,7 @@ def validate(config: Config, parts: Parts, console: Console) -> Validated:
     groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed)
     scores = score_groups(parts, console, config, groups)
     columns, samples = sample_rows(groups, scores, config.log.val_samples)
-    return Validated(summarise(groups, scores, config.eval.samples_per_prompt), columns, samples)
+    return Validated(summarise(groups, scores, config.eval.samples_per_prompt), groups, scores, columns, samples)
 
 
 def validation_loss(data: RowSet, parts: Parts) -> float:

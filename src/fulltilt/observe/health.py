@@ -42,7 +42,9 @@ def _no_variance(metrics: Metrics, config: HealthConfig) -> str | None:
     told_apart |= metrics.get("reward/errors", 0) > 0 or metrics.get("rollout/lag_max", 0) > 0
     if metrics.get("reward/groups_with_variance") != 0 or (learns and told_apart) or metrics.get("reward/samples", 2) < 2:
         return None
-    return "no group of this step has two different rewards"
+    same = metrics.get("critic/score/max")
+    everywhere = f": every sample got {same:g}" if same is not None and same == metrics.get("critic/score/min") else ""
+    return f"no group of this step has two different rewards{everywhere}"
 
 
 def _not_finite(metrics: Metrics, config: HealthConfig) -> str | None:
@@ -93,7 +95,8 @@ RULES: tuple[Rule, ...] = (
         "no-variance",
         _no_variance,
         cause="the samples of a prompt all get the same reward, so that there is nothing to learn",
-        remedy="read the run's rollouts/ with their rewards: mend a reward that cannot tell samples apart, or take prompts that the model "
+        remedy="read the run's rollouts/ with their rewards: if every sample is as good as can be, the task is solved and harder prompts "
+        "are wanted; else mend a reward that cannot tell samples apart, or take prompts that the model "
         "solves sometimes, more algorithm.samples_per_prompt or a higher rollout.temperature",
     ),
     Rule(
@@ -186,9 +189,10 @@ def last_good(step: int, checkpoints: Path, *, good: bool = True) -> str:
     """Where to go on from. `step` is that of the newest checkpoint in the folder `checkpoints`; `good`: no rule held when it was saved."""
     path = checkpoints / f"step-{step:08d}"
     where = f"The last good checkpoint is {path}" if good else f"The newest checkpoint, saved while it held, is {path}"
+    damage = "" if good else "; if it holds the damage already, start anew in another run.dir"
     return (
-        f"{where}. Mend the cause and give the command again to go on from there, with run.resume=force if keys outside [health] change; "
-        "health.ignore leaves a rule out"
+        f"{where}. Mend the cause and give the command again to go on from there, with run.resume=force if keys outside [health] change"
+        f"{damage}; health.ignore leaves a rule out"
     )
 
 
