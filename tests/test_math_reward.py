@@ -18,10 +18,8 @@ import pytest
 from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.reward import dapo
-from fulltilt.reward.base import RewardPool
-
-pytest.importorskip("math_verify", reason='needs pip install "fulltilt[math]"')
 from fulltilt.reward import math as math_reward
+from fulltilt.reward.base import RewardPool
 
 
 def group_of(texts: list[str], truth: Any, uid: int = 0) -> Group:
