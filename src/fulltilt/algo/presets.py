@@ -119,7 +119,7 @@ PRESETS: dict[str, Preset] = {
         {**GROUPS, "dynamic_sampling": True, "overlong_buffer": None},
         smallest_group=2,
     ),
-    # gae_lambda 1, as in verl and OpenRLHF: the reward comes with the last token, and 0.95 would leave 1% of it after 90 tokens, so that
+    # gae_lambda 1, as in verl: the reward comes with the last token, and 0.95 would leave 1% of it after 90 tokens, so that
     # long responses would learn from the critic alone, which knows nothing yet.
     "ppo": Preset(
         Part(generalised, {"gamma": 1.0, "gae_lambda": 1.0, "whiten": True}),
