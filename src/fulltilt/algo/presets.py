@@ -140,7 +140,7 @@ PRESETS: dict[str, Preset] = {
         {**GROUPS, "aggregation": "seq-mean-token-mean"},
         smallest_group=2,
     ),
-    # No lower bound, as in MiniMax-M1; above, the weight is held at 5, which ScaleRL and TRL use.
+    # No lower bound, as in the MiniMax-M1 paper; above, the weight is held at 5.
     "cispo": Preset(
         Part(group_relative, {"normalize_by_std": True}),
         Part(clipped_importance, {"clip_low": 1.0, "clip_high": 4.0}),
