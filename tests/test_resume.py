@@ -94,7 +94,8 @@ def test_kill_at_random_moments(tmp_path: Path, untouched: Path, model_folders: 
 @pytest.mark.timeout(900)
 def test_ten_kills_at_random_moments(tmp_path: Path, model_folders: ModelFolders, chance: random.Random) -> None:
     """Two of them while the process starts; and a checkpoint after every step, so that many fall into its writing."""
-    longer = ("run.steps=50", "run.save_every=1")
+    # The tiny model soon ends no response by itself, which would rightly stop the run.
+    longer = ("run.steps=50", "run.save_every=1", 'health.ignore=["all-clipped"]')
     expected = runs.make(tmp_path / "expected", model_folders("llama-tied"))
     begin = time.perf_counter()
     finish(expected, *longer)
