@@ -103,10 +103,10 @@ def train(
     config = read_config(run, overrides, logged=True)
     if check:
         from fulltilt.cluster.local import find_mistakes
+        from fulltilt.config import report
 
         if mistakes := find_mistakes(config):
-            count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-            raise UserError("\n".join([f"{run}: {count}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))]))
+            raise UserError(report(str(run), mistakes))
         print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     from fulltilt import loop

@@ -431,7 +431,7 @@ def parse(
     if not wrong_values:
         mistakes += [Mistake(text) for check in extra_checks for text in check(config)]
     if mistakes:
-        raise UserError(_report(origin, mistakes))
+        raise UserError(report(origin, [mistake.text for mistake in mistakes]))
     return config
 
 
@@ -441,9 +441,10 @@ class Mistake:
     about: tuple[str, ...] = ()  # keys that no rule need look at any more: their values are not what the user meant
 
 
-def _report(origin: str, mistakes: Sequence[Mistake]) -> str:
+def report(origin: str, mistakes: Sequence[str]) -> str:
+    """All mistakes as one message."""
     count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    return "\n".join([f"{origin}: {count}", *(f"  {number}. {mistake.text}" for number, mistake in enumerate(mistakes, 1))])
+    return "\n".join([f"{origin}: {count}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

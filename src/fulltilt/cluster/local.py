@@ -145,10 +145,7 @@ def find_mistakes(config: Config) -> list[str]:
             RewardPool(config.reward).close()
 
     def data() -> None:
-        tokenizer = load.load_tokenizer(config.model)
-        train_data, val_data = read_data(config, tokenizer, load.end_tokens(config.model, tokenizer), rollout=rollout, training=True)
-        check_sources(config, [data for data in (train_data, val_data) if isinstance(data, PromptSet)])
-        train_data.steps_per_epoch(*round_size(config, algorithm))
+        read_and_check(config, algorithm, rollout=rollout, training=True)
 
     def packages() -> None:
         if config.lora.rank:
@@ -169,26 +166,13 @@ def _assemble(
 ) -> Parts:  # fmt: skip
     if config.lora.rank:
         lora.require_peft()
-    tokenizer = load.load_tokenizer(config.model)
-    ends = load.end_tokens(config.model, tokenizer)
-    train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)
-    prompts = [data for data in (train_data, val_data) if isinstance(data, PromptSet)]
-    if training:  # evaluation does not see all the data that settings are for
-        check_sources(config, prompts)
-        check_template(config, prompts)
-    per_round, key = round_size(config, algorithm)
-    steps_per_epoch = train_data.steps_per_epoch(per_round, key) if training else 1
-    steps = count_steps(config, steps_per_epoch)
-    if training and steps <= algorithm.critic_warmup:
-        raise UserError(
-            f"algorithm.critic_warmup: only the critic is updated in the first {algorithm.critic_warmup} steps, and the run has {steps}. "
-            "Lower it, or ask for more steps"
-        )
+    tokenizer, ends, train_data, val_data, steps_per_epoch = read_and_check(config, algorithm, rollout=rollout, training=training)
     # The reward model first: its tokenizer and template may not fit the data.
-    reward_model = load_reward_model(config, device, prompts) if rollout and uses_reward_model(config) else None
+    sets = prompt_sets(train_data, val_data)
+    reward_model = load_reward_model(config, device, sets) if rollout and uses_reward_model(config) else None
     model, layers = load_actor(config, tokenizer, device, resume)
 
-    total_updates = steps * updates_per_step(config)
+    total_updates = count_steps(config, steps_per_epoch) * updates_per_step(config)
     actor_updates = total_updates - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
     temperature = config.rollout.temperature if rollout and training else 1.0
     # All that holds memory comes before memory is looked at.
@@ -390,6 +374,31 @@ def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
 
 def sizing(section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig, budget: int) -> MicroSizing:
     return MicroSizing(section.dynamic_batch, budget, section.micro_batch)
+
+
+def read_and_check(
+    config: Config, algorithm: Algorithm, *, rollout: bool, training: bool
+) -> tuple[PreTrainedTokenizerBase, frozenset[int], PromptSet | RowSet, PromptSet | RowSet | None, int]:
+    """Tokenizer, end tokens, training data, validation data, steps per epoch: all that can be wrong before a model loads, looked at."""
+    tokenizer = load.load_tokenizer(config.model)
+    ends = load.end_tokens(config.model, tokenizer)
+    train_data, val_data = read_data(config, tokenizer, ends, rollout=rollout, training=training)
+    if not training:  # evaluation does not see all the data that settings are for
+        return tokenizer, ends, train_data, val_data, 1
+    check_sources(config, prompt_sets(train_data, val_data))
+    check_template(config, prompt_sets(train_data, val_data))
+    steps_per_epoch = train_data.steps_per_epoch(*round_size(config, algorithm))
+    steps = count_steps(config, steps_per_epoch)
+    if steps <= algorithm.critic_warmup:
+        raise UserError(
+            f"algorithm.critic_warmup: only the critic is updated in the first {algorithm.critic_warmup} steps, and the run has {steps}. "
+            "Lower it, or ask for more steps"
+        )
+    return tokenizer, ends, train_data, val_data, steps_per_epoch
+
+
+def prompt_sets(*sets: PromptSet | RowSet | None) -> list[PromptSet]:
+    return [data for data in sets if isinstance(data, PromptSet)]
 
 
 def read_data(
