@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from fulltilt.kernels.paged_attention import paged_attention, write_kv
 from fulltilt.records import UserError
 
 NAME = "fulltilt"
@@ -109,7 +110,26 @@ class Paged:
     cu_keys: torch.Tensor  # int32 [sequences + 1]
 
 
-Context = Packed | Paged
+@dataclass(frozen=True, eq=False)
+class Decode:
+    """One new token for each row of a batch of fixed shape, all on the device: what a captured graph runs.
+
+    A row whose length is 0 is empty: nothing is written and its output is zeros.
+    """
+
+    keys: Sequence[torch.Tensor]  # per layer, as in Paged
+    values: Sequence[torch.Tensor]
+    key_bases: Sequence[torch.Tensor]  # int64 [1] per layer: the cache's address, which may change between runs of a graph
+    value_bases: Sequence[torch.Tensor]
+    slots: torch.Tensor  # int64 [B]; -1: empty
+    table: torch.Tensor  # int32 [B, most blocks]
+    lengths: torch.Tensor  # int32 [B], the new token included
+    longest: int  # no length is greater
+    block_tokens: int
+    workspace: torch.Tensor | None = None  # float32
+
+
+Context = Packed | Paged | Decode
 
 
 def attention(
@@ -131,6 +151,8 @@ def attention(
     if isinstance(fulltilt, Packed):
         fulltilt.seen[layer_of(module)] = LayerShape(k.shape[1], k.shape[2], sliding_window)
         out = packed(q, k, v, fulltilt, scoring)
+    elif isinstance(fulltilt, Decode):
+        out = decode_batch(q, k, v, fulltilt, layer_of(module), scoring)
     else:
         assert fulltilt is not None
         out = paged(q, k, v, fulltilt, layer_of(module), scoring)
@@ -178,6 +200,15 @@ def refuse_unknown(
             continue
         what = REFUSED.get(name, "an attention feature that is not built")
         raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
+
+
+def decode_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
+    caches = (context.keys[layer], context.values[layer], context.key_bases[layer], context.value_bases[layer])
+    write_kv(k, v, *caches, context.slots)
+    return paged_attention(
+        q, *caches, context.table, context.lengths, scale=scoring.scale, longest=context.longest, block_tokens=context.block_tokens,
+        window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
+    )  # fmt: skip
 
 
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, scoring: Scoring) -> torch.Tensor:

@@ -18,9 +18,10 @@ from transformers import PreTrainedModel
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Finish, Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
+from fulltilt.rollout.decode import BURST, Decoder, DecodeRow
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
-from fulltilt.rollout.sampler import Sampling, draw, noise_keys, sample_seed
+from fulltilt.rollout.sampler import Sampling, draw, sample_seed
 from fulltilt.rollout.scheduler import Pass, Scheduler
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ class EngineLimits:
     max_batched_tokens: int
     chunked_prefill: bool = True
     prefix_sharing: bool = True
+    cuda_graphs: bool = False
 
 
 @dataclass(eq=False)
@@ -134,6 +136,8 @@ class NativeEngine:
         self.end_tokens = end_tokens
         self.limits = limits
         self.runner = Runner(model, layers, limits.blocks, limits.block_tokens)
+        shapes = [layers[index] for index in sorted(layers)]
+        self.decoder = Decoder(model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs)
         self.version = 0
         self._stats = NO_STATS
 
@@ -154,9 +158,14 @@ class NativeEngine:
             drafts.update((draft.sequence, draft) for draft in members)
             open_groups[family] = (prompt, members)
         self.runner.acquire()
+        self.decoder.use_cache(*self.runner.caches)
+        self.decoder.reach(max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens)
         while plan.busy:
-            step = plan.next_pass()
-            self._advance(plan, step, drafts, sampling, stops)
+            step = plan.next_pass(BURST)
+            if step.steps > 1:
+                self._burst(plan, step, drafts, sampling, stops)
+            else:
+                self._advance(plan, step, drafts, sampling, stops)
             for family in dict.fromkeys(work.sequence.family for work in step.work if work.samples):
                 plan.settle(family)
                 if all(member.finished for member in family.members):
@@ -205,16 +214,37 @@ class NativeEngine:
             plan.computed(work)
         if not drawing:
             return
-        keys = noise_keys(np.array([d.seed for d in drawing]), np.array([len(d.sequence.tokens) for d in drawing]))
-        tokens, logprobs = draw(logits, keys, sampling, np.array(rows) if len(rows) > len(logits) else None)
+        seeds, places = np.array([d.seed for d in drawing]), np.array([len(d.sequence.tokens) for d in drawing])
+        tokens, logprobs = draw(logits, seeds, places, sampling, np.array(rows) if len(rows) > len(logits) else None)
         for draft, token, logprob in zip(drawing, tokens.tolist(), logprobs.tolist(), strict=True):
-            draft.logprobs.append(logprob)
-            draft.sequence.tokens.append(token)
-            if token in self.end_tokens or stops.ended(draft.sequence.tokens):
-                draft.finish = "stop"
-            elif len(draft.sequence.tokens) == sampling.max_new_tokens:
-                draft.finish = "length"
-            draft.sequence.finished = draft.finish is not None
+            self._take(draft, token, logprob, sampling, stops)
+
+    def _burst(
+        self, plan: Scheduler, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling, stops: StopStrings
+    ) -> None:
+        """Many steps of decoding at once."""
+        self.runner.copy(step.copies)
+        drafting = [drafts[work.sequence] for work in step.work]
+        rows = [
+            DecodeRow(draft.sequence.tokens[-1], work.start, len(draft.sequence.tokens), draft.seed, work.sequence.blocks)
+            for work, draft in zip(step.work, drafting, strict=True)
+        ]
+        for work, draft, drawn in zip(step.work, drafting, self.decoder.run(rows, step.steps, sampling), strict=True):
+            before = len(draft.sequence.tokens)
+            for token, logprob in zip(drawn.tokens, drawn.logprobs, strict=True):
+                self._take(draft, token, logprob, sampling, stops)
+                if draft.finish:  # a stop string, which the device does not see, may come before what it drew last
+                    break
+            plan.computed(work, len(draft.sequence.tokens) - before)
+
+    def _take(self, draft: Draft, token: int, logprob: float, sampling: Sampling, stops: StopStrings) -> None:
+        draft.logprobs.append(logprob)
+        draft.sequence.tokens.append(token)
+        if token in self.end_tokens or stops.ended(draft.sequence.tokens):
+            draft.finish = "stop"
+        elif len(draft.sequence.tokens) == sampling.max_new_tokens:
+            draft.finish = "length"
+        draft.sequence.finished = draft.finish is not None
 
 
 class StopStrings:

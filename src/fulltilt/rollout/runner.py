@@ -46,13 +46,17 @@ class Runner:
         self._keys, self._values = [], []
 
     @property
+    def caches(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self._keys, self._values
+
+    @property
     def held_bytes(self) -> int:
         return sum(cache.nbytes for cache in self._keys + self._values)
 
     @torch.no_grad()
     def run(self, step: Pass) -> torch.Tensor:
         """Logits float32 [rows that samples are drawn from, vocabulary], in the order of `step.work`."""
-        self._copy(step.copies)
+        self.copy(step.copies)
         device = self.model.device
         ids = [token for work in step.work for token in work.sequence.ids(work.start, work.start + work.count)]
         positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in step.work])
@@ -61,7 +65,7 @@ class Runner:
         drawn = [int(end) for end, work in zip(ends, step.work, strict=True) if work.samples]
         return self.head.logits(hidden[torch.tensor(drawn, dtype=torch.int64, device=device)])
 
-    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
             return
         place = np.arange(self.block_tokens)

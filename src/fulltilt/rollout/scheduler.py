@@ -3,6 +3,7 @@
 Enters: groups (a prompt and how many samples), and after each pass the tokens it sampled. Leaves: passes. Guaranteed:
 - no pass holds more than `max_seqs` sequences, nor more tokens than `max_batched_tokens` (unless chunking is off and a prompt alone is
   longer);
+- a pass of `steps` above 1 holds single tokens only, each sequence having blocks for that many more;
 - a group's prompt is prefilled once while any of its samples keeps it in the cache, and its full blocks are shared;
 - when blocks run out, the youngest sequence gives its blocks back and is finished later from the tokens it has: nothing is lost, and
   the oldest sequence always goes on, so every sequence ends;
@@ -77,6 +78,7 @@ class Work:
 class Pass:
     work: tuple[Work, ...]  # single tokens first
     copies: tuple[tuple[int, int], ...]  # (from block, to block), to be done before the pass and all at once
+    steps: int = 1  # how many tokens may be drawn for each sequence before the next pass is planned
 
 
 @dataclass
@@ -130,8 +132,9 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running or self._waiting)
 
-    def next_pass(self) -> Pass:
-        """Room for what runs first, oldest first; then newcomers with what tokens and blocks are left."""
+    def next_pass(self, most_steps: int = 1) -> Pass:
+        """Room for what runs first, oldest first; then newcomers with what tokens and blocks are left. Where only decoding is left to do,
+        up to `most_steps` steps of it at once, as many as there are blocks for."""
         left = self.max_batched_tokens
         work: list[Work] = []
         singles = [sequence for sequence in self.running if sequence.length - sequence.computed == 1]
@@ -145,14 +148,18 @@ class Scheduler:
         work = [item for item in work if item.sequence.running]
         assert work, "a pass without work: the cache is smaller than one sample"
         work.sort(key=lambda item: item.count > 1)
-        self._count(work)
+        decoding = all(item.count == 1 and item.samples == (item.sequence,) and item.sequence.tokens for item in work)
+        steps = self._reserve(work, most_steps) if decoding else 1
+        self._count(work, steps)
         copies = tuple((source, target) for target, source in self._copies.items())
         self._copies.clear()
-        return Pass(tuple(work), copies)
+        return Pass(tuple(work), copies, steps)
 
-    def computed(self, work: Work) -> None:
-        """The pass ran: the work's keys and values are in the cache."""
-        work.sequence.computed = work.start + work.count
+    def computed(self, work: Work, steps: int = 1) -> None:
+        """The pass ran, for this work through `steps` of its steps: keys and values are in the cache."""
+        work.sequence.computed = work.start + work.count + steps - 1
+        if steps > 1:
+            self.counts.decode_tokens += steps - 1
 
     def settle(self, family: Family) -> None:
         """After a family's tokens of a pass: let siblings loose on a fresh prompt, then free what is finished.
@@ -211,6 +218,20 @@ class Scheduler:
         sequence.blocks.extend(taken)
         return True
 
+    def _reserve(self, work: list[Work], most: int) -> int:
+        """Blocks for as many steps of decoding as there are, without taking any from a sequence that runs."""
+        steps = most
+        while steps > 1 and sum(self._missing(item, steps) for item in work) > self.pool.free:
+            steps //= 2
+        for item in work if steps > 1 else ():
+            taken = self.pool.take(self._missing(item, steps))
+            assert taken is not None
+            item.sequence.blocks.extend(taken)
+        return max(1, steps)
+
+    def _missing(self, item: Work, steps: int) -> int:
+        return max(0, blocks_for(item.start + steps, self.block_tokens) - len(item.sequence.blocks))
+
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
         self._wait(sequence)
@@ -252,8 +273,8 @@ class Scheduler:
         self.running.insert(position, sequence)
         return True
 
-    def _count(self, work: list[Work]) -> None:
-        self.counts.passes += 1
+    def _count(self, work: list[Work], steps: int) -> None:
+        self.counts.passes += steps
         for item in work:
             if item.count == 1 and item.samples and item.sequence.tokens:
                 self.counts.decode_tokens += 1
