@@ -1,14 +1,51 @@
-"""What every test shares: quiet, offline, one thread per process so that test processes do not fight over cores."""
+"""What every test shares: quiet, offline, one thread per process so that test processes do not fight over cores, and what the marks mean.
+
+`kernels`: ops run their Triton kernels, compiled where there is a CUDA device, else in Triton's interpreter on CPU. All other tests run the
+references on CPU, in the same process. `gpu`: skipped without a CUDA device.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Triton looks at it when a kernel is defined. The driver's own file, on Linux and under Windows, answers without importing torch.
+if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+
+
+def device_of_kernels() -> str | None:
+    """Where kernels run in this process. Imports torch, so only marked tests ask."""
+    import torch
+
+    from fulltilt.kernels import dispatch
+
+    if dispatch.INTERPRETED:
+        return "cpu" if dispatch.triton is not None else None
+    return "cuda" if torch.cuda.is_available() else None
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and device_of_kernels() != "cuda":
+        pytest.skip("needs a CUDA device")
+    if item.get_closest_marker("kernels") and device_of_kernels() is None:
+        pytest.skip("needs a CUDA device, or triton (it is for Linux) and TRITON_INTERPRET=1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    if not item.get_closest_marker("kernels") or device_of_kernels() == "cuda":
+        return (yield)
+    from fulltilt.kernels.dispatch import interpreted
+
+    with interpreted():
+        return (yield)
 
 
 @pytest.fixture(scope="session")

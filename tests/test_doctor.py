@@ -88,6 +88,14 @@ def test_a_device_without_the_kernel_is_found_broken() -> None:
     assert Report((found,)).broken
 
 
+def test_triton_is_needed_where_there_is_a_gpu() -> None:
+    gpu, cpu = doctor.Finding("cuda:0", "ok", "", core=True), doctor.Finding("cuda", "missing", "")
+    triton, ray = doctor.Finding("triton", "missing", ""), doctor.Finding("ray", "missing", "")
+    assert Report((gpu, *doctor.needed_on((gpu,), (triton, ray)))).broken
+    assert not Report(doctor.needed_on((cpu,), (triton, ray))).broken
+    assert not Report(doctor.needed_on((gpu,), (ray,))).broken
+
+
 def test_both_forms_say_the_same(report: Report) -> None:
     parsed = json.loads(json.dumps(report.as_json()))
     assert parsed["broken"] is False

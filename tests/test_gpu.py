@@ -24,6 +24,7 @@ from test_scalar import classifier
 from fulltilt.algo.loss import sft_loss, value_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.config import ModelConfig, TrainConfig
+from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import add_adapters, without_adapters
 from fulltilt.model.scalar import load_scalar
@@ -94,24 +95,28 @@ def gradients(model: torch.nn.Module) -> torch.Tensor:
     return torch.cat([getattr(p, "main_grad", p.grad).flatten().float().cpu() for p in model.parameters() if p.requires_grad])
 
 
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs, fused", "eager, plain"])
 @pytest.mark.parametrize("family", models.FAMILIES)
-def test_engine_and_trainer_agree_in_bf16(family: str, model_folders) -> None:
+def test_engine_and_trainer_agree_in_bf16(family: str, graphs: bool, model_folders) -> None:
     """Also reports how often a sample's tokens differ when only the batch around it does: in bf16 shapes change roundings."""
     model = load_model(ModelConfig(path=str(model_folders(family)), dtype="bfloat16"), GPU)
-    gap, flips, total = agreement(model, model_folders(family))
-    report(f"bf16/{family}", {"mean_abs_logprob_gap": gap, "flip_rate_per_token": flips, "tokens": total})
+    fused = str(fuse_and_compare(model)) if graphs else "plain"
+    gap, flips, total = agreement(model, model_folders(family), graphs)
+    found = {"mean_abs_logprob_gap": gap, "flip_rate_per_token": flips, "tokens": total, "layers": fused}
+    report(f"bf16/{family}/{'graphs' if graphs else 'eager'}", found)
     assert gap < 0.02 and flips < 0.02
 
 
-def agreement(model: Any, folder: Path) -> tuple[float, float, int]:
+def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, float, int]:
     """How far the engine's log-probs are from the trainer's, and how often another batch around a sample changes a token of it."""
     random = np.random.default_rng(1)
     prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(1, 60))), text="") for i in range(24)]
     sampling = Sampling(samples=4, max_new_tokens=64)
-    engine = engine_on(model, folder, EngineLimits(1000, 16, 256, 4096))
-    tight = engine_on(model, folder, EngineLimits(14, 16, 6, 40))
+    engine = engine_on(model, folder, EngineLimits(1000, 16, 256, 4096, cuda_graphs=graphs))
+    tight = engine_on(model, folder, EngineLimits(14, 16, 6, 40, cuda_graphs=graphs))
     groups, others = (collect(each, prompts, sampling, 7, lambda group: None) for each in (engine, tight))
     assert tight.stats().preemptions > 0
+    assert all((each.decoder.captures > 0) == graphs and each.decoder.eager_reason is None for each in (engine, tight))
     gaps, same, total = [], 0, 0
     for group, other in zip(groups, others, strict=True):
         for sample, twin in zip(group.samples, other.samples, strict=True):

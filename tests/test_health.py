@@ -262,7 +262,7 @@ def root_of_zero(terms):
 CAPITALS = f"rollout.stop={toml_value(list(string.ascii_uppercase))}"  # so that most responses end by themselves
 QUICK = (
     "run.steps=6", "run.save_every=1", "run.eval_every=0", "run.eval_before=false", "run.keep=9", "data.shuffle=false",
-    "algorithm.kl_coef=0", "algorithm.minibatches_per_step=1", "train.schedule=constant", "health.patience=2",
+    "algorithm.kl_coef=0", "algorithm.minibatches_per_step=1", "train.schedule=constant", "health.patience=2", "health.ignore=[]",
 )  # fmt: skip
 FORCE = "run.resume=force"
 

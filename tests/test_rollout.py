@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
@@ -21,12 +23,15 @@ from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
+from fulltilt.rollout.decode import Decoder
 from fulltilt.rollout.engine import EngineLimits, NativeEngine, StopStrings
-from fulltilt.rollout.sampler import Sampling, draw, gumbel, noise_keys, restrict, sample_seed
+from fulltilt.rollout.kv_cache import blocks_for
+from fulltilt.rollout.sampler import Sampling, draw, sample_seed
 
 CPU = torch.device("cpu")
 ROOMY = EngineLimits(blocks=600, block_tokens=16, max_seqs=256, max_batched_tokens=4096)
 TIGHT = EngineLimits(blocks=14, block_tokens=4, max_seqs=5, max_batched_tokens=7)
+TIGHT_SYSTEM = EngineLimits(blocks=27, block_tokens=4, max_seqs=5, max_batched_tokens=30)
 OTHERS = {
     "tight": TIGHT,
     "no sharing": EngineLimits(blocks=60, block_tokens=4, max_seqs=9, max_batched_tokens=64, prefix_sharing=False),
@@ -106,6 +111,111 @@ def test_any_limits_give_the_same_samples(model_folders, blocks: int, max_seqs: 
     prompts, sampling = random_prompts(3, seed), Sampling(samples=samples, max_new_tokens=10)
     limits = EngineLimits(blocks=blocks, block_tokens=4, max_seqs=max_seqs, max_batched_tokens=tokens)
     check_same(generate(engine, prompts, sampling, seed), generate(with_limits(engine, limits), prompts, sampling, seed))
+
+
+def check_trainers(engine: NativeEngine, groups: Sequence[Group]) -> None:
+    """Every token has the log-prob that the trainer gives it behind this very prompt and response: nothing is mixed up."""
+    samples = [(group.prompt, sample) for group in groups for sample in group.samples]
+    with torch.no_grad():
+        trainer, _ = packed_logprobs(engine.runner.model, [np.concatenate([prompt.ids, sample.ids]) for prompt, sample in samples])
+    for (prompt, sample), logprobs in zip(samples, trainer, strict=True):
+        np.testing.assert_allclose(sample.logprobs, logprobs[len(prompt.ids) - 1 :].numpy(), rtol=0, atol=1e-5)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[list[Prompt], Sampling, dict[tuple[int, int], int]]:
+    """Prompts with beginnings in common, or the same altogether; stop strings; lengths forced here and there."""
+    random = np.random.default_rng(draw(st.integers(0, 999)))
+    beginning = random.integers(3, 90, 24)
+    shapes = draw(st.lists(st.tuples(st.integers(0, 24), st.integers(0, 9)).filter(any), min_size=1, max_size=5))
+    ids = [np.concatenate([beginning[:shared], random.integers(3, 90, own)]) for shared, own in shapes]
+    prompts = [Prompt(uid=uid, ids=tokens, text="") for uid, tokens in enumerate(ids)]
+    stop = draw(st.sampled_from([(), ("a", "b", "cd", "7")]))
+    sampling = Sampling(samples=draw(st.integers(1, 4)), max_new_tokens=draw(st.integers(1, 20)), stop=stop)
+    everyone = [(uid, index) for uid in range(len(prompts)) for index in range(sampling.samples)]
+    forced = draw(st.lists(st.sampled_from(everyone), unique=True, max_size=len(everyone)))
+    return prompts, sampling, {sample: int(random.integers(1, sampling.max_new_tokens + 1)) for sample in forced}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "mistral"])
+@settings(max_examples=12, deadline=None)
+@given(
+    request=requests(), block_tokens=st.sampled_from([1, 2, 4, 16]), spare=st.just(0) | st.integers(0, 12), max_seqs=st.integers(1, 9),
+    tokens=st.integers(1, 40), chunked=st.booleans(), sharing=st.booleans(), ahead=st.booleans(),
+)  # fmt: skip
+def test_random_requests(model_folders, family, request, block_tokens, spare, max_seqs, tokens, chunked, sharing, ahead) -> None:
+    """Down to the smallest legal cache, no sample is lost, repeated or mixed with another; also where passes are launched ahead, as on a
+    GPU."""
+    prompts, sampling, lengths = request
+    longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
+    limits = EngineLimits(blocks_for(longest, block_tokens) + spare, block_tokens, max_seqs, tokens, chunked, sharing)
+    roomy = one_engine(model_folders(family))
+    engine = with_limits(roomy, limits)
+    engine.decoder.overlaps = ahead
+    expected = {group.prompt.uid: group for group in roomy.generate(prompts, sampling, 3, lengths)}
+    found = list(engine.generate(prompts, sampling, 3, lengths))
+    assert sorted(group.prompt.uid for group in found) == [prompt.uid for prompt in prompts]
+    check_same([expected[group.prompt.uid] for group in found], found)
+    check_trainers(engine, found)
+    for group in found:
+        assert [sample.index for sample in group.samples] == list(range(sampling.samples))
+        for sample in group.samples:
+            assert len(sample.ids) == lengths.get((group.prompt.uid, sample.index), len(sample.ids)) <= sampling.max_new_tokens
+
+
+def test_passes_launched_ahead_give_the_same_samples(model_folders) -> None:
+    """Rows end in the middle of passes while the next one is on its way; blocks are short now and then."""
+    engine = make_engine(model_folders("llama"))
+    prompts, sampling = random_prompts(6), Sampling(samples=4, max_new_tokens=120)
+    random = np.random.default_rng(1)
+    lengths = {(prompt.uid, index): int(random.integers(1, 121)) for prompt in prompts for index in range(4)}
+    plain = list(engine.generate(prompts, sampling, 7, lengths))
+    for limits in (ROOMY, EngineLimits(blocks=60, block_tokens=4, max_seqs=20, max_batched_tokens=64)):
+        ahead = with_limits(engine, limits)
+        ahead.decoder.overlaps = True
+        starts = counted(ahead.decoder)
+        found = sorted(ahead.generate(prompts, sampling, 7, lengths), key=lambda group: group.prompt.uid)
+        check_same(sorted(plain, key=lambda group: group.prompt.uid), found)
+        check_trainers(ahead, found)
+        # All but the first token of a sample, and the first after it was preempted, which come from prefill.
+        assert 0 <= sum(lengths.values()) - len(lengths) - ahead.stats().decode_tokens <= ahead.stats().preemptions
+        assert starts["launch"] > starts["start"] > 0, "no pass was launched ahead"
+
+
+def counted(decoder: Decoder) -> dict[str, int]:
+    """How often a batch was started, and steps launched."""
+    counts = {"start": 0, "launch": 0}
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            counts[name] += 1
+            return function(*arguments)
+
+        return call
+
+    for name in counts:
+        setattr(decoder, name, counting(name, getattr(decoder, name)))
+    return counts
+
+
+def test_a_system_prompt_is_computed_once(model_folders) -> None:
+    """Also by prompts of one and the same pass, some of which read what another of them writes."""
+    engine = make_engine(model_folders("llama"))
+    system = np.arange(3, 83)
+    prompts = [
+        Prompt(uid=uid, ids=np.concatenate([system, np.array(own, dtype=np.int64)]), text="")
+        for uid, own in enumerate([[5], [6, 7], [8, 9, 10], []])
+    ]
+    groups = generate(engine, prompts, Sampling(samples=2, max_new_tokens=12))
+    check_trainers(engine, groups)
+    # All of the last prompt is known, but its last token is computed, and with it the block that it ends.
+    assert engine.stats().prefill_tokens == 81 + 2 + 3 + 16
+    for limits in (TIGHT_SYSTEM, replace(TIGHT_SYSTEM, prefix_sharing=False)):
+        tight = with_limits(engine, limits)
+        again = generate(tight, prompts, Sampling(samples=2, max_new_tokens=12))
+        check_same(groups, again)
+        check_trainers(tight, again)
+        assert (tight.stats().preemptions > 0) == (tight.stats().shared_tokens > 0) == limits.prefix_sharing
 
 
 def test_preemption_sharing_and_chunking_show_in_the_statistics(model_folders) -> None:
@@ -196,6 +306,30 @@ def test_stop_strings_across_token_borders(model_folders) -> None:
     assert hits > 0
 
 
+def test_forced_lengths_are_reached_exactly_and_change_nothing_else(model_folders) -> None:
+    """Samples with a forced length go on through end tokens and stop strings; the others are as without."""
+    engine = make_engine(model_folders("llama"))
+    engine = NativeEngine(engine.runner.model, engine.tokenizer, frozenset(range(20, 40)), dict(enumerate(engine.runner._layers)), ROOMY)
+    prompts, sampling = random_prompts(4), Sampling(samples=3, max_new_tokens=24, stop=("a", "b", "c"))
+    lengths = {(uid, index): 1 + (7 * uid + 13 * index) % 24 for uid in range(4) for index in (0, 2)} | {(99, 0): 5}
+    free = generate(engine, prompts, sampling)
+    for limits in (ROOMY, TIGHT):
+        runner = NativeEngine(engine.runner.model, engine.tokenizer, engine.end_tokens, dict(enumerate(engine.runner._layers)), limits)
+        groups = {group.prompt.uid: group for group in runner.generate(prompts, sampling, 5, lengths)}
+        for without in free:
+            for before, after in zip(without.samples, groups[without.prompt.uid].samples, strict=True):
+                forced = lengths.get((without.prompt.uid, before.index))
+                if forced is None:
+                    assert after.ids.tolist() == before.ids.tolist() and after.text == before.text and after.finish == before.finish
+                else:
+                    common = min(forced, len(before.ids))
+                    assert len(after.ids) == len(after.logprobs) == forced and after.finish == "length"
+                    assert after.ids[:common].tolist() == before.ids[:common].tolist()
+                    assert after.text == models.tokenizer().decode(after.ids, skip_special_tokens=True)
+    with pytest.raises(UserError, match=r"from 1 to rollout.max_new_tokens"):
+        list(engine.generate(prompts, sampling, 5, {(0, 0): 41}))
+
+
 def test_stop_window_sees_a_string_of_many_bytes() -> None:
     stops = StopStrings(models.tokenizer(), ["Answer:", "##"])
     encode = lambda text: models.tokenizer()(text).input_ids  # noqa: E731
@@ -234,24 +368,12 @@ def test_ids_beyond_the_tokenizer_are_sampled_and_kept(model_folders) -> None:
 # -- sampling ---------------------------------------------------------------------------------------------------------------------------
 
 
-def test_noise_is_a_function_of_seed_sample_and_position() -> None:
-    seeds = np.array([sample_seed(3, 5, 0), sample_seed(3, 5, 1), sample_seed(3, 6, 0), sample_seed(4, 5, 0)])
-    keys = np.concatenate([noise_keys(seeds, np.full(4, position)) for position in range(3)])
-    assert len(set(keys.tolist())) == 12
-    together = gumbel(keys, 500, CPU)
-    for row in range(12):
-        assert torch.equal(together[row : row + 1], gumbel(keys[row : row + 1], 500, CPU))
-    flat = together.flatten().double()
-    assert abs(flat.mean() - 0.5772) < 0.05 and abs(flat.var() - np.pi**2 / 6) < 0.1
-    assert torch.isfinite(gumbel(noise_keys(np.arange(2000, dtype=np.uint64), np.zeros(2000)), 500, CPU)).all()
-
-
 def test_tokens_are_drawn_from_the_softmax() -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5])
     count = 20_000
     seeds = np.array([sample_seed(0, 0, i) for i in range(count)])
     for temperature in (1.0, 0.5):
-        tokens, logprobs = draw(logits.repeat(count, 1), noise_keys(seeds, np.zeros(count)), Sampling(temperature=temperature))
+        tokens, logprobs = draw(logits.repeat(count, 1), seeds, np.zeros(count), Sampling(temperature=temperature))
         expected = (logits / temperature).softmax(-1)
         observed = torch.bincount(tokens, minlength=5) / count
         assert (observed - expected).abs().max() < 0.012
@@ -260,12 +382,12 @@ def test_tokens_are_drawn_from_the_softmax() -> None:
 
 def test_top_k_and_top_p_cut_but_log_probs_stay_whole() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0, 0.5]]).repeat(3000, 1)
-    keys = noise_keys(np.array([sample_seed(1, 1, i) for i in range(3000)]), np.zeros(3000))
-    tokens, logprobs = draw(logits, keys, Sampling(top_k=2))
+    seeds, first = np.array([sample_seed(1, 1, i) for i in range(3000)]), np.zeros(3000)
+    tokens, logprobs = draw(logits, seeds, first, Sampling(top_k=2))
     assert set(tokens.tolist()) == {0, 1}
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0])
-    tokens, _ = draw(logits, keys, Sampling(top_p=0.85))  # 0.55, 0.20, 0.12 reach 0.85; 0.07 and 0.03 do not count
+    tokens, _ = draw(logits, seeds, first, Sampling(top_p=0.85))  # 0.55, 0.20, 0.12 reach 0.85; 0.07 and 0.03 do not count
     assert set(tokens.tolist()) == {0, 1, 4}
-    assert torch.isfinite(restrict(logits[:1], Sampling(top_p=0.01))).sum() == 1
-    greedy, _ = draw(logits, keys, Sampling(temperature=0.0))
+    assert set(draw(logits, seeds, first, Sampling(top_p=0.01))[0].tolist()) == {0}
+    greedy, _ = draw(logits, seeds, first, Sampling(temperature=0.0))
     assert set(greedy.tolist()) == {0}

@@ -276,7 +276,11 @@ def as_planned(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFol
     found = two_steps(runs.make(tmp_path_factory.mktemp("planned") / "folder", model_folders("qwen2")))
     assert found.distance(AutoModelForCausalLM.from_pretrained(found.folder / "model").state_dict()) > 500 * TOLERANCE
     for line in runs.metrics(found.folder):
-        assert (line["rollout/preemptions"], line["rollout/passes"], line["rollout/most_running"]) == (0, 16, 16)
+        assert (line["rollout/preemptions"], line["rollout/passes"], line["rollout/most_running"]) == (
+            0,
+            17,
+            16,
+        )  # one that prefills, and 16 steps of decoding planned at once
         assert line["rollout/prefix_hit_rate"] > 0
     return found
 
@@ -320,8 +324,8 @@ def test_groups_enter_in_prompt_order(folder: Path) -> None:
             "    time.sleep(0.1 if ground_truth == '0' else 0)\n"
             "    return score(data_source, solution_str, ground_truth, extra_info)\n"
         )
-    stop = f"rollout.stop={list('abcdefghijklmnopqrstuvwxyz')}"
-    options = (*PLAIN, "run.steps=1", "data.shuffle=false", stop, "reward.function=reward.py:slow_first")
+    stop = f"rollout.stop={list('abc')}"  # later than one burst of decoding
+    options = (*PLAIN, "run.steps=1", "data.shuffle=false", stop, "reward.function=reward.py:slow_first", "rollout.max_new_tokens=64")
     config = runs.read_config(folder, *options)
     with contextlib.chdir(folder), contextlib.closing(assemble(config)) as parts:
         assert parts.engine is not None and isinstance(parts.train_data, PromptSet)

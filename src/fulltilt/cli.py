@@ -30,6 +30,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+bench = typer.Typer(help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; docs/reference.md lists every key.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's: run.steps=10", show_default=False)
@@ -159,6 +162,84 @@ def doctor(as_json: Json = False) -> None:
         print("\n".join(report.lines()))
     if report.broken:
         raise typer.Exit(1)
+
+
+@bench.command()
+def rollout(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHAPE|PATH",
+            help="0.5B, 1.5B, 7B (Qwen2.5's shapes) or small, with random weights; or a model folder. Default: 0.5B on cuda, small on cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    against: Annotated[
+        str, typer.Option(metavar="PEERS", help="Who is measured beside us: vllm, hf (transformers), or both: vllm,hf", show_default=False)
+    ] = "",
+    device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="Default: cuda where there is one.", show_default=False)] = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="design, long, tail or small: see docs/bench.md. Default: design on cuda, small on cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(min=1, help="As many prompts instead of the workload's.", show_default=False)] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="As many samples of each prompt instead of the workload's.", show_default=False)
+    ] = None,
+    kv_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BYTES", help="KV cache of every engine, as 12GiB or a number. Default: what each takes by itself.", show_default=False
+        ),
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Measured passes of each engine. Default: 2 on cuda, 3 on cpu.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, order of lengths and sampling.")] = 0,
+    vllm_grid: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Values of max_num_seqs that vLLM is started with, one start each.")
+    ] = "256,512,1024",
+    bandwidth: Annotated[
+        float | None,
+        typer.Option(help="Bytes/s of the device's memory, for the roofline of a device that is not known.", show_default=False),
+    ] = None,
+    flops: Annotated[float | None, typer.Option(help="FLOP/s of the device, likewise.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON document here too.", show_default=False)] = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure how fast samples with log-probs are generated: output tokens/s, prefill included, ours and others' on the same requests."""
+    from fulltilt.bench import options, report
+    from fulltilt.bench import rollout as benchmark
+
+    job = benchmark.prepare(
+        benchmark.Options(
+            model=model,
+            against=options.words(against),
+            device=device,
+            workload=workload,
+            prompts=prompts,
+            samples=samples,
+            kv_bytes=options.size("--kv-bytes", kv_bytes),
+            repeats=repeats,
+            seed=seed,
+            vllm_grid=options.numbers("--vllm-grid", vllm_grid),
+            bandwidth=bandwidth,
+            flops=flops,
+        )
+    )
+    if out is not None and not out.parent.is_dir():
+        raise UserError(f"--out {out}: there is no folder {out.parent}. Make it first")
+    with report.progress(quiet=quiet) as say:
+        found = benchmark.run(job, say)
+    written = json.dumps(found, indent=1)
+    if out is not None:
+        out.write_text(written + "\n", encoding="utf-8")
+    print(written if as_json else report.table(found))
 
 
 @app.command()

@@ -170,8 +170,13 @@ class RolloutConfig(Section):
     """Split long prompts over passes so that decoding goes on. Off: a prompt is prefilled whole, alone if it must be."""
     prefix_sharing: bool = True
     """Prefill a group's prompt once and share its blocks."""
+    cuda_graphs: bool | Auto = "auto"
+    """Decode by replaying captured CUDA graphs, so that a step costs no launches on the host. `auto`: on CUDA."""
+    release_memory: bool | Auto = "auto"
+    """Give the KV cache's memory back between rollouts, for the update. Off: it is kept, and `auto` sizes it smaller. `auto`: on."""
     log_stats: bool = True
-    """Engine statistics in the metrics."""
+    """Engine statistics: a line in the log for every 10 seconds of generating; tokens per second and latencies in the metrics. Off: counts
+    in the metrics only."""
 
 
 class RewardConfig(Section):
@@ -212,6 +217,10 @@ class TrainConfig(Section):
     """AdamW's epsilon."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Largest global gradient norm; 0 switches clipping off."""
+    fused_layers: bool | Auto = "auto"
+    """Run each layer with few kernels: one product for queries, keys and values, one for gate and up, and one kernel for each norm, rotary
+    embedding and gated product. Rollout and update run the same layers. `auto`: on CUDA, for families that are known, once values and
+    gradients were found to agree with transformers' own."""
 
 
 class ActorConfig(Section):
@@ -794,15 +803,6 @@ def _enough_prompts(config: Config) -> Iterator[str]:
         )
 
 
-def _room_to_decode(config: Config) -> Iterator[str]:
-    tokens, seqs = config.rollout.max_batched_tokens, config.rollout.max_seqs
-    if tokens != "auto" and seqs != "auto" and tokens < seqs:
-        yield (
-            f"rollout.max_batched_tokens: {tokens} is less than rollout.max_seqs ({seqs}); every sample being decoded takes one token of a "
-            "pass. Raise it, or lower max_seqs"
-        )
-
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
@@ -971,7 +971,6 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
     Rule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     Rule(("rollout.kv_bytes", "rollout.memory_fraction"), _one_kv_size),
-    Rule(("rollout.max_batched_tokens", "rollout.max_seqs"), _room_to_decode),
     Rule(("reward.function", "reward.sources"), _rewards_exist),
     Rule(("reward.function", "reward.sources", "reward_model.path"), _reward_model_named),
     Rule(("reward_model.path",), lambda config: _model_folder("reward_model.path", config.reward_model.path)),

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ class Extra:
 
 
 EXTRAS = (
-    Extra("triton", "gpu", "triton", "kernels on CUDA", probe=True, linux_only=True),
+    Extra("triton", "gpu", "triton", "kernels on CUDA (decoding, sampling, fused layers)", probe=True, linux_only=True),
     Extra("liger-kernel", "gpu", "liger_kernel", "fused layers on CUDA", linux_only=True),
     Extra("ray", "ray", "ray", "more than one device"),
     Extra("vllm", "vllm", "vllm", "rollout with vLLM"),
@@ -102,8 +102,14 @@ class Report:
 def examine() -> Report:
     core = tuple(examine_core(package, limits) for package, limits in CORE.items())
     devices = tuple(examine_devices()) if imports("torch") is None else ()
-    extras = tuple(examine_extra(extra) for extra in EXTRAS)
+    extras = needed_on(devices, tuple(examine_extra(extra) for extra in EXTRAS))
     return Report((examine_python(), *examine_computer(), *core, *devices, *extras))
+
+
+def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tuple[Finding, ...]:
+    """No sample is decoded on CUDA without triton."""
+    cuda = any(finding.name.startswith("cuda:") for finding in devices)
+    return tuple(replace(finding, core=True) if cuda and finding.name == "triton" else finding for finding in extras)
 
 
 def examine_python() -> Finding:

@@ -132,7 +132,7 @@ _ROLLOUT_KNOBS = (
         legal=_AUTO_SWITCH,
         must_change="kernel launches per decode step",
         auto="on for CUDA",
-        built=False,
+        built=True,
         note="enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false.",
     ),
     Knob(
@@ -142,8 +142,8 @@ _ROLLOUT_KNOBS = (
         chatlearn=("free_gpu_memory", "models.policy.free_gpu_memory", "models.policy.free_gpu_memory.*"),
         legal=_AUTO_SWITCH,
         must_change="bytes held by the engine during the update",
-        auto="only if the update needs them",
-        built=False,
+        auto="on",
+        built=True,
     ),
     Knob(
         name="rollout.log_stats",
@@ -151,7 +151,8 @@ _ROLLOUT_KNOBS = (
         verl=("actor_rollout_ref.rollout.disable_log_stats",),
         chatlearn=(),
         legal=_SWITCH,
-        must_change="KV use, running, waiting, preemptions, hit rate, tokens/s and latency percentiles in the log and the metrics",
+        must_change="lines in the log with running, waiting, KV use, hit rate, preemptions, tokens/s and latency percentiles; the metrics "
+        "beyond the counts",
         auto="on",
         built=True,
         note="disable_log_stats has the opposite sense: disable_log_stats = false is log_stats = true.",
@@ -442,8 +443,9 @@ def _training(
     auto: str,
     chatlearn: tuple[str, ...] = (),
     note: str = "",
+    built: bool = False,
 ) -> Knob:
-    return Knob(name, TRAINING, verl, chatlearn, legal, must_change, auto, built=False, note=note)
+    return Knob(name, TRAINING, verl, chatlearn, legal, must_change, auto, built=built, note=note)
 
 
 _RECOMPUTE_PROOF = "saved activation bytes; time"
@@ -627,8 +629,9 @@ _SPEED_KNOBS = (
         ),
         _AUTO_SWITCH,
         "kernels per layer; memory; never two owners of one forward",
-        "on where the kernels exist",
-        note="Liger, for SFT and RL. use_liger_kernel is one guide's spelling; verl's key is use_liger.",
+        "on for CUDA, where triton is installed and the model's family is known",
+        note="For SFT and RL, with kernels of our own. use_liger_kernel is one guide's spelling; verl's key is use_liger.",
+        built=True,
     ),
     _training(
         "train.forward_prefetch",

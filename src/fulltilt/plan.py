@@ -19,6 +19,7 @@ MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
+KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Facts:
     kv_bytes_per_token: int
     longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
     steps_per_epoch: int
+    decode_bytes: int = 0  # what decoding `most_seqs` samples at once holds beside the KV cache
+    graph_sizes: int = 0  # batch sizes that CUDA graphs are captured for
+    not_captured: str | None = None  # why no graph can hold the model, as far as is known
+    layers: str = ""  # whether the roles' layers run fused, in words
 
 
 @dataclass(frozen=True)
@@ -106,11 +111,29 @@ def longest_response(config: Config) -> int:
     return max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
 
 
+def uses_graphs(config: Config, device: str) -> bool:
+    if config.rollout.cuda_graphs is True and device != "cuda":
+        raise UserError(
+            "rollout.cuda_graphs: true, but this run is on the CPU, and only a CUDA device has graphs. Remove the key (auto is on where "
+            "there is one), or set run.device = cuda"
+        )
+    return device == "cuda" and config.rollout.cuda_graphs is not False
+
+
+def releases_memory(config: Config) -> bool:
+    return config.rollout.release_memory is not False
+
+
+def most_seqs(config: Config, device: str, samples: int) -> int:
+    """Samples decoded at once."""
+    return max(1, min(MOST_SEQS[device], samples)) if config.rollout.max_seqs == "auto" else config.rollout.max_seqs
+
+
 def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
     rollout, actor = config.rollout, config.actor
     token_budget = TOKEN_BUDGET[facts.device] if actor.token_budget == "auto" else actor.token_budget
     forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
-    max_seqs = max(1, min(MOST_SEQS[facts.device], samples)) if rollout.max_seqs == "auto" else rollout.max_seqs
+    max_seqs = most_seqs(config, facts.device, samples)
     critic = 2 * token_budget if config.critic.token_budget == "auto" else config.critic.token_budget
     of_reward_model = config.reward_model.forward_token_budget
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
@@ -150,9 +173,11 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
         blocks = int(rollout.memory_fraction * facts.free_bytes) // block_bytes
         source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(facts.free_bytes)} free"
     else:
+        share = KV_SHARE[facts.device] if releases_memory(config) else KEPT_SHARE[facts.device]
+        room = int(share * max(0, facts.free_bytes - facts.decode_bytes))
         # One more than a sample needs: newcomers wait until those that run have a block each to grow by.
-        blocks = min(int(KV_SHARE[facts.device] * facts.free_bytes) // block_bytes, (per_sample + 1) * max_seqs)
-        source = f"the {in_bytes(facts.free_bytes)} free on this device"
+        blocks = min(room // block_bytes, (per_sample + 1) * max_seqs)
+        source = f"the {in_bytes(facts.free_bytes)} free on this device, {in_bytes(facts.decode_bytes)} of them for decoding,"
     if blocks < per_sample:
         raise UserError(
             f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
@@ -164,11 +189,13 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
 
 def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list[str]:
     algorithm, budgets = config.algorithm, plan.budgets
+    layers = [f"layers: {facts.layers}"] if facts.layers else []
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     if not rollout:
         return [
             f"{many(plan.steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "
             f"{many(plan.updates_per_step, 'optimizer step')}; micro-batches of at most {budgets.token_budget} tokens",
+            *layers,
         ]
     cache = budgets.kv_blocks * config.rollout.block_tokens
     return [
@@ -176,10 +203,23 @@ def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list
         f"{many(algorithm.samples_per_prompt, 'sample')} = {plan.samples_per_step} samples, "
         f"{many(plan.updates_per_step, 'optimizer step')}",
         f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most {budgets.max_seqs} samples at "
-        f"once, {budgets.max_batched_tokens} tokens a pass",
+        f"once, {budgets.max_batched_tokens} tokens a pass; {cache_in_words(config)}; {graphs_in_words(config, facts)}",
         f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}; "
         f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}",
+        *layers,
     ]
+
+
+def cache_in_words(config: Config) -> str:
+    return "the update gets the cache's memory" if releases_memory(config) else "the cache stays during the update (rollout.release_memory)"
+
+
+def graphs_in_words(config: Config, facts: Facts) -> str:
+    if not uses_graphs(config, facts.device):
+        return "no CUDA graphs: " + ("rollout.cuda_graphs is off" if config.rollout.cuda_graphs is False else "the run is on the CPU")
+    if facts.not_captured:
+        return f"no CUDA graphs: {facts.not_captured}"
+    return f"CUDA graphs of {many(facts.graph_sizes, 'batch size')}, {in_bytes(facts.decode_bytes)} for decoding"
 
 
 def micro(samples: int | None, tokens: int) -> str:

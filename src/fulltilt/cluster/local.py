@@ -24,14 +24,32 @@ from fulltilt.config import ActorConfig, Config, CriticConfig, LoraConfig, RefCo
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
+from fulltilt.kernels import dispatch
+from fulltilt.kernels.paged_attention import workspace_numbers
+from fulltilt.kernels.sampling import Progress, Workspace
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
+from fulltilt.model.experts import why_not_captured
+from fulltilt.model.fuse import WrongFusion, fuse_and_compare, saved_tensors
+from fulltilt.model.heads import Head
 from fulltilt.model.scalar import load_scalar
-from fulltilt.model.verify import verify, verify_body
-from fulltilt.plan import Budgets, Facts, Plan, count_steps, make_plan, updates_per_step
+from fulltilt.model.verify import packed_logprobs, random_documents, verify, verify_body
+from fulltilt.plan import (
+    Budgets,
+    Facts,
+    Plan,
+    count_steps,
+    longest_response,
+    make_plan,
+    most_seqs,
+    releases_memory,
+    updates_per_step,
+    uses_graphs,
+)
 from fulltilt.records import Prompt, Row, TokenTerms, UserError, ValueTerms
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
+from fulltilt.rollout.decode import BURST, SIZES, TABLE_STEP
 from fulltilt.rollout.engine import Engine, EngineLimits, NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.train.checkpoint import Checkpoint
@@ -40,6 +58,7 @@ from fulltilt.train.roles import Annotator, Critic, Policy, Scorer
 from fulltilt.train.trainer import Trainer
 
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # what the names of a checkpoint's tensors begin with; the actor's have no such
+GRAPH_BYTES = 8 << 20  # that the driver keeps for a captured graph of a few hundred kernels, generously
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
 
@@ -65,6 +84,7 @@ class Parts:
     trainer: Trainer[TokenTerms] | None  # None: only evaluation
     critic_trainer: Trainer[ValueTerms] | None
     engine: Engine | None  # None: nothing is sampled (SFT)
+    release_memory: bool  # whether the engine gives the KV cache's memory back after sampling
     reward: RewardPool | None
     update_sizes: Mapping[str, MicroSizing]  # of each role's micro-batches
     forward_sizes: Mapping[str, MicroSizing]  # the same without gradients
@@ -123,6 +143,7 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
     """`kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits; None: plan anew."""
     algorithm = build(config)
     device = choose_device(config.run.device)
+    uses_graphs(config, device.type)  # refused before anything loads
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
     rollout = "rollout" in algorithm.needs
@@ -136,7 +157,8 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What a run would refuse before its model loads, each part looked at although another is wrong: reward functions, packages, data."""
+    """What a run would refuse before its model loads, each part looked at although another is wrong: reward functions, data, packages,
+    device."""
     algorithm = build(config)
     rollout = "rollout" in algorithm.needs
 
@@ -151,8 +173,13 @@ def find_mistakes(config: Config) -> list[str]:
         if config.lora.rank:
             lora.require_peft()
 
+    def device() -> None:
+        chosen = choose_device(config.run.device)
+        uses_graphs(config, chosen.type)
+        Fusing(config, chosen)
+
     found = []
-    for look in (rewards, data, packages):
+    for look in (rewards, data, packages, device):
         try:
             look()
         except UserError as error:
@@ -169,8 +196,9 @@ def _assemble(
     tokenizer, ends, train_data, val_data, steps_per_epoch = read_and_check(config, algorithm, rollout=rollout, training=training)
     # The reward model first: its tokenizer and template may not fit the data.
     sets = prompt_sets(train_data, val_data)
-    reward_model = load_reward_model(config, device, sets) if rollout and uses_reward_model(config) else None
-    model, layers = load_actor(config, tokenizer, device, resume)
+    fusing = Fusing(config, device)
+    reward_model = load_reward_model(config, device, sets, fusing) if rollout and uses_reward_model(config) else None
+    model, layers = load_actor(config, tokenizer, device, resume, fusing)
 
     total_updates = count_steps(config, steps_per_epoch) * updates_per_step(config)
     actor_updates = total_updates - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
@@ -178,21 +206,15 @@ def _assemble(
     # All that holds memory comes before memory is looked at.
     optimizer = Optimizer(model, config.train, actor_updates, keeps_parameters=config.lora.rank > 0) if training else None
     actor = Policy("actor", model, temperature, optimizer, algorithm.entropy_gradient)
-    critic = load_critic(config, tokenizer, device, total_updates) if training and algorithm.value_loss else None
-    ref = load_ref(config, model, tokenizer, device, temperature) if training and "ref_logprobs" in algorithm.needs else None
+    critic = load_critic(config, tokenizer, device, total_updates, fusing) if training and algorithm.value_loss else None
+    ref = load_ref(config, model, tokenizer, device, temperature, fusing) if training and "ref_logprobs" in algorithm.needs else None
     fresh = restore(resume, actor, critic, training=training, adapters=config.lora.rank > 0) if resume else ()
+    if device.type == "cuda":
+        take_workspaces(actor)
 
-    facts = Facts(
-        device=device.type,
-        free_bytes=free_bytes(device),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        cores=THREADS,
-        threads_given="OMP_NUM_THREADS" in os.environ,
-        context_limit=shortest_context(model, ref.model if ref else None, critic.model.body if critic else None),
-        kv_bytes_per_token=bytes_per_token(layers, model.dtype),
-        longest=max(train_data.longest, val_data.longest if val_data else 0),
-        steps_per_epoch=steps_per_epoch,
-    )
+    models = [model, *([ref.model] if ref else []), *([critic.model.body] if critic else [])]
+    longest = max(train_data.longest, val_data.longest if val_data else 0)
+    facts = find_facts(config, device, models, layers, longest, steps_per_epoch, fusing)
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = exporter(config, model, tokenizer)
@@ -208,7 +230,8 @@ def _assemble(
         reward_model=reward_model,
         trainer=Trainer(actor, algorithm.loss) if training else None,
         critic_trainer=Trainer(critic, algorithm.value_loss) if critic and algorithm.value_loss else None,
-        engine=NativeEngine(model, tokenizer, ends, layers, limits(config, plan.budgets)) if rollout else None,
+        engine=NativeEngine(model, tokenizer, ends, layers, limits(config, plan.budgets, device, longest)) if rollout else None,
+        release_memory=releases_memory(config),
         reward=reward,
         update_sizes=update_sizes(config, plan.budgets),
         forward_sizes=forward_sizes(config, plan.budgets),
@@ -219,6 +242,30 @@ def _assemble(
     )
 
 
+def find_facts(
+    config: Config, device: torch.device, models: list[PreTrainedModel], layers: Mapping[int, LayerShape], longest: int,
+    steps_per_epoch: int, fusing: Fusing,
+) -> Facts:  # fmt: skip
+    """What the plan must know. `models`: those that read whole samples, the actor's first."""
+    actor = models[0]
+    rows = most_seqs(config, device.type, config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt)
+    return Facts(
+        device=device.type,
+        free_bytes=free_bytes(device),
+        parameters=sum(parameter.numel() for parameter in actor.parameters()),
+        cores=THREADS,
+        threads_given="OMP_NUM_THREADS" in os.environ,
+        context_limit=shortest_context(models),
+        kv_bytes_per_token=bytes_per_token(layers, actor.dtype),
+        longest=longest,
+        steps_per_epoch=steps_per_epoch,
+        decode_bytes=decode_bytes(config, actor, layers, rows, longest + longest_response(config), device.type),
+        graph_sizes=len(sizes_up_to(rows)),
+        not_captured=why_not_captured(actor),
+        layers=fusing.words(),
+    )
+
+
 def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
     """How many prompts are taken from the data at a time, and the key that says so."""
     if algorithm.dynamic and config.algorithm.prompts_per_round:
@@ -226,9 +273,9 @@ def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
     return config.algorithm.prompts_per_step, "algorithm.prompts_per_step"
 
 
-def shortest_context(*models: PreTrainedModel | None) -> int | None:
+def shortest_context(models: list[PreTrainedModel]) -> int | None:
     """Every role reads whole samples."""
-    limits = [load.context_limit(model) for model in models if model is not None]
+    limits = [load.context_limit(model) for model in models]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -249,8 +296,91 @@ def notes(
         yield f"LoRA: {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters are trained"
 
 
+class Fusing:
+    """Fuses the layers of each role's model as `train.fused_layers` says, and keeps what came of it for the plan's words."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.wanted = config.train.fused_layers
+        self.off: str | None = None  # why nothing is fused
+        self.found: dict[str, str] = {}  # role -> what came of it
+        if self.wanted is False:
+            self.off = "train.fused_layers is off"
+        elif self.wanted == "auto" and device.type != "cuda":
+            self.off = "the run is on the CPU and train.fused_layers is auto"
+        elif device.type == "cuda" and dispatch.triton is None:
+            self.off = 'triton is not installed: pip install "fulltilt[gpu]"'
+            if self.wanted is True:
+                raise UserError(f"train.fused_layers: {self.off}, or remove the key")
+
+    def fuse(self, role: str, model: PreTrainedModel) -> None:
+        """When the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
+        if self.off is not None:
+            return
+        try:
+            self.found[role] = str(report := fuse_and_compare(model))
+        except WrongFusion as error:
+            self.found[role] = f"not fused: {error}"
+            self._refuse(role, str(error))
+        else:
+            # Another role may be of another family; where the actor is, the key would have no effect.
+            if report.left_alone is not None and role == "actor":
+                self._refuse(role, report.left_alone)
+
+    def _refuse(self, role: str, reason: str) -> None:
+        if self.wanted is True:
+            raise UserError(
+                f"train.fused_layers: true, but the layers of the {role} cannot run fused: {reason}. Remove the key, or set auto"
+            )
+
+    def words(self) -> str:
+        if self.off is not None:
+            return f"not fused: {self.off}"
+        roles = {text: [role for role, other in self.found.items() if other == text] for text in self.found.values()}
+        return "; ".join(f"{text} ({', '.join(names)})" for text, names in roles.items())
+
+
+def take_workspaces(actor: Policy) -> None:
+    """One pass with its gradient over a few tokens. cuBLAS keeps memory for each thread that multiplies, and the backward pass has a thread
+    of its own: taken at the first update, it would lie in what the KV cache has lent, which could never be taken back whole."""
+    if actor.optimizer is None:
+        return
+    logprobs, _ = packed_logprobs(actor.model, random_documents(actor.model))
+    torch.cat(logprobs).sum().backward()  # type: ignore[no-untyped-call]
+    actor.optimizer.zero_grad()
+
+
+def decode_bytes(config: Config, model: PreTrainedModel, layers: Mapping[int, LayerShape], rows: int, longest: int, device: str) -> int:
+    """About what decoding `rows` samples of up to `longest` tokens at once holds beside the KV cache: logits, where each sample stands,
+    and on CUDA the kernels' workspaces, a layer's temporaries, and what captured graphs keep."""
+    text, vocabulary = model.config.get_text_config(), len(Head.of(model).weight)
+    blocks = -(-(longest + BURST) // config.rollout.block_tokens) + TABLE_STEP
+    found = 4 * rows * (vocabulary + blocks) + bytes_of(Progress.make(rows, BURST, "meta"))
+    if device != "cuda":
+        return found
+    heads, itemsize, sizes = text.num_attention_heads, model.dtype.itemsize, sizes_up_to(rows)
+    of_attention = 4 * max(
+        workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, blocks * config.rollout.block_tokens)
+        for size in sizes
+        for shape in set(layers.values())
+    )
+    of_sampling = bytes_of(Workspace.make(rows, vocabulary, "meta"))
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    of_layer = 2 * rows * itemsize * (4 * text.hidden_size + 3 * inner)  # twice, for pieces of a pool that do not fit the next size
+    of_graphs = GRAPH_BYTES * 2 * len(sizes) if uses_graphs(config, device) else 0  # with top-k and top-p, and without
+    return found + of_attention + of_sampling + of_layer + of_graphs
+
+
+def bytes_of(record: Progress | Workspace) -> int:
+    return sum(tensor.nbytes for tensor in vars(record).values())
+
+
+def sizes_up_to(rows: int) -> list[int]:
+    """Of the batches that graphs are captured for."""
+    return [size for size in SIZES if size < rows] + [rows]
+
+
 def load_actor(
-    config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None
+    config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing
 ) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
     """The model that is trained and sampled from. With adapters it is the base that the run started from, and the checkpoint has only
     them."""
@@ -260,10 +390,11 @@ def load_actor(
     layers = verify(model)
     if adapters:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
+    fusing.fuse("actor", model)
     return model, layers
 
 
-def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, total_updates: int) -> Critic:
+def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, total_updates: int, fusing: Fusing) -> Critic:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
     model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
     verify_body(model.body)
@@ -272,6 +403,7 @@ def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torc
         same_tokens(config, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
+    fusing.fuse("critic", model.body)
     settings = config.train.model_copy(update={"lr": config.critic.lr})
     return Critic("critic", model, Optimizer(model, settings, total_updates, keeps_parameters=True))
 
@@ -283,7 +415,7 @@ def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
     return settings.model_copy(update={"targets": targets, "parameters": [name.removeprefix(prefix) for name in settings.parameters]})
 
 
-def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet]) -> RewardModel:
+def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet], fusing: Fusing) -> RewardModel:
     section = config.reward_model
     assert section.path is not None
     tokenizer = load.load_tokenizer(config.model, section.path, "reward_model.path", section.chat_template)
@@ -291,6 +423,7 @@ def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet
     verify_body(model.body)
     load.check_vocabulary(model.body, tokenizer)
     model.requires_grad_(False)
+    fusing.fuse("reward_model", model.body)
     encoder = RewardEncoder(tokenizer, load.context_limit(model.body))
     for data in sets:
         encoder.check(data.prompts)
@@ -298,7 +431,7 @@ def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet
 
 
 def load_ref(
-    config: Config, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, temperature: float
+    config: Config, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, temperature: float, fusing: Fusing
 ) -> Policy:
     """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint. With adapters that start
     at nothing it is the actor without them, and no second model is held."""
@@ -312,6 +445,7 @@ def load_ref(
     if config.lora.path and not config.ref.path:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
     model.requires_grad_(False)
+    fusing.fuse("ref", model)
     return Policy("ref", model, temperature)
 
 
@@ -350,7 +484,7 @@ def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     """The function that writes the actor into a folder, and about how many bytes that takes."""
     everything = sum(parameter.nbytes for parameter in model.parameters())
     if not config.lora.rank:
-        return partial(load.export, model, tokenizer), everything
+        return lambda folder: load.export(model, tokenizer, folder, saved_tensors(model)), everything
     if config.lora.export == "merged":
         return partial(lora.export_merged, model, tokenizer), everything
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
@@ -429,7 +563,7 @@ def check_template(config: Config, sets: list[PromptSet]) -> None:
         raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
 
 
-def limits(config: Config, budgets: Budgets) -> EngineLimits:
+def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int) -> EngineLimits:
     return EngineLimits(
         blocks=budgets.kv_blocks,
         block_tokens=config.rollout.block_tokens,
@@ -437,4 +571,6 @@ def limits(config: Config, budgets: Budgets) -> EngineLimits:
         max_batched_tokens=budgets.max_batched_tokens,
         chunked_prefill=config.rollout.chunked_prefill,
         prefix_sharing=config.rollout.prefix_sharing,
+        cuda_graphs=uses_graphs(config, device.type),
+        longest=longest_prompt + longest_response(config),
     )

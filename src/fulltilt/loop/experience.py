@@ -57,7 +57,8 @@ def sample_groups(parts: Parts, console: Console, prompts: Sequence[Prompt], sam
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
     assert parts.engine and parts.reward
     groups = collect(parts.engine, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
-    parts.engine.release()
+    if parts.release_memory:
+        parts.engine.release()
     return groups
 
 

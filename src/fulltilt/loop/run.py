@@ -43,8 +43,8 @@ from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.records import Group, MiniBatch, Prompt, Row, Score, UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import Filled, Kept, fill
-from fulltilt.rollout.engine import NO_STATS
 from fulltilt.rollout.sampler import Sampling, sample_seed
+from fulltilt.rollout.stats import NO_STATS
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.trainer import Trainer
 
@@ -148,7 +148,7 @@ class Run:
             **updated,
             **measure.summarise_lengths(groups, config.data.max_prompt_tokens),
             **self._rounds(filled, rows),
-            **(self._engine_stats.metrics() if config.rollout.log_stats else {}),
+            **self._engine_stats.metrics(full=config.rollout.log_stats),
             **self._times(response, total),
         }
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,13 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
+from fulltilt.kernels.dispatch import runs_triton
+from fulltilt.kernels.paged_attention import paged_attention, write_kv
 from fulltilt.records import UserError
 
 NAME = "fulltilt"
 SCORE_NUMBERS = 1 << 26
+BUNCH_BYTES = 1 << 20  # of keys and values that a call of decoding reads on CPU, unless one row has more
 
 # Arguments that models pass along and that change nothing here: positions are already in the rotated queries and keys.
 HARMLESS = frozenset(
@@ -93,10 +96,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """New tokens of several sequences whose earlier keys and values lie in a paged cache.
-
-    Sequences with a single new token come first, so that decoding is one batched call.
-    """
+    """New tokens of several sequences whose earlier keys and values lie in a paged cache."""
 
     keys: Sequence[torch.Tensor]  # per layer [slots, key heads, head width]; slot = block * block_tokens + place in the block
     values: Sequence[torch.Tensor]
@@ -108,8 +108,44 @@ class Paged:
     cu_queries: torch.Tensor  # int32 [sequences + 1]
     cu_keys: torch.Tensor  # int32 [sequences + 1]
 
+    @cached_property
+    def alone(self) -> Packed:
+        """The new tokens without those before them."""
+        return Packed.of(np.cumsum([0, *self.query_lengths]), self.slots.device)
 
-Context = Packed | Paged
+
+@dataclass(frozen=True, eq=False)
+class Decode:
+    """One new token for each row of a batch of fixed shape, all on the device: what a captured graph runs.
+
+    A row whose length is 0 is empty: nothing is written and its output is zeros. On CPU there are no empty rows, and rows of like length
+    lie side by side.
+    """
+
+    keys: Sequence[torch.Tensor]  # per layer, as in Paged
+    values: Sequence[torch.Tensor]
+    key_bases: Sequence[torch.Tensor]  # int64 [1] per layer: the cache's address, which may change between runs of a graph
+    value_bases: Sequence[torch.Tensor]
+    slots: torch.Tensor  # int64 [B]; -1: empty
+    table: torch.Tensor  # int32 [B, most blocks]
+    lengths: torch.Tensor  # int32 [B], the new token included
+    longest: int  # no length is greater
+    block_tokens: int
+    workspace: torch.Tensor | None = None  # float32
+    bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU, by window: filled by the first layer that has it
+
+
+@dataclass(frozen=True, eq=False)
+class Bunch:
+    """Rows that lie side by side in a batch and attend in one call on CPU."""
+
+    rows: slice
+    blocks: torch.Tensor  # [rows * most blocks]
+    tokens: int  # that the longest of them reads
+    mask: torch.Tensor  # bool [rows, 1, 1, tokens]
+
+
+Context = Packed | Paged | Decode
 
 
 def attention(
@@ -131,6 +167,8 @@ def attention(
     if isinstance(fulltilt, Packed):
         fulltilt.seen[layer_of(module)] = LayerShape(k.shape[1], k.shape[2], sliding_window)
         out = packed(q, k, v, fulltilt, scoring)
+    elif isinstance(fulltilt, Decode):
+        out = decode_batch(q, k, v, fulltilt, layer_of(module), scoring)
     else:
         assert fulltilt is not None
         out = paged(q, k, v, fulltilt, layer_of(module), scoring)
@@ -180,6 +218,59 @@ def refuse_unknown(
         raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
 
 
+def decode_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
+    if not runs_triton(q):
+        return decode_bunches(q, k, v, context, layer, scoring)
+    caches = (context.keys[layer], context.values[layer], context.key_bases[layer], context.value_bases[layer])
+    write_kv(k, v, *caches, context.slots)
+    return paged_attention(
+        q, *caches, context.table, context.lengths, scale=scoring.scale, longest=context.longest, block_tokens=context.block_tokens,
+        window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
+    )  # fmt: skip
+
+
+def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
+    """Heads that share keys become rows of one query, so keys are not repeated."""
+    keys, values = context.keys[layer], context.values[layer]
+    keys.index_copy_(0, context.slots, k)
+    values.index_copy_(0, context.slots, v)
+    if scoring.window not in context.bunches:
+        context.bunches[scoring.window] = bunches_of(context, scoring.window, 2 * keys[0].nbytes)
+    grouped = q.view(len(q), keys.shape[1], -1, q.shape[-1])
+    numbers = context.block_tokens * keys.shape[1] * keys.shape[2]  # of a block
+    blocks_of_keys, blocks_of_values = keys.view(-1, numbers), values.view(-1, numbers)
+    outputs = []
+    for bunch in context.bunches[scoring.window]:
+        ks, vs = (
+            states.index_select(0, bunch.blocks).view(len(bunch.mask), -1, *keys.shape[1:])[:, : bunch.tokens].transpose(1, 2)
+            for states in (blocks_of_keys, blocks_of_values)
+        )
+        outputs.append(attend(grouped[bunch.rows], ks, vs, bunch.mask, scoring))
+    return torch.cat(outputs).reshape(q.shape)
+
+
+def bunches_of(context: Decode, window: int | None, token_bytes: int) -> list[Bunch]:
+    """Rows of like length, so that little is read in vain, and few enough that what is read stays in the processor's cache."""
+    lengths, block = context.lengths.tolist(), context.block_tokens
+    bunches, start = [], 0
+    while start < len(lengths):
+        stop, shortest, longest = start, lengths[start], 0
+        while stop < len(lengths):
+            wider = max(longest, lengths[stop])
+            if stop > start and (stop + 1 - start) * wider * token_bytes > BUNCH_BYTES:
+                break
+            shortest, longest, stop = min(shortest, lengths[stop]), wider, stop + 1
+        rows = slice(start, stop)
+        first = 0 if window is None else max(0, shortest - window) // block
+        ends = context.lengths[rows, None]
+        place = torch.arange(first * block, longest, device=ends.device)
+        mask = place < ends if window is None else (place < ends) & (place >= ends - window)
+        blocks = context.table[rows, first : -(-longest // block)].reshape(-1)
+        bunches.append(Bunch(rows, blocks, len(place), mask[:, None, None, :]))
+        start = stop
+    return bunches
+
+
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, scoring: Scoring) -> torch.Tensor:
     if flash_runs(q, scoring):
         bounds = context.cu_seqlens
@@ -199,36 +290,23 @@ def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, lay
     keys, values = context.keys[layer], context.values[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
+    fresh = context.query_lengths == context.key_lengths  # no sequence has anything in the cache that is not here
     if flash_runs(q, scoring):
         longest_query, longest_key = max(context.query_lengths), max(context.key_lengths)
-        k_all, v_all = keys[context.read_flat], values[context.read_flat]
+        k_all, v_all = (k, v) if fresh else (keys[context.read_flat], values[context.read_flat])
         return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scoring)
-    single = sum(1 for length in context.query_lengths if length == 1)
-    parts = [decode(q[:single], keys, values, context, single, scoring)] if single else []
-    start = single
-    for sequence in range(single, len(context.query_lengths)):
-        queries, length = context.query_lengths[sequence], context.key_lengths[sequence]
+    if fresh:
+        return packed(q, k, v, context.alone, scoring)
+    parts, start = [], 0
+    for sequence, (queries, length) in enumerate(zip(context.query_lengths, context.key_lengths, strict=True)):
         slots = context.read[sequence, :length]
         mask = causal_mask(queries, length, scoring.window, q.device)
-        qs, ks, vs = (states.transpose(0, 1).unsqueeze(0) for states in (q[start : start + queries], keys[slots], values[slots]))
+        states = (q[start : start + queries], keys.index_select(0, slots), values.index_select(0, slots))
+        qs, ks, vs = (part.transpose(0, 1).unsqueeze(0) for part in states)
         out = attend(qs, repeat(ks, q), repeat(vs, q), mask, scoring)
         parts.append(out[0].transpose(0, 1))
         start += queries
     return torch.cat(parts)
-
-
-def decode(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, context: Paged, count: int, scoring: Scoring) -> torch.Tensor:
-    """One new token for each of the first `count` sequences: heads that share keys become rows of one query, so keys are not repeated."""
-    longest = max(context.key_lengths[:count])
-    lengths = torch.tensor(context.key_lengths[:count], device=q.device)[:, None]
-    place = torch.arange(longest, device=q.device)[None, :]
-    mask = place < lengths
-    if scoring.window is not None:
-        mask &= place >= lengths - scoring.window
-    slots = context.read[:count, :longest]
-    ks, vs = keys[slots].transpose(1, 2), values[slots].transpose(1, 2)  # [count, key heads, longest, width]
-    grouped = q.view(count, ks.shape[1], -1, q.shape[-1])
-    return attend(grouped, ks, vs, mask[:, None, None, :], scoring).reshape(q.shape)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:

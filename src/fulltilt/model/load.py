@@ -1,8 +1,8 @@
 """Loading Hugging Face models and tokenizers as they are.
 
-Enters: a folder or hub name. Leaves: the model in evaluation mode with our attention function, its tokenizer, its end tokens.
-Guaranteed: every weight came from the files (a missing one is refused, never invented); remote code runs only if asked for; an end token
-is every one that the generation config, the model config or the tokenizer names.
+Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
+tokens. Guaranteed: every weight came from the files (a missing one is refused, never invented); remote code runs only if asked for; an
+end token is every one that the generation config, the model config or the tokenizer names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.config import ModelConfig
-from fulltilt.model import attention
+from fulltilt.model import attention, experts
 from fulltilt.records import UserError
 
 if TYPE_CHECKING:
@@ -46,15 +46,12 @@ def read_model(
     names `source`, for messages."""
     transformers_logging.disable_progress_bar()
     options = origin(config, source)
-    dtype = choose_dtype(config.dtype, device)
-    # None: transformers multiplies stacked experts in one call (grouped_mm) where an architecture has them. That call has no float64.
-    experts = "eager" if dtype == torch.float64 else None
     try:
         model, report = kind.from_pretrained(
             source,
-            dtype=dtype,
+            dtype=choose_dtype(config.dtype, device),
             attn_implementation=attention.register(),
-            experts_implementation=experts,
+            experts_implementation=experts.register(),
             output_loading_info=True,
             **options,
         )

@@ -8,8 +8,8 @@ own parameters: nothing is copied and `sync` only counts versions.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -18,10 +18,12 @@ from transformers import PreTrainedModel
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Finish, Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
+from fulltilt.rollout.decode import BURST, Decoder, DecodeRow
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
-from fulltilt.rollout.sampler import Sampling, draw, noise_keys, sample_seed
+from fulltilt.rollout.sampler import Sampling, draw, sample_seed
 from fulltilt.rollout.scheduler import Pass, Scheduler
+from fulltilt.rollout.stats import EngineStats, Recorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,50 +35,6 @@ class EngineCaps:
 
     shares_weights: bool  # it runs the trainer's parameters: sync copies nothing
     full_softmax_logprobs: bool
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Of the last `generate`."""
-
-    prefill_tokens: int
-    shared_tokens: int  # prompt tokens that were not prefilled because a sibling had them in the cache
-    decode_tokens: int
-    passes: int
-    preemptions: int
-    most_running: int
-    kv_use: float  # highest share of blocks in use
-    seconds: float
-    version: int
-
-    def __add__(self, other: EngineStats) -> EngineStats:
-        """Of several calls: counts are added, of heights the highest."""
-        return EngineStats(
-            prefill_tokens=self.prefill_tokens + other.prefill_tokens,
-            shared_tokens=self.shared_tokens + other.shared_tokens,
-            decode_tokens=self.decode_tokens + other.decode_tokens,
-            passes=self.passes + other.passes,
-            preemptions=self.preemptions + other.preemptions,
-            most_running=max(self.most_running, other.most_running),
-            kv_use=max(self.kv_use, other.kv_use),
-            seconds=self.seconds + other.seconds,
-            version=max(self.version, other.version),
-        )
-
-    def metrics(self) -> dict[str, float]:
-        prompts = self.prefill_tokens + self.shared_tokens
-        return {
-            "rollout/prefill_tokens": self.prefill_tokens,
-            "rollout/decode_tokens": self.decode_tokens,
-            "rollout/passes": self.passes,
-            "rollout/preemptions": self.preemptions,
-            "rollout/most_running": self.most_running,
-            "rollout/kv_use": self.kv_use,
-            "rollout/prefix_hit_rate": self.shared_tokens / prompts if prompts else 0.0,
-        }
-
-
-NO_STATS = EngineStats(0, 0, 0, 0, 0, 0, 0.0, 0.0, 0)
 
 
 class Engine(Protocol):
@@ -91,7 +49,11 @@ class Engine(Protocol):
     def release(self) -> None:
         """Give memory back for the update."""
 
-    def stats(self) -> EngineStats: ...
+    def stats(self) -> EngineStats:
+        """Of the last `generate`."""
+
+    def report(self, say: Callable[[str], None], interval: float) -> None:
+        """From now on say how it goes, in a line after every `interval` seconds of generating."""
 
     def close(self) -> None: ...
 
@@ -106,6 +68,8 @@ class EngineLimits:
     max_batched_tokens: int
     chunked_prefill: bool = True
     prefix_sharing: bool = True
+    cuda_graphs: bool = False
+    longest: int = 0  # tokens of the longest sample to come: graphs are made for it, and anew when one is longer
 
 
 @dataclass(eq=False)
@@ -116,7 +80,20 @@ class Draft:
     seed: np.uint64
     sequence: scheduling.Sequence
     logprobs: list[float]
+    forced: int | None = None  # exactly that many tokens, whatever they are
     finish: Finish | None = None
+
+
+Drawing = Iterable[tuple[Draft, list[int], list[float]]]  # what a pass drew: for each sample its tokens and their log-probs
+
+
+@dataclass(frozen=True, eq=False)
+class Flight:
+    """A pass on its way."""
+
+    step: Pass
+    drawing: list[Draft]  # when decoding: of each row of the batch, ended ones too
+    arrive: Callable[[], Drawing]  # waits for it
 
 
 class NativeEngine:
@@ -134,12 +111,20 @@ class NativeEngine:
         self.end_tokens = end_tokens
         self.limits = limits
         self.runner = Runner(model, layers, limits.blocks, limits.block_tokens)
+        shapes = [layers[index] for index in sorted(layers)]
+        self.decoder = Decoder(model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs)
+        self.decoder.reach(limits.longest)
         self.version = 0
-        self._stats = NO_STATS
+        self.recorder = Recorder()
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
-        self._check_size(prompts, sampling)
-        begin = time.perf_counter()
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Mapping[tuple[int, int], int] | None = None
+    ) -> Iterator[Group]:
+        """`lengths` forces the number of tokens of the samples it names, by (prompt uid, sample index); it may name others too. End tokens
+        and stop strings mean nothing to these, and nothing is planned by a length before it is reached."""
+        lengths = lengths or {}
+        self._check_size(prompts, sampling, lengths)
+        self.recorder.start(time.perf_counter(), len(prompts) * sampling.samples)
         limits = self.limits
         plan = Scheduler(
             limits.blocks, limits.block_tokens, limits.max_seqs, limits.max_batched_tokens,
@@ -150,24 +135,39 @@ class NativeEngine:
         open_groups: dict[scheduling.Family, tuple[Prompt, list[Draft]]] = {}
         for prompt in prompts:
             family = plan.add(prompt.ids.tolist(), sampling.samples)
-            members = [Draft(i, sample_seed(seed, prompt.uid, i), sequence, []) for i, sequence in enumerate(family.members)]
+            members = [
+                Draft(i, sample_seed(seed, prompt.uid, i), sequence, [], lengths.get((prompt.uid, i)))
+                for i, sequence in enumerate(family.members)
+            ]
             drafts.update((draft.sequence, draft) for draft in members)
             open_groups[family] = (prompt, members)
         self.runner.acquire()
+        self.decoder.use_cache(*self.runner.caches)
+        self.decoder.reach(max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens)
+        finished: list[tuple[Prompt, list[Draft]]] = []
+        ahead: Flight | None = None
+        end = time.perf_counter()
         while plan.busy:
-            step = plan.next_pass()
-            self._advance(plan, step, drafts, sampling, stops)
-            for family in dict.fromkeys(work.sequence.family for work in step.work if work.samples):
+            if ahead is None:
+                end, flight = time.perf_counter(), self._launch(plan.next_pass(BURST), drafts, sampling)
+            else:
+                flight = replace(ahead, step=plan.goes_on(ahead.step))
+            ahead = self._further(plan, flight, stops)
+            for prompt, members in finished:  # text and whatever is done with it takes time: on CUDA the device works meanwhile
+                yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
+            for draft, tokens, logprobs in flight.arrive():
+                if not draft.finish:
+                    self._take(draft, tokens, logprobs, sampling, stops)
+            plan.ran(flight.step)
+            begin, end = end, time.perf_counter()
+            self.recorder.passed(plan, flight.step, begin, end)
+            families = dict.fromkeys(work.sequence.family for work in flight.step.work if work.samples)
+            for family in families:
                 plan.settle(family)
-                if all(member.finished for member in family.members):
-                    prompt, members = open_groups.pop(family)
-                    yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
+            finished = [open_groups.pop(family) for family in families if all(member.finished for member in family.members)]
+        for prompt, members in finished:
+            yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
         assert not open_groups and plan.pool.used == 0
-        counts = plan.counts
-        self._stats = EngineStats(
-            counts.prefill_tokens, counts.shared_tokens, counts.decode_tokens, counts.passes, counts.preemptions, counts.most_running,
-            counts.most_blocks / limits.blocks, time.perf_counter() - begin, self.version,
-        )  # fmt: skip
 
     def sync(self, version: int) -> None:
         self.version = version
@@ -176,12 +176,21 @@ class NativeEngine:
         self.runner.release()
 
     def stats(self) -> EngineStats:
-        return self._stats
+        return self.recorder.stats
+
+    def report(self, say: Callable[[str], None], interval: float) -> None:
+        self.recorder.report(say, interval)
 
     def close(self) -> None:
         self.runner.release()
 
-    def _check_size(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    def _check_size(self, prompts: Sequence[Prompt], sampling: Sampling, lengths: Mapping[tuple[int, int], int]) -> None:
+        for sample, length in lengths.items():
+            if not 1 <= length <= sampling.max_new_tokens:
+                raise UserError(
+                    f"lengths: sample {sample} is to get {length} tokens, which is not from 1 to rollout.max_new_tokens "
+                    f"({sampling.max_new_tokens}): change the length or rollout.max_new_tokens"
+                )
         capacity = self.limits.blocks * self.limits.block_tokens
         longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         if blocks_for(longest, self.limits.block_tokens) > self.limits.blocks:
@@ -190,10 +199,10 @@ class NativeEngine:
                 f"(longest prompt plus rollout.max_new_tokens): give it more bytes or lower rollout.max_new_tokens"
             )
 
-    def _advance(
-        self, plan: Scheduler, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling, stops: StopStrings
-    ) -> None:
-        """Run one pass and give every sample that drew from it its token."""
+    def _launch(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
+        return self._decode(step, drafts, sampling) if step.decoding else self._prefill(step, drafts, sampling)
+
+    def _prefill(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
         logits = self.runner.run(step)
         rows: list[int] = []
         drawing: list[Draft] = []
@@ -201,20 +210,63 @@ class NativeEngine:
         for row, sequences in enumerate(drawn_from):
             rows.extend([row] * len(sequences))
             drawing.extend(drafts[sequence] for sequence in sequences)
-        for work in step.work:
-            plan.computed(work)
         if not drawing:
-            return
-        keys = noise_keys(np.array([d.seed for d in drawing]), np.array([len(d.sequence.tokens) for d in drawing]))
-        tokens, logprobs = draw(logits, keys, sampling, np.array(rows) if len(rows) > len(logits) else None)
-        for draft, token, logprob in zip(drawing, tokens.tolist(), logprobs.tolist(), strict=True):
-            draft.logprobs.append(logprob)
-            draft.sequence.tokens.append(token)
-            if token in self.end_tokens or stops.ended(draft.sequence.tokens):
-                draft.finish = "stop"
-            elif len(draft.sequence.tokens) == sampling.max_new_tokens:
-                draft.finish = "length"
-            draft.sequence.finished = draft.finish is not None
+            return Flight(step, drawing, tuple)
+        seeds, places = np.array([d.seed for d in drawing]), np.array([len(d.sequence.tokens) for d in drawing])
+        tokens, logprobs = draw(logits, seeds, places, sampling, np.array(rows) if len(rows) > len(logits) else None)
+        return Flight(step, drawing, lambda: zip(drawing, tokens[:, None].tolist(), logprobs[:, None].tolist(), strict=True))
+
+    def _decode(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
+        self.runner.copy(step.copies)
+        drawing = [drafts[work.sequence] for work in step.work]
+        rows = [
+            DecodeRow(draft.sequence.tokens[-1], work.start, len(draft.sequence.tokens), draft.seed, work.sequence.blocks, draft.forced)
+            for work, draft in zip(step.work, drawing, strict=True)
+        ]
+        self.decoder.start(rows, sampling)
+        return self._steps(step, drawing)
+
+    def _steps(self, step: Pass, drawing: list[Draft]) -> Flight:
+        wait = self.decoder.launch(step.steps)
+        return Flight(
+            step, drawing, lambda: ((draft, drawn.tokens, drawn.logprobs) for draft, drawn in zip(drawing, wait(), strict=True))
+        )  # fmt: skip
+
+    def _further(self, plan: Scheduler, flight: Flight, stops: StopStrings) -> Flight | None:
+        """More steps of the same rows, on their way before the tokens of these are known, so that the device does not wait for the host.
+        Not where fewer rows would do; nor with stop strings, which the host finds: such a row would go on in blocks that are another's."""
+        step, decoder = flight.step, self.decoder
+        if not step.decoding or not decoder.overlaps or stops.strings:
+            return None
+        if decoder.size_for(len(step.work)) < decoder.size_for(len(flight.drawing)):
+            return None
+        held = [len(work.sequence.blocks) for work in step.work]
+        following = plan.further(step, BURST)
+        if following is None:
+            return None
+        row_of = {draft.sequence: row for row, draft in enumerate(flight.drawing)}
+        decoder.give(
+            [
+                (row_of[work.sequence], place, work.sequence.blocks[place])
+                for work, before in zip(step.work, held, strict=True)
+                for place in range(before, len(work.sequence.blocks))
+            ]
+        )
+        return self._steps(following, flight.drawing)
+
+    def _take(self, draft: Draft, drawn: list[int], logprobs: list[float], sampling: Sampling, stops: StopStrings) -> None:
+        """Give a sample what was drawn for it, up to a stop string: the device, which sees end tokens and limits, does not see these."""
+        tokens = draft.sequence.tokens
+        tokens += drawn
+        stopped = 0 if draft.forced else stops.first_end(tokens, len(drawn))
+        taken = stopped or len(drawn)
+        del tokens[len(tokens) - len(drawn) + taken :]
+        draft.logprobs += logprobs[:taken]
+        if stopped or (not draft.forced and tokens[-1] in self.end_tokens):
+            draft.finish = "stop"
+        elif len(tokens) == (draft.forced or sampling.max_new_tokens):
+            draft.finish = "length"
+        draft.sequence.finished = draft.finish is not None
 
 
 class StopStrings:
@@ -236,15 +288,29 @@ class StopStrings:
         text = self._whole(ids[-self._window :], skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
+    def first_end(self, ids: Sequence[int], new: int) -> int:
+        """At which of the `new` last ids, from 1, a stop string is first complete; 0: at none. To decode is slow: they are looked at
+        together, and one by one only where there is something to find."""
+        if not self.strings:
+            return 0
+        text = self._whole(ids[-self._window - new :], skip_special_tokens=False)
+        if not any(string in text for string in self.strings):
+            return 0
+        before = len(ids) - new
+        return next((count for count in range(1, new + 1) if self.ended(ids[: before + count])), 0)
+
     def text(self, ids: Sequence[int]) -> str:
         """The response as people and rewards read it: without special tokens, ending before the first stop string."""
-        text = self._decode(ids, skip_special_tokens=True)
+        text = self.whole_text(ids)
         if not self.strings:
             return text
         whole = self._whole(ids, skip_special_tokens=True)
         places = [place for string in self.strings if (place := whole.find(string)) >= 0]
         swallowed = len(whole) - len(text)
         return text[: max(0, min(places) - swallowed)] if places else text
+
+    def whole_text(self, ids: Sequence[int]) -> str:
+        return self._decode(ids, skip_special_tokens=True)
 
     def _whole(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         before = self._decode(self._anchor, skip_special_tokens=skip_special_tokens)
@@ -262,5 +328,5 @@ def finished_sample(draft: Draft, stops: StopStrings) -> Sample:
         ids=np.array(ids, dtype=np.int64),
         logprobs=np.array(draft.logprobs, dtype=np.float32),
         finish=draft.finish,
-        text=stops.text(ids),
+        text=stops.text(ids) if draft.forced is None else stops.whole_text(ids),
     )

@@ -1,51 +1,103 @@
-"""Who holds which block of the KV cache. Pure Python.
+"""Who holds which block of the KV cache, and which blocks hold known tokens. Pure Python.
 
-Enters: requests to take, share and release blocks. Leaves: block numbers. Guaranteed: a block is free or held by a known number of
-holders, never both; releasing what is not held is an error at once; taking is all or nothing.
+Enters: requests to take, hold and release blocks, and what full blocks hold. Leaves: block numbers. Guaranteed:
+- a block is free or held by a known number of holders, never both; releasing what is not held is an error at once; taking is all or
+  nothing;
+- a block is found again only for the very tokens it holds behind the very tokens before them: contents are compared, not only hashed;
+- a free block keeps its content until it is taken for something else, those released longest ago first;
+- a pool knows of nothing that was computed before it was made: weights change from one to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+START = 0  # the content before the first block
+Content = tuple[int, tuple[int, ...]]  # the number of the content before, and a block's tokens
 
 
 class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.size = blocks
-        self._free = list(range(blocks - 1, -1, -1))  # popped from the end: low numbers first
+        self._empty = list(range(blocks - 1, -1, -1))  # free, their content not known; popped from the end: low numbers first
+        self._kept: dict[int, None] = {}  # free, their content known; released longest ago first
         self._holders = [0] * blocks
+        self._known: dict[Content, int] = {}  # content -> block
+        self._contents: dict[int, tuple[int, Content]] = {}  # block -> the content and its number, which is never used again
+        self._last_number = START
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._empty) + len(self._kept)
 
     @property
     def used(self) -> int:
-        return self.size - len(self._free)
+        return self.size - self.free
+
+    def is_free(self, block: int) -> bool:
+        return self._holders[block] == 0
 
     def take(self, count: int) -> list[int] | None:
         """`count` blocks with one holder each, or None when there are not that many."""
-        if count > len(self._free):
+        if count > self.free:
             return None
-        taken = [self._free.pop() for _ in range(count)]
+        taken = [self._empty.pop() if self._empty else self._forget_oldest() for _ in range(count)]
         for block in taken:
             assert self._holders[block] == 0
             self._holders[block] = 1
         return taken
 
-    def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for blocks that are held."""
+    def hold(self, blocks: Iterable[int]) -> None:
+        """One more holder for blocks that are held, or free with known content."""
         for block in blocks:
-            assert self._holders[block] > 0, f"block {block} is free and cannot be shared"
+            assert self._holders[block] > 0 or block in self._kept, f"block {block} is free and its content is gone"
+            self._kept.pop(block, None)
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer; a block without holders is free."""
-        for block in blocks:
+        """One holder fewer; a block without holders is free. Later blocks are given up before earlier ones, without which they are of no
+        use."""
+        for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is released twice"
             self._holders[block] -= 1
-            if self._holders[block] == 0:
-                self._free.append(block)
+            if self._holders[block]:
+                continue
+            if block in self._contents:
+                self._kept[block] = None
+            else:
+                self._empty.append(block)
+
+    def find(self, before: int, tokens: tuple[int, ...]) -> int | None:
+        """The block that holds these tokens behind that content."""
+        return self._known.get((before, tokens))
+
+    def content(self, block: int) -> int:
+        """The number of a block's content, which must be known."""
+        return self._contents[block][0]
+
+    def remember(self, block: int, before: int, tokens: tuple[int, ...]) -> int:
+        """A held block is full and will not be written again. Returns the number of its content; where another block is known to hold the
+        same, that one stays the one to be found."""
+        assert self._holders[block] > 0
+        known = self._known.get((before, tokens))
+        if known is not None:
+            return self.content(known)
+        if block in self._contents:  # behind a block that is known no longer, though another holds the same
+            self._forget(block)
+        self._last_number += 1
+        self._known[before, tokens] = block
+        self._contents[block] = (self._last_number, (before, tokens))
+        return self._last_number
+
+    def _forget_oldest(self) -> int:
+        block = next(iter(self._kept))
+        del self._kept[block]
+        self._forget(block)
+        return block
+
+    def _forget(self, block: int) -> None:
+        _, content = self._contents.pop(block)
+        del self._known[content]
 
 
 def blocks_for(tokens: int, block_tokens: int) -> int:

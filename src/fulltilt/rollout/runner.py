@@ -6,6 +6,8 @@ place; keys and values of the pass are in the cache afterwards.
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -17,9 +19,27 @@ from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
 from fulltilt.rollout.scheduler import Pass
 
+ALIGNED = 128  # numbers: every layer's cache begins at a multiple of them, since kernels read 16 bytes at a time
+
 
 def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
     return sum(2 * shape.key_heads * shape.head_width * dtype.itemsize for shape in layers.values())
+
+
+def empty(numbers: int, model: PreTrainedModel) -> torch.Tensor:
+    try:
+        return torch.empty(numbers, dtype=model.dtype, device=model.device)
+    except torch.OutOfMemoryError:
+        gc.collect()  # what only a cycle still holds may lie in the piece that the cache had before
+        torch.cuda.empty_cache()
+        return torch.empty(numbers, dtype=model.dtype, device=model.device)
+
+
+def reads_unwritten(model: PreTrainedModel) -> bool:
+    """Flash attention and the decoding kernels never touch a slot that was not written. torch's own attention, which runs everywhere else,
+    gives it the weight 0, and 0 times what lies there may not be a number."""
+    flash = model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
+    return not flash or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
 
 class Runner:
@@ -33,17 +53,28 @@ class Runner:
         self._values: list[torch.Tensor] = []
 
     def acquire(self) -> None:
-        """Take the cache's memory, if it is not held."""
+        """Take the cache's memory, if it is not held: one piece for all layers. On CUDA the allocator keeps the piece while it is given
+        back, so that activations are split from it, and hands it out again whole once they are gone."""
         if self._keys:
             return
-        for shape in self._layers:
-            size = (self.blocks * self.block_tokens, shape.key_heads, shape.head_width)
-            for caches in (self._keys, self._values):
-                caches.append(torch.zeros(size, dtype=self.model.dtype, device=self.model.device))
+        shapes = [(self.blocks * self.block_tokens, shape.key_heads, shape.head_width) for shape in self._layers for _ in range(2)]
+        steps = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
+        whole = empty(sum(steps), self.model)
+        if reads_unwritten(self.model):
+            whole.zero_()
+        caches = [part[: math.prod(shape)].view(shape) for part, shape in zip(whole.split(steps), shapes, strict=True)]
+        self._keys += caches[0::2]
+        self._values += caches[1::2]
 
     def release(self) -> None:
         """Give the cache's memory back for the update."""
-        self._keys, self._values = [], []
+        # The lists themselves are emptied: whoever was handed them must not keep the memory.
+        self._keys.clear()
+        self._values.clear()
+
+    @property
+    def caches(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self._keys, self._values
 
     @property
     def held_bytes(self) -> int:
@@ -52,7 +83,7 @@ class Runner:
     @torch.no_grad()
     def run(self, step: Pass) -> torch.Tensor:
         """Logits float32 [rows that samples are drawn from, vocabulary], in the order of `step.work`."""
-        self._copy(step.copies)
+        self.copy(step.copies)
         device = self.model.device
         ids = [token for work in step.work for token in work.sequence.ids(work.start, work.start + work.count)]
         positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in step.work])
@@ -61,7 +92,7 @@ class Runner:
         drawn = [int(end) for end, work in zip(ends, step.work, strict=True) if work.samples]
         return self.head.logits(hidden[torch.tensor(drawn, dtype=torch.int64, device=device)])
 
-    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+    def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
             return
         place = np.arange(self.block_tokens)

@@ -1,0 +1,5 @@
+"""Measuring fulltilt beside others on the same requests.
+
+`workload` and `shapes` say what is asked of whom; `native`, `hf` and `vllm` are the engines, one file each; `roofline` says what the
+hardware would allow; `figures` are the records of what was measured; `rollout` puts them together.
+"""

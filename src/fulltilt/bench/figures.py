@@ -1,0 +1,79 @@
+"""What was measured of an engine.
+
+Enters: seconds. Leaves: `Timing`, one setting of an engine over repeats, and `Measured`, all settings of an engine. Guaranteed: a setting
+that failed is there with its error; an engine's figure is the median of its repeats at its best setting that gives log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from fulltilt.bench.workload import Requests
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One setting of an engine. Seconds are of a whole call, prefill included."""
+
+    setting: Mapping[str, Any]
+    seconds: tuple[float, ...] = ()  # of each repeat
+    prefill_seconds: tuple[float, ...] = ()  # of the same prompts with one token each, where a workload asks for time per token
+    trial_seconds: float | None = None  # of the pass that a setting was chosen or dropped by, warm-up included
+    logprobs: bool = True
+    error: str | None = None
+
+    def tokens_per_s(self, requests: Requests) -> float | None:
+        return requests.tokens / median(self.seconds) if self.seconds else None
+
+    def ms_per_token(self, requests: Requests) -> float | None:
+        """With all samples decoding: the longest takes this long for each token after its first."""
+        if not self.prefill_seconds or not self.seconds:
+            return None
+        return 1e3 * (median(self.seconds) - median(self.prefill_seconds)) / (max(requests.lengths.values()) - 1)
+
+    def speed(self, requests: Requests) -> float | None:
+        """What engines are compared by: larger is better."""
+        per_token = self.ms_per_token(requests)
+        return self.tokens_per_s(requests) if per_token is None else 1e3 / per_token
+
+    def as_json(self, requests: Requests) -> dict[str, Any]:
+        rates = [requests.tokens / seconds for seconds in self.seconds]
+        known = {
+            "tokens_per_s": self.tokens_per_s(requests),
+            "tokens_per_s_best": max(rates, default=None),
+            "tokens_per_s_all": rates,
+            "seconds": list(self.seconds),
+            "ms_per_token": self.ms_per_token(requests),
+            "prefill_seconds": list(self.prefill_seconds) or None,
+            "trial_seconds": self.trial_seconds,
+            "error": self.error,
+        }
+        kept = ("tokens_per_s", "error")
+        return {"setting": dict(self.setting), "logprobs": self.logprobs} | {
+            name: value for name, value in known.items() if value is not None or name in kept
+        }
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An engine with all its settings, and what else is known of it."""
+
+    engine: str
+    timings: Sequence[Timing]
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    def best(self, requests: Requests, *, logprobs: bool = True) -> Timing | None:
+        """The fastest setting; what gives no log-probs is no rollout and is compared only among its like."""
+        known = [(timing.speed(requests), timing) for timing in self.timings if timing.logprobs == logprobs]
+        return max(((speed, timing) for speed, timing in known if speed is not None), key=lambda pair: pair[0], default=(None, None))[1]
+
+    def as_json(self, requests: Requests) -> dict[str, Any]:
+        best, bare = self.best(requests), self.best(requests, logprobs=False)
+        failed: dict[str, Any] = {"setting": {}, "tokens_per_s": None, "error": "no setting with log-probs worked"}
+        found = best.as_json(requests) if best else failed
+        if bare:
+            found["without_logprobs"] = bare.as_json(requests)
+        return found | dict(self.details) | {"all_settings": [timing.as_json(requests) for timing in self.timings]}

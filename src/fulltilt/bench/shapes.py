@@ -1,0 +1,111 @@
+"""The models that are measured: named shapes with random weights, or a folder.
+
+Enters: a name or a path, a device. Leaves: a loaded model, ours or as transformers alone runs it, and a folder that other engines read
+their configuration from. Guaranteed: nothing is downloaded; weights of a named shape are made on the device from a seed and are the same
+for every engine that takes them; bfloat16 on CUDA, float32 on CPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers.utils import logging as transformers_logging
+
+from fulltilt.config import ModelConfig
+from fulltilt.model import attention
+from fulltilt.model.load import choose_dtype, load_model
+from fulltilt.records import UserError
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "7B": {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    # 7.8 million parameters in the proportions of 0.5B: heads of 64, grouped keys, 27% of all weights in the vocabulary.
+    "small": {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 8192, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+DEFAULT = {"cuda": "0.5B", "cpu": "small"}
+POSITIONS = 32768
+WEIGHTS_SEED = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from."""
+
+    name: str
+    config: PreTrainedConfig = field(compare=False)
+    folder: Path | None = None  # None: a named shape
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.config.get_text_config().vocab_size)
+
+
+def find(name: str) -> Source:
+    """A named shape, or the folder at that path."""
+    if name in SHAPES:
+        shape = SHAPES[name]
+        # The class by name: engines that read the configuration alone choose their model by it.
+        return Source(name, Qwen2Config(**shape, max_position_embeddings=POSITIONS, architectures=["Qwen2ForCausalLM"]))
+    folder = Path(name)
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"--model {name}: neither a named shape ({', '.join(SHAPES)}) nor a folder with a config.json. Named shapes have random "
+            "weights; for a model of the hub give the folder it was downloaded to"
+        )
+    try:
+        return Source(name, AutoConfig.from_pretrained(folder), folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model {name}: its config.json could not be read: {error}") from error
+
+
+def ours(source: Source, device: torch.device) -> PreTrainedModel:
+    """As a run loads it: with our attention function, in evaluation mode."""
+    if source.folder:
+        return load_model(ModelConfig(path=str(source.folder)), device, key="--model")
+    return random_model(source, device, attention.register())
+
+
+def theirs(source: Source, device: torch.device) -> PreTrainedModel:
+    """As transformers alone runs it, with its own fused attention."""
+    if not source.folder:
+        return random_model(source, device, "sdpa")
+    transformers_logging.disable_progress_bar()
+    dtype = choose_dtype("auto", device)
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, attn_implementation="sdpa")
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def random_model(source: Source, device: torch.device, attention_name: str) -> PreTrainedModel:
+    torch.manual_seed(WEIGHTS_SEED)
+    # A copy, for a model keeps the configuration it is given and reads from it which attention to run.
+    config = copy.deepcopy(source.config)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=choose_dtype("auto", device), attn_implementation=attention_name)
+    return model.to(device).eval()  # type: ignore[no-any-return]
+
+
+def write_config(source: Source, device: torch.device, folder: Path) -> Path:
+    """A folder that says what the model is, for engines in other processes; weights are in it only if they came from a folder."""
+    if source.folder:
+        return source.folder.resolve()
+    source.config.dtype = choose_dtype("auto", device)
+    source.config.save_pretrained(folder)
+    return folder

@@ -1,0 +1,151 @@
+"""What a benchmark asks of an engine.
+
+Enters: the name of a workload, a seed, a vocabulary. Leaves: `Requests`, prompts as token ids and the number of tokens that each sample
+gets. Guaranteed: the lengths are quantiles of a stated distribution in an order drawn from the seed, so their mean is the same for every
+seed; the same seed gives the same requests on every computer and for every engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from statistics import NormalDist
+from typing import Any, Protocol
+
+import numpy as np
+
+from fulltilt.records import Prompt
+
+GIB = 2**30
+
+
+class Spread(Protocol):
+    """A distribution of lengths, by its quantiles."""
+
+    @property
+    def high(self) -> int: ...
+
+    def quantile(self, share: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class Even:
+    """Every length from `low` to `high` alike."""
+
+    low: int
+    high: int
+
+    def quantile(self, share: float) -> float:
+        return self.low + share * (self.high - self.low)
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Lognormal, cut to `low` and `high`: many short ones, few long ones, some at the limit, as responses are."""
+
+    median: float
+    sigma: float
+    low: int
+    high: int
+
+    def quantile(self, share: float) -> float:
+        return min(max(self.median * math.exp(self.sigma * NormalDist().inv_cdf(share)), self.low), self.high)
+
+
+@dataclass(frozen=True)
+class Workload:
+    name: str
+    prompts: int
+    samples: int  # of each prompt
+    prompt_tokens: Spread
+    response_tokens: Spread
+    kv_bytes: int | None = None  # of every engine's KV cache; None: each takes what it would
+    per_token: bool = False  # compared by the time of one token with all samples decoding, prefill left out
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("design", 128, 8, Even(96, 512), Lognormal(319, 0.8, 16, 1024)),
+        Workload("long", 192, 8, Even(256, 256), Lognormal(1490, 0.8, 1, 8192), kv_bytes=12 * GIB),
+        Workload("tail", 16, 1, Even(4096, 4096), Even(256, 256), per_token=True),
+        # An eighth of `design` in every length: what two cores do in seconds.
+        Workload("small", 32, 4, Even(12, 64), Lognormal(40, 0.8, 2, 128)),
+    )
+}
+DEFAULT = {"cuda": "design", "cpu": "small"}
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Every engine gets these, prompt after prompt, and learns a sample's length when it has drawn that many tokens."""
+
+    workload: Workload
+    seed: int
+    prompts: tuple[Prompt, ...]
+    lengths: Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths.values())
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(len(prompt.ids) for prompt in self.prompts)
+
+    @property
+    def longest_response(self) -> int:
+        """What an engine must be ready for: the limit, not the longest of these."""
+        return self.workload.response_tokens.high
+
+    @property
+    def positions(self) -> int:
+        return self.longest_prompt + self.longest_response
+
+    def one_token_each(self) -> Requests:
+        """The same prompts, prefilled and no more."""
+        return replace(self, lengths=dict.fromkeys(self.lengths, 1))
+
+    def describe(self) -> dict[str, Any]:
+        workload = self.workload
+        spreads = {"prompt_tokens": workload.prompt_tokens, "response_tokens": workload.response_tokens}
+        found = {
+            "prompt_tokens": [len(prompt.ids) for prompt in self.prompts],
+            "response_tokens": list(self.lengths.values()),
+        }
+        return {
+            "name": workload.name,
+            "seed": self.seed,
+            "prompts": workload.prompts,
+            "samples_per_prompt": workload.samples,
+            "kv_bytes": workload.kv_bytes,
+            **{
+                name: {
+                    "distribution": type(spread).__name__.lower(),
+                    **asdict(spread),  # type: ignore[call-overload]
+                    "smallest": min(found[name]),
+                    "mean": sum(found[name]) / len(found[name]),
+                    "largest": max(found[name]),
+                    "total": sum(found[name]),
+                }
+                for name, spread in spreads.items()
+            },
+        }
+
+
+def make_requests(workload: Workload, vocabulary: int, seed: int) -> Requests:
+    random = np.random.default_rng(seed)
+    sizes = drawn(workload.prompt_tokens, workload.prompts, random)
+    responses = drawn(workload.response_tokens, workload.prompts * workload.samples, random)
+    prompts = tuple(
+        Prompt(uid=uid, ids=random.integers(0, vocabulary, size, dtype=np.int64), text="") for uid, size in enumerate(sizes.tolist())
+    )
+    samples = ((uid, index) for uid in range(workload.prompts) for index in range(workload.samples))
+    return Requests(workload, seed, prompts, dict(zip(samples, responses.tolist(), strict=True)))
+
+
+def drawn(spread: Spread, count: int, random: np.random.Generator) -> np.ndarray:
+    """`count` lengths: the middles of as many equal shares of the distribution, shuffled."""
+    lengths = np.array([round(spread.quantile((place + 0.5) / count)) for place in range(count)], dtype=np.int64)
+    return random.permutation(lengths)

@@ -1,0 +1,62 @@
+"""Which form of an op runs, its Triton kernel or its torch reference, and the one place that imports triton.
+
+Enters: a tensor of the call. Leaves: whether the kernel runs. Guaranteed: CUDA tensors run the compiled kernel, or raise with the remedy;
+tensors elsewhere run the reference, except CPU tensors inside `interpreted()`, which run the kernel in Triton's interpreter.
+
+Triton makes a kernel for the interpreter or for the compiler when it is defined, by TRITON_INTERPRET as it is then: a process has one form
+of every kernel. Where neither form could run, triton is not imported and `jit` leaves functions as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")  # as triton reads it
+try:
+    if not (INTERPRETED or torch.backends.cuda.is_built()):
+        raise ImportError("nothing here could run a kernel")
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels of layers take; float64 is for references
+_interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
+
+
+def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """triton.jit, with options or without; where triton is not imported, the function as it is, which nobody calls."""
+    if triton is None:
+        return function or (lambda undecorated: undecorated)
+    return triton.jit(function, **options)
+
+
+def runs_triton(x: torch.Tensor) -> bool:
+    """Whether an op on this tensor launches its kernel."""
+    if not x.is_cuda:
+        return x.is_cpu and _interpreting.get()
+    if triton is None:
+        raise RuntimeError('kernels on CUDA need triton, which is not installed: pip install "fulltilt[gpu]"')
+    if INTERPRETED:
+        raise RuntimeError("TRITON_INTERPRET is set, so kernels are interpreted and cannot read CUDA memory: unset it, or run on CPU")
+    return True
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, ops on CPU tensors run their kernels in Triton's interpreter, a thousand times slower than the references: for tests."""
+    if not INTERPRETED:
+        raise RuntimeError("kernels were not made for the interpreter: set TRITON_INTERPRET=1 before fulltilt is imported")
+    if triton is None:
+        raise RuntimeError('the interpreter is a part of triton, which is not installed: pip install "fulltilt[gpu]" (Linux)')
+    token = _interpreting.set(True)
+    try:
+        yield
+    finally:
+        _interpreting.reset(token)

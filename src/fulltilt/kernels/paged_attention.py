@@ -1,0 +1,608 @@
+"""Attention of one new token per sequence over a paged cache of keys and values, and the writing of that cache.
+
+Enters: queries [B, heads, width]; the caches of one layer [slots, key heads, width], where slot = block * block_tokens + place; which
+blocks each sequence owns, and its length with the new token. A cache is given twice: as a tensor, which the torch reference reads and
+shapes are checked against, and as a base, an int64 tensor [1] on the device that holds the address of its first number. The kernels follow
+the base alone: a captured CUDA graph goes on working after the cache has moved, once the new address is written into the base.
+
+Leaves: the attention output [B, heads, width]; for the writers, the cache filled at the given slots.
+
+Guaranteed:
+- a sequence of length 0 (the empty rows of a padded batch) reads no block and gives zeros; a slot of -1 writes nothing;
+- what lies in the cache beyond a sequence's length, or in the table beyond its blocks, is never used, even if it is NaN;
+- nothing waits for the device, and how a call is launched depends only on shapes and on `longest`, a bound that the host knows: calls can
+  be captured. Run each shape once before capture, so that nothing is compiled meanwhile;
+- in bfloat16 and float16, a sequence that is not split (`Launch.whole`) gives, bit for bit, what torch's flash attention gives for the
+  last token of the same document in training, on the GPUs where that was compared (docs/performance.md);
+- into how many splits a sequence is divided changes the result by rounding only. Scores and sums are float32.
+
+Blocks of the table must cover each length, and every block number in use must lie inside the cache: neither is checked on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+
+CHECK_BASES = False  # compare base and cache on CUDA too, which waits for the device; on CPU they are always compared
+LOG2_E = math.log2(math.e)
+
+PROCESSORS = 132  # of an H100 or H200; where the device has another number, that one is used
+ENOUGH = 256  # programs that keep 132 processors busy without splitting sequences
+WANTED = 512  # programs to aim for where sequences are split to fill the processors
+MOST_SPLITS = 64
+FEWEST_TOKENS = 128  # of a split: below this, starting a program costs more than the reading it takes over
+WHOLE = 1024  # tokens up to which a sequence is never split, so that it is summed as in training
+LONG = 2048  # the same in a full batch, where splits only serve the longest sequences: the batch ends when its longest program does
+
+
+# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: no reason to compile twice.
+BASES = ("key_base", "value_base")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How `paged_attention` is laid out on the device. Any values give the same result up to rounding."""
+
+    splits: int  # parts a sequence is divided into, at most
+    fewest: int  # tokens in a part, at least
+    tile: int  # tokens read at a time
+    whole: int = 0  # tokens up to which a sequence is one part
+    warps: int = 1
+    stages: int = 2
+
+
+@cache
+def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: int, processors: int = PROCESSORS) -> Launch:
+    """From shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
+    # The tiles of flash attention's forward pass on this chip, and one warp, which holds a row's scores as flash's warps do: sums then have
+    # its order. Four warps read 1.02 to 1.1 times as fast, and sum in another order. Float32 has no flash to agree with.
+    tile = (128 if width <= 64 else 64) if itemsize == 2 else max(16, min(64, 8192 // padded(width)))
+    programs = batch * key_heads
+    if programs * PROCESSORS >= ENOUGH * processors:
+        splits, fewest, whole = -(-longest // LONG), LONG, LONG
+    else:
+        splits, fewest, whole = -(-WANTED * processors // (PROCESSORS * programs)), FEWEST_TOKENS, WHOLE
+        splits = min(splits, -(-longest // fewest)) if longest > whole else 1
+    return Launch(max(1, min(splits, MOST_SPLITS)), fewest, tile, whole, warps=1 if itemsize == 2 else 4)
+
+
+def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsize: int, longest: int) -> int:
+    """Float32 numbers that `paged_attention` needs in `workspace` for this shape; it grows with `longest`, but not always with `batch`."""
+    splits = launch_for(batch, key_heads, width, itemsize, longest, processors_of(torch.device("cuda"))).splits
+    return 0 if splits == 1 else batch * heads * splits * (width + 1)
+
+
+@jit()
+def _share(
+    length: tl.tensor, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Tokens of a sequence that are attended to, and how many of them one split takes."""
+    span = tl.maximum(length, 0)
+    if WINDOW > 0:
+        span = tl.minimum(span, WINDOW)
+    share = tl.maximum(tl.cdiv(tl.cdiv(span, SPLITS), TILE) * TILE, FEWEST)
+    return span, tl.where(span <= WHOLE, tl.maximum(share, span), share)
+
+
+@jit(do_not_specialize_on_alignment=BASES)
+def _attend(
+    q: tl.tensor, out: tl.tensor, sums: tl.tensor, norms: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, table: tl.tensor,
+    lengths: tl.tensor, inner: tl.tensor, outer: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor,
+    out_head: tl.tensor, table_row: tl.tensor,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: the query heads of one key head as rows of a tile, over one split of one sequence."""
+    # Key heads of a token are neighbours in memory and run side by side; empty splits come last.
+    key_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths + sequence)
+    span, share = _share(length, WINDOW, SPLITS, FEWEST, WHOLE, TILE)
+    begin = length - span + split * share
+    stop = tl.minimum(begin + share, length)
+    if (split > 0) & (begin >= stop):
+        return
+
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    head = key_head * GROUP + rows
+    row = sequence.to(tl.int64)
+    asked = (rows < tl.where(length > 0, GROUP, 0))[:, None] & (columns < WIDTH)[None, :]
+    queries = tl.load(q + row * q_row + head[:, None] * q_head + columns[None, :], mask=asked, other=0.0)
+
+    # The hint lets loads be 16 bytes wide although the compiler cannot see where the address came from.
+    keys = tl.multiple_of(tl.load(key_base), 16).to(tl.pointer_type(q.dtype.element_ty))
+    values = tl.multiple_of(tl.load(value_base), 16).to(tl.pointer_type(q.dtype.element_ty))
+    keys = tl.multiple_of(keys, 16) + key_head * WIDTH
+    values = tl.multiple_of(values, 16) + key_head * WIDTH
+    blocks = table + row * table_row
+
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, 4], tl.float32)  # of the four threads that share a row: thread i has columns 2i and 2i + 1 of every eight
+    first = tl.arange(0, TILE // 4)[None, None, :] == 0
+    mixed = tl.zeros([ROWS, PADDED], tl.float32)
+    places = tl.arange(0, TILE)
+    # Every rounding is the one that flash attention makes in training, so that the two agree to the bit: from the last tile to the first,
+    # tiles beginning at multiples of their size; scores scaled and rounded before the maximum is taken off (the launch forbids the compiler
+    # to fuse these); each thread adds up its columns in order, beginning with what it has, and only in the end do the four add theirs.
+    tiles = tl.cdiv(stop, TILE)
+    for index in range(0, tiles - begin // TILE):
+        token = (tiles - 1 - index) * TILE + places
+        inside = (token >= begin) & (token < stop)
+        block = tl.load(blocks + token // BLOCK_TOKENS, mask=inside, other=0).to(tl.int64)
+        slot = block * BLOCK_TOKENS + token % BLOCK_TOKENS
+        offsets = slot[:, None] * (KEY_HEADS * WIDTH) + columns[None, :]
+        kept = inside[:, None] & (columns < WIDTH)[None, :]
+        k = tl.load(keys + offsets, mask=kept, other=0.0)
+        v = tl.load(values + offsets, mask=kept, other=0.0)
+        scores = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if CAPPED:  # outer * tanh(x), where scores = 2 x log2(e); beyond 64 the fraction is 0 in float32
+            scores = outer * (1.0 - 2.0 / (tl.exp2(tl.minimum(scores * inner, 64.0)) + 1.0))
+            factor = 1.0
+        else:
+            factor = inner
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        higher = tl.maximum(highest, tl.max(scores, 1))  # finite, for some token of every tile is inside
+        fade = tl.exp2((highest - higher) * factor)
+        weights = tl.exp2(scores * factor - (higher * factor)[:, None])
+        columns_of_thread = tl.permute(tl.reshape(weights, [ROWS, TILE // 8, 4, 2]), [0, 2, 1, 3])
+        ordered = tl.reshape(columns_of_thread, [ROWS, 4, TILE // 4])
+        before = tl.broadcast_to(total[:, :, None], [ROWS, 4, TILE // 4])
+        kept_share = tl.broadcast_to(fade[:, None, None], [ROWS, 4, TILE // 4])
+        total = tl.sum(tl.where(first, tl.fma(before, kept_share, ordered), ordered), 2)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
+        highest = higher
+
+    sum_of_weights = tl.sum(tl.sum(tl.reshape(total, [ROWS, 2, 2]), 1), 1)  # threads 0 and 2, 1 and 3, then both
+    sum_of_weights = tl.where(sum_of_weights > 0, sum_of_weights, 1.0)
+    result = mixed * tl.div_rn(tl.full([ROWS], 1.0, tl.float32), sum_of_weights)[:, None]
+    # A sequence that is one split is finished here; of others, the parts go to `_combine`.
+    finished = tl.where(span <= share, GROUP, 0)
+    target = out + row * out_row + head[:, None] * out_head + columns[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=(rows < finished)[:, None] & (columns < WIDTH)[None, :])
+    if SPLITS > 1:
+        part = (row * (KEY_HEADS * GROUP) + head) * SPLITS + split
+        left = (rows >= finished) & (rows < GROUP)
+        tl.store(sums + part[:, None] * WIDTH + columns[None, :], result, mask=left[:, None] & (columns < WIDTH)[None, :])
+        tl.store(norms + part, highest * (1.0 if CAPPED else inner) + tl.log2(sum_of_weights), mask=left)
+
+
+@jit()
+def _combine(
+    out: tl.tensor, sums: tl.tensor, norms: tl.tensor, lengths: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: the splits of one head of one sequence, weighted by their sums of exponentials. Single splits are in place already."""
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    span, share = _share(tl.load(lengths + sequence), WINDOW, SPLITS, FEWEST, WHOLE, TILE)
+    if span <= share:
+        return
+    splits, columns = tl.arange(0, PADDED_SPLITS), tl.arange(0, PADDED)
+    row = sequence.to(tl.int64)
+    live = splits < tl.cdiv(span, share)
+    part = (row * HEADS + head) * SPLITS + splits
+    norm = tl.load(norms + part, mask=live, other=float("-inf"))
+    results = tl.load(sums + part[:, None] * WIDTH + columns[None, :], mask=live[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    weights = tl.exp2(norm - tl.max(norm, 0))
+    mixed = tl.sum(results * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + row * out_row + head * out_head + columns, mixed.to(out.dtype.element_ty), mask=columns < WIDTH)
+
+
+@jit()
+def _cache_row(base: tl.tensor, slot: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
+    """Where the keys or values of a token lie, given where its cache does."""
+    cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
+    return tl.multiple_of(cached, 16) + slot * ROW
+
+
+@jit(do_not_specialize_on_alignment=BASES)
+def _write(
+    k: tl.tensor, v: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, slots: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
+    v_row: tl.tensor, v_head: tl.tensor,
+    KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: one token."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    heads, columns = tl.arange(0, PADDED_HEADS)[:, None], tl.arange(0, PADDED)[None, :]
+    kept = (heads < tl.where(slot >= 0, KEY_HEADS, 0)) & (columns < WIDTH)
+    # Everything is loaded before anything is stored: the compiler cannot move a load across a store that might touch the same place.
+    key = tl.load(k + token * k_row + heads * k_head + columns, mask=kept, other=0.0)
+    value = tl.load(v + token * v_row + heads * v_head + columns, mask=kept, other=0.0)
+    keys = _cache_row(key_base, slot, k, KEY_HEADS * WIDTH)
+    values = _cache_row(value_base, slot, v, KEY_HEADS * WIDTH)
+    tl.store(keys + heads * WIDTH + columns, key, mask=kept)
+    tl.store(values + heads * WIDTH + columns, value, mask=kept)
+
+
+@jit()
+def _turned(
+    states: tl.tensor, kept: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rotated halves of some heads. Rounds where transformers does: products to the type of cos before they are added."""
+    first = tl.load(states, mask=kept, other=0.0).to(tl.float32)
+    second = tl.load(states + HALF, mask=kept, other=0.0).to(tl.float32)
+    inside = columns < HALF
+    cos_first = tl.load(cos + columns, mask=inside, other=0.0).to(tl.float32)
+    cos_second = tl.load(cos + HALF + columns, mask=inside, other=0.0).to(tl.float32)
+    sin_first = tl.load(sin + columns, mask=inside, other=0.0).to(tl.float32)
+    sin_second = tl.load(sin + HALF + columns, mask=inside, other=0.0).to(tl.float32)
+    rounded = cos.dtype.element_ty
+    turned_first = (first * cos_first).to(rounded).to(tl.float32) - (second * sin_first).to(rounded).to(tl.float32)
+    turned_second = (second * cos_second).to(rounded).to(tl.float32) + (first * sin_second).to(rounded).to(tl.float32)
+    return turned_first.to(states.dtype.element_ty), turned_second.to(states.dtype.element_ty)
+
+
+@jit(do_not_specialize_on_alignment=BASES)
+def _rotate_and_write(
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, key_base: tl.tensor,
+    value_base: tl.tensor, slots: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor,
+    v_head: tl.tensor, cos_row: tl.tensor, sin_row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED_QUERIES: tl.constexpr,
+    PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr, PADDED_HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program: one token, all its heads."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    query_heads, heads = tl.arange(0, PADDED_QUERIES)[:, None], tl.arange(0, PADDED_HEADS)[:, None]
+    columns, half = tl.arange(0, PADDED)[None, :], tl.arange(0, PADDED_HALF)[None, :]
+    kept_queries = (query_heads < HEADS) & (half < HALF)
+    written = tl.where(slot >= 0, KEY_HEADS, 0)
+    kept_keys = (heads < written) & (half < HALF)
+    kept_values = (heads < written) & (columns < WIDTH)
+    cos += token * cos_row
+    sin += token * sin_row
+
+    # Everything is loaded before anything is stored, as in `_write`.
+    query_first, query_second = _turned(q + token * q_row + query_heads * q_head + half, kept_queries, cos, sin, half, HALF)
+    key_first, key_second = _turned(k + token * k_row + heads * k_head + half, kept_keys, cos, sin, half, HALF)
+    value = tl.load(v + token * v_row + heads * v_head + columns, mask=kept_values, other=0.0)
+    keys = _cache_row(key_base, slot, k, KEY_HEADS * WIDTH)
+    values = _cache_row(value_base, slot, v, KEY_HEADS * WIDTH)
+    rotated = out + token * out_row + query_heads * out_head + half
+    tl.store(rotated, query_first, mask=kept_queries)
+    tl.store(rotated + HALF, query_second, mask=kept_queries)
+    tl.store(keys + heads * WIDTH + half, key_first, mask=kept_keys)
+    tl.store(keys + heads * WIDTH + half + HALF, key_second, mask=kept_keys)
+    tl.store(values + heads * WIDTH + columns, value, mask=kept_values)
+
+
+def paged_attention_reference(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *,
+    scale: float, block_tokens: int = 16, window: int | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    wide = torch.promote_types(q.dtype, torch.float32)
+    place = torch.arange(table.shape[1] * block_tokens, device=q.device)
+    seen = place < lengths[:, None]
+    if window is not None:
+        seen &= place >= lengths[:, None] - window
+    slots = table.long()[:, place // block_tokens] * block_tokens + place % block_tokens
+    slots = slots.masked_fill(~seen, 0)
+    hidden = ~seen[:, :, None, None]
+    # [B, longest, key heads, width]
+    keys, values = (states[slots].to(wide).masked_fill(hidden, 0.0) for states in (key_cache, value_cache))
+    grouped = q.to(wide).unflatten(1, (keys.shape[2], -1))  # [B, key heads, group, width]
+    scores = torch.einsum("bhgw,bthw->bhgt", grouped, keys) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    weights = scores.masked_fill(~seen[:, None, None, :], -torch.inf).softmax(-1)
+    weights = weights.masked_fill((lengths <= 0)[:, None, None, None], 0.0)
+    return torch.einsum("bhgt,bthw->bhgw", weights, values).flatten(1, 2).to(q.dtype)
+
+
+def paged_attention(
+    q: torch.Tensor,  # [B, heads, width], the last dimension dense
+    key_cache: torch.Tensor,  # [slots, key heads, width]
+    value_cache: torch.Tensor,
+    key_base: torch.Tensor,  # int64 [1]: the address of key_cache
+    value_base: torch.Tensor,
+    table: torch.Tensor,  # int32 or int64 [B, most blocks]
+    lengths: torch.Tensor,  # int32 [B]
+    *,
+    scale: float,
+    longest: int,  # no length is greater
+    block_tokens: int = 16,
+    window: int | None = None,  # tokens that the newest one sees, itself included
+    softcap: float | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,  # float32, `workspace_numbers` of them; taken from the allocator when missing
+    launch: Launch | None = None,  # `launch_for` chooses
+) -> torch.Tensor:
+    batch, heads, width = q.shape
+    key_heads = key_cache.shape[1]
+    check_caches(q, key_cache, value_cache, key_base, value_base)
+    assert heads % key_heads == 0 and q.stride(2) == 1, "whole groups of dense heads"
+    assert table.shape[0] == lengths.shape[0] == batch and table.stride(1) == 1 and lengths.is_contiguous()
+    assert longest <= table.shape[1] * block_tokens, "the table cannot hold the longest sequence"
+    assert window is None or window > 0
+    if not runs_triton(q):
+        result = paged_attention_reference(
+            q, key_cache, value_cache, table, lengths, scale=scale, block_tokens=block_tokens, window=window, softcap=softcap
+        )
+        return result if out is None else out.copy_(result)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    assert out.shape == q.shape and out.dtype == q.dtype and out.stride(2) == 1
+    if batch == 0:
+        return out
+
+    reach = longest if window is None else min(longest, window)
+    launch = launch or launch_for(batch, key_heads, width, q.element_size(), max(1, reach), processors_of(q.device))
+    sums, norms = partial_results(batch * heads * launch.splits, width, workspace, q.device) if launch.splits > 1 else (None, None)
+    scale = float(np.float32(scale))  # as flash takes it
+    inner, outer = (scale * LOG2_E, 0.0) if softcap is None else (2.0 * scale * LOG2_E / softcap, softcap * LOG2_E)
+    _attend[(key_heads, batch, launch.splits)](
+        q, out, sums, norms, key_base, value_base, table, lengths, inner, outer,
+        q.stride(0), q.stride(1), out.stride(0), out.stride(1), table.stride(0),
+        KEY_HEADS=key_heads, GROUP=heads // key_heads, WIDTH=width, BLOCK_TOKENS=block_tokens, WINDOW=window or 0,
+        CAPPED=softcap is not None, SPLITS=launch.splits, FEWEST=launch.fewest, WHOLE=launch.whole, ROWS=padded(heads // key_heads),
+        PADDED=padded(width), TILE=launch.tile, enable_fp_fusion=False, num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    if launch.splits > 1:
+        padded_splits = power_of_two(launch.splits)
+        _combine[(heads, batch)](
+            out, sums, norms, lengths, out.stride(0), out.stride(1), HEADS=heads, WIDTH=width, WINDOW=window or 0, SPLITS=launch.splits,
+            FEWEST=launch.fewest, WHOLE=launch.whole, TILE=launch.tile, PADDED=padded(width), PADDED_SPLITS=padded_splits,
+            num_warps=max(1, min(8, padded_splits * padded(width) // 1024)),
+        )  # fmt: skip
+    return out
+
+
+def write_kv_reference(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    kept = slots >= 0
+    key_cache[slots[kept]] = k[kept]
+    value_cache[slots[kept]] = v[kept]
+
+
+def write_kv(
+    k: torch.Tensor,  # [T, key heads, width], the last dimension dense
+    v: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_base: torch.Tensor,
+    value_base: torch.Tensor,
+    slots: torch.Tensor,  # int64 [T], no slot twice; -1: not written
+) -> None:
+    tokens, key_heads, width = k.shape
+    check_caches(k, key_cache, value_cache, key_base, value_base)
+    check_new(k, v, key_cache, slots)
+    if not runs_triton(k):
+        return write_kv_reference(k, v, key_cache, value_cache, slots)
+    if tokens:
+        _write[(tokens,)](
+            k, v, key_base, value_base, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+            KEY_HEADS=key_heads, WIDTH=width, PADDED_HEADS=power_of_two(key_heads), PADDED=power_of_two(width),
+            num_warps=warps_for(key_heads * width),
+        )  # fmt: skip
+
+
+def rotate_and_write_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
+    value_cache: torch.Tensor, slots: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    def rotated(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return (states * cos[:, None]) + (torch.cat((-second, first), dim=-1) * sin[:, None])
+
+    write_kv_reference(rotated(k).to(k.dtype), v, key_cache, value_cache, slots)
+    return rotated(q).to(q.dtype)
+
+
+def rotate_and_write(
+    q: torch.Tensor,  # [T, heads, width]; q, k and v may be views of one tensor, the last dimension dense
+    k: torch.Tensor,  # [T, key heads, width]
+    v: torch.Tensor,
+    cos: torch.Tensor,  # [T, width], as transformers gives them: both halves alike, the scaling of attention included
+    sin: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_base: torch.Tensor,
+    value_base: torch.Tensor,
+    slots: torch.Tensor,  # int64 [T], no slot twice; -1: not written, though the query is rotated
+    *,
+    out: torch.Tensor | None = None,  # not a view of q
+) -> torch.Tensor:
+    """Rotated queries [T, heads, width]; rotated keys and plain values go to the cache. Bit for bit what transformers computes in bfloat16.
+
+    One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own). At decoding batches each moves less
+    than a microsecond's worth of memory, so what is saved is launches.
+    """
+    tokens, heads, width = q.shape
+    check_caches(q, key_cache, value_cache, key_base, value_base)
+    check_new(k, v, key_cache, slots)
+    assert len(k) == tokens and cos.shape == sin.shape == (tokens, width) and width % 2 == 0
+    assert q.stride(2) == cos.stride(1) == sin.stride(1) == 1
+    assert cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
+    if not runs_triton(q):
+        result = rotate_and_write_reference(q, k, v, cos, sin, key_cache, value_cache, slots)
+        return result if out is None else out.copy_(result)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    assert out.shape == q.shape and out.dtype == q.dtype and out.stride(2) == 1
+    if tokens:
+        key_heads = k.shape[1]
+        _rotate_and_write[(tokens,)](
+            q, k, v, cos, sin, out, key_base, value_base, slots, q.stride(0), q.stride(1), k.stride(0), k.stride(1),
+            v.stride(0), v.stride(1), cos.stride(0), sin.stride(0), out.stride(0), out.stride(1),
+            HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, HALF=width // 2, PADDED_QUERIES=power_of_two(heads),
+            PADDED_HEADS=power_of_two(key_heads), PADDED=power_of_two(width), PADDED_HALF=power_of_two(width // 2),
+            num_warps=warps_for(heads * width),
+        )  # fmt: skip
+    return out
+
+
+def base_of(states: torch.Tensor) -> torch.Tensor:
+    """A base that points at a cache. The engine keeps one for each layer and writes a new address into it when the cache moves."""
+    return torch.tensor([states.data_ptr()], dtype=torch.int64, device=states.device)
+
+
+def check_caches(
+    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor
+) -> None:
+    for states, base in ((key_cache, key_base), (value_cache, value_base)):
+        assert states.is_contiguous() and states.dtype == q.dtype and states.shape == key_cache.shape and states.shape[2] == q.shape[2]
+        assert base.dtype == torch.int64 and base.shape == (1,) and base.device == q.device
+        assert states.data_ptr() % 16 == 0, "kernels read 16 bytes at a time"
+        comparable = not q.is_cuda or (CHECK_BASES and not torch.cuda.is_current_stream_capturing())
+        assert not comparable or int(base) == states.data_ptr(), "the base does not point at the cache"
+
+
+def check_new(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    assert k.shape == v.shape and k.dtype == v.dtype == key_cache.dtype and k.shape[1:] == key_cache.shape[1:]
+    assert k.stride(2) == v.stride(2) == 1 and slots.shape == (len(k),) and slots.is_contiguous()
+
+
+@cache
+def processors_of(device: torch.device) -> int:
+    usable = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if usable else PROCESSORS
+
+
+def partial_results(parts: int, width: int, workspace: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """The splits' results [parts, width] and the logarithms of their sums of exponentials [parts], flat, side by side."""
+    needed = parts * (width + 1)
+    if workspace is None:
+        workspace = torch.empty(needed, dtype=torch.float32, device=device)
+    assert workspace.dtype == torch.float32 and workspace.is_contiguous() and workspace.numel() >= needed, f"{needed} numbers are needed"
+    flat = workspace.view(-1)
+    return flat[: parts * width], flat[parts * width : needed]
+
+
+def power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def padded(number: int) -> int:
+    """Tensor cores take no side below 16, Triton none that is not a power of two."""
+    return max(16, power_of_two(number))
+
+
+def warps_for(numbers: int) -> int:
+    """Eight numbers of two bytes each thread, within reason."""
+    return max(1, min(8, power_of_two(numbers) // 256))
+
+
+BANDWIDTH = 4.3e12  # bytes/s of a large copy on an H200
+SHAPES = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}  # Qwen2.5: heads, key heads, width
+BATCHES = (1, 8, 32, 128, 512, 1024)
+CONTEXTS = (500, 2000, 8000)
+LAYERS = 24  # a graph visits as many caches as a model has layers, so that the second-level cache helps no more than it does in a model
+
+
+def bench(device: str | torch.device = "cuda", *, sweep: bool = False, tight: bool = True) -> dict[str, dict[str, Any]]:
+    """Microseconds, bytes and share of the H200's bandwidth of each op at each shape, bfloat16, inside CUDA graphs.
+
+    `tight`: the host knows the longest context; otherwise the bound is 9,216 whatever the contexts are. `sweep`: each shape under other
+    launches too, with the best named. "mixed" has lognormal lengths up to 8,192, as at the end of a long rollout.
+    """
+    device = torch.device(device)
+    pool = torch.empty(min(32 << 30, torch.cuda.mem_get_info(device)[0] // 2) // 2, dtype=torch.bfloat16, device=device).normal_()
+    results: dict[str, dict[str, Any]] = {}
+    for model, shape in SHAPES.items():
+        for batch in BATCHES:
+            results[f"{model} rotate_and_write tokens={batch}"] = bench_write(pool, shape, batch)
+            mixed = torch.distributions.LogNormal(7.0, 0.9).sample((batch,)).clamp(100, 8192).int().to(device)
+            for name, lengths in [*((str(context), torch.full_like(mixed, context)) for context in CONTEXTS), ("mixed", mixed)]:
+                longest = int(lengths.max()) if tight else 9216
+                measured = bench_attention(pool, shape, lengths, longest, sweep)
+                if measured is not None:
+                    results[f"{model} attention batch={batch} context={name}"] = measured
+    return results
+
+
+def bench_attention(
+    pool: torch.Tensor, shape: tuple[int, int, int], lengths: torch.Tensor, longest: int, sweep: bool
+) -> dict[str, Any] | None:
+    heads, key_heads, width = shape
+    batch, device = len(lengths), pool.device
+    columns, most = -(-longest // 16), -(-int(lengths.max()) // 16)
+    numbers = batch * most * 16 * key_heads * width  # of one cache
+    layers = min(LAYERS, len(pool) // (2 * numbers))
+    if layers == 0:
+        return None
+    caches = pool[: layers * 2 * numbers].view(layers, 2, -1, key_heads, width)
+    bases = torch.tensor([[states.data_ptr() for states in layer] for layer in caches], dtype=torch.int64, device=device)
+    table = torch.zeros(batch, columns, dtype=torch.int32, device=device)
+    table[:, :most] = torch.randperm(batch * most, device=device).view(batch, most)
+    q = torch.randn(batch, heads, width, dtype=pool.dtype, device=device)
+    out = torch.empty_like(q)
+    chosen = launch_for(batch, key_heads, width, 2, longest, processors_of(device))
+
+    def calls(launch: Launch) -> Iterator[Callable[[], Any]]:
+        workspace = torch.empty(batch * heads * launch.splits * (width + 1), device=device)
+        for (keys, values), base in zip(caches, bases, strict=True):
+            yield partial(
+                paged_attention, q, keys, values, base[:1], base[1:], table, lengths,
+                scale=width**-0.5, longest=longest, out=out, workspace=workspace, launch=launch,
+            )  # fmt: skip
+
+    moved = int(lengths.sum()) * 2 * key_heads * width * 2 + 2 * q.nbytes + (int(lengths.sum()) // 16) * 4
+    found = figures(microseconds(list(calls(chosen))), moved) | {"launch": str(chosen), "layers": layers}
+    if sweep:
+        times = {}
+        for launch in other_launches(chosen):
+            with suppress(triton.runtime.errors.OutOfResources):
+                times[str(launch)] = microseconds(list(calls(launch)))
+        best = min(times, key=lambda name: times[name])
+        found |= {"best": best, "best_microseconds": times[best], "sweep": times}
+    return found
+
+
+def bench_write(pool: torch.Tensor, shape: tuple[int, int, int], tokens: int) -> dict[str, Any]:
+    heads, key_heads, width = shape
+    caches = pool[: LAYERS * 2 * 16 * tokens * key_heads * width].view(LAYERS, 2, -1, key_heads, width)
+    bases = torch.tensor([[states.data_ptr() for states in layer] for layer in caches], dtype=torch.int64, device=pool.device)
+    slots = torch.randperm(16 * tokens, device=pool.device)[:tokens]
+    fused = torch.randn(tokens, heads + 2 * key_heads, width, dtype=pool.dtype, device=pool.device)
+    q, k, v = fused.split((heads, key_heads, key_heads), dim=1)
+    cos, sin = torch.randn(2, tokens, width, dtype=pool.dtype, device=pool.device).unbind()
+    out = torch.empty_like(q)
+    calls = [
+        partial(rotate_and_write, q, k, v, cos, sin, keys, values, base[:1], base[1:], slots, out=out)
+        for (keys, values), base in zip(caches, bases, strict=True)
+    ]
+    return figures(microseconds(calls), 2 * fused.nbytes + 2 * cos.nbytes)
+
+
+def other_launches(chosen: Launch) -> list[Launch]:
+    splits = {(chosen.splits, chosen.fewest)} | {(count, 128 if count > 4 else LONG) for count in (1, 2, 4, 8, 16, 32, 64)}
+    tiles = [(tile, warps, stages) for tile in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
+    return [
+        Launch(count, fewest, tile, warps, stages)
+        for count, fewest in sorted(splits)
+        for tile, warps, stages in (tiles if count == chosen.splits else [(chosen.tile, chosen.warps, chosen.stages)])
+    ]
+
+
+def figures(time: float, moved: int) -> dict[str, Any]:
+    return {"microseconds": time, "bytes": moved, "fraction": moved / BANDWIDTH / (time * 1e-6)}
+
+
+def microseconds(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
+    """Of one call, when all are run one after another in a CUDA graph. The second-level cache is emptied before each round."""
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    calls[0]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    rounds = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        flush.zero_()  # long enough for the host to queue the graph behind it: its launch is not measured
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end) * 1e3 / len(calls))
+    return sorted(rounds)[len(rounds) // 2]

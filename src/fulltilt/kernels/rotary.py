@@ -1,0 +1,144 @@
+"""Rotary position embedding of queries and keys, both in one kernel.
+
+Enters: queries [T, heads, width] and keys [T, key heads, width] (views of a fused projection are allowed if the last axis is dense), and
+the cosines and sines [T, width] of the tokens' positions, all of one type. Leaves: rotated queries and keys, contiguous.
+Guaranteed: transformers' half-split form (`apply_rotary_pos_emb` of Llama and its kin) with its rounding: each product, then the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
+
+HEADS = 8  # of a program
+
+
+def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines get no gradient."""
+    if q.dtype not in FLOATS or not runs_triton(q):
+        return rotary_reference(q, k, cos, sin)
+    assert q.ndim == k.ndim == 3 and cos.ndim == sin.ndim == 2 and q.shape[2] == k.shape[2] == cos.shape[1] == sin.shape[1]
+    assert len(q) == len(k) == len(cos) == len(sin) and q.shape[2] % 2 == 0
+    assert q.dtype == k.dtype == cos.dtype == sin.dtype
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+    return rotate(q, k, cos, sin, backward=False)
+
+
+def rotary_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cos, sin = cos[:, None, :], sin[:, None, :]
+
+    def turn(x: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        return (x * cos) + (torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin)
+
+    return turn(q), turn(k)
+
+
+@jit
+def _rotate_heads(
+    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, token: tl.tensor, first: tl.tensor, heads: tl.tensor,
+    half: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
+    BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    head = first + tl.arange(0, HEADS)[:, None]
+    column = tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (column < half)
+    there = column < half
+    low = tl.load(x + token * x_stride + head * x_head_stride + column, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + token * x_stride + head * x_head_stride + half + column, mask=inside, other=0.0).to(tl.float32)
+    low_cos = tl.load(cos + token * cos_stride + column, mask=there, other=0.0).to(tl.float32)
+    high_cos = tl.load(cos + token * cos_stride + half + column, mask=there, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin + token * sin_stride + column, mask=there, other=0.0).to(tl.float32)
+    high_sin = tl.load(sin + token * sin_stride + half + column, mask=there, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    # Forward: low' = low cos - high sin, high' = high cos + low sin. The gradient goes through the transpose of that.
+    if BACKWARD:
+        low_beside = (high * high_sin).to(kind).to(tl.float32)
+        high_beside = (-low * low_sin).to(kind).to(tl.float32)
+    else:
+        low_beside = (-high * low_sin).to(kind).to(tl.float32)
+        high_beside = (low * high_sin).to(kind).to(tl.float32)
+    low_out = (low * low_cos).to(kind).to(tl.float32) + low_beside
+    high_out = (high * high_cos).to(kind).to(tl.float32) + high_beside
+    place = out + (token * heads + head) * (2 * half) + column
+    tl.store(place, low_out.to(kind), mask=inside)
+    tl.store(place + half, high_out.to(kind), mask=inside)
+
+
+@jit
+def _rotary_kernel(
+    q: tl.tensor, k: tl.tensor, q_out: tl.tensor, k_out: tl.tensor, cos: tl.tensor, sin: tl.tensor, q_heads: tl.tensor,
+    k_heads: tl.tensor, half: tl.tensor, q_stride: tl.tensor, q_head_stride: tl.tensor, k_stride: tl.tensor,
+    k_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
+    BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(q_heads, HEADS)
+    if block < q_blocks:
+        _rotate_heads(
+            q, q_out, cos, sin, token, block * HEADS, q_heads, half, q_stride, q_head_stride, cos_stride, sin_stride,
+            BACKWARD, HEADS, HALF,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k, k_out, cos, sin, token, (block - q_blocks) * HEADS, k_heads, half, k_stride, k_head_stride, cos_stride, sin_stride,
+            BACKWARD, HEADS, HALF,
+        )  # fmt: skip
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    assert all(states.stride(-1) == 1 for states in (q, k, cos, sin)), "the last axis must be dense"
+    q_out, k_out = (torch.empty_like(states, memory_format=torch.contiguous_format) for states in (q, k))
+    tokens, q_heads, width = q.shape
+    k_heads, half = k.shape[1], width // 2
+    if tokens:
+        block = max(16, triton.next_power_of_2(half))
+        _rotary_kernel[(tokens, triton.cdiv(q_heads, HEADS) + triton.cdiv(k_heads, HEADS))](
+            q, k, q_out, k_out, cos, sin, q_heads, k_heads, half, *q.stride()[:2], *k.stride()[:2], cos.stride(0), sin.stride(0),
+            BACKWARD=backward, HEADS=HEADS, HALF=block, num_warps=max(1, HEADS * block // 256), enable_fp_fusion=False,
+        )  # fmt: skip
+    return q_out, k_out
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(cos, sin)
+        return rotate(q, k, cos, sin, backward=False)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_q: torch.Tensor, of_k: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        of_q, of_k = (states if states.stride(-1) == 1 else states.contiguous() for states in (of_q, of_k))
+        return *rotate(of_q, of_k, cos, sin, backward=True), None, None
+
+
+def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
+    """Device time of a call on views of a fused projection, replayed from a graph over copies that together exceed the L2 cache where that
+    is feasible; `torch_us` is the reference's. `fraction` is bytes / time / 4.3 TB/s."""
+    found = []
+    for shape, (heads, key_heads, width) in {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}.items():
+        for tokens in (1, 64, 512, 1024):
+            count = tokens * width * dtype.itemsize * (2 * (heads + key_heads) + 2)
+            copies = min(64, max(2, 200 * 2**20 // count))
+            angles = torch.randn(tokens, width, device=device)
+            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+            whole = [torch.randn(tokens, heads + 2 * key_heads, width, device=device, dtype=dtype) for _ in range(copies)]
+            inputs = [(qkv[:, :heads], qkv[:, heads : heads + key_heads]) for qkv in whole]
+            times = [
+                triton.testing.do_bench_cudagraph(lambda op=op, inputs=inputs, cos=cos, sin=sin: [op(q, k, cos, sin) for q, k in inputs])
+                * 1e3
+                / copies
+                for op in (rotary, rotary_reference)
+            ]
+            found.append(
+                {"op": "rotary", "shape": shape, "tokens": tokens, "us": times[0], "torch_us": times[1], "bytes": count,
+                 "fraction": count / (times[0] * 1e-6) / 4.3e12}
+            )  # fmt: skip
+    return found

@@ -1,0 +1,853 @@
+"""Drawing tokens from logits, their log-probs, and what a drawn token ends.
+
+Enters: logits [rows, vocabulary] (bfloat16, float16 or float32), the 64-bit seed of each sample and its place in the response. Leaves: a
+token int64 and its log-prob float32 for each draw (`sample`); flags, lengths and recorded tokens brought up to date (`finish`).
+
+Guaranteed:
+- the log-prob is of the full softmax at the temperature, in float32, whatever top-k and top-p cut away;
+- the noise is a function of (seed, position, vocabulary entry) alone: a token does not depend on what else is in the batch. Its words are
+  the same on every device; logarithms and sums differ in the last bits, so a token differs only where two candidates tie within those;
+- everything happens on the device: no allocation when `Workspace` and `out` are given, no look of the host, shapes fixed: capturable;
+- NaN among the logits shows as a NaN log-prob beside a token inside the vocabulary.
+
+How a token is drawn. Gumbel-max in two levels: the vocabulary is cut into blocks of `BLOCK` entries; argmax(log mass + Gumbel) over the
+blocks, then argmax(logit + Gumbel) inside the winner. That is the softmax exactly, since the largest of a block's perturbed logits is
+itself Gumbel around the block's log mass. It needs noise for the blocks and one block's entries (1,173 numbers where the vocabulary has
+151,936), so a pass over the logits with one exponential an entry is all there is to do; hashes and logarithms for every entry would take
+three times as long as that pass.
+
+top-k, then top-p among what is left, keep a prefix of the entries sorted by logit (equal ones by index). The prefix is never searched for:
+`CANDIDATES` tokens are drawn from the full softmax, and a second pass tells how many entries and how much mass come before each. The first
+that lies in the prefix is the token, with exactly the probability that the restricted softmax gives it. Where none does (the share that is
+cut, to the power of CANDIDATES), further ones are drawn from what lies before the best rejected one, which ends fast and always.
+
+Reads of the logits: plain and greedy, 1 and one block. With top-k or top-p, at most 2 and CANDIDATES blocks for all but those few rows, and
+less by the blocks whose largest logit lies below all candidates; `Workspace.reads` counts blocks. Only top-k and top-p together need the
+mass of the k likeliest as well; it is searched in the blocks whose largest logit can be among them (about k of them, a few times), and
+counted too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+
+BLOCK = 1024  # entries of a block: part of what the noise means, not a tuning
+CANDIDATES = 4  # likewise
+ROUNDS = 64  # 6 bits of the noise's counter
+ENTRY_BITS = 25  # vocabularies up to 33 million; bit 25 says whether an entry or a block is meant
+WAYS = 16  # thresholds tried at a time in the search for the k-th largest logit
+
+EMPTY, RUNNING, STOPPED, FULL = -1, 0, 1, 2  # of a slot: nobody in it, decoding, ended by an end token, ended by its length
+
+CHUNK_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 25}  # of logits that the reference handles at a time
+
+
+@dataclass(frozen=True, eq=False)
+class Workspace:
+    """What the passes of `sample` hand to one another. One serves any number of draws up to `rows`; a graph keeps its addresses."""
+
+    maxima: torch.Tensor  # float32 [rows, blocks]: largest scaled logit
+    masses: torch.Tensor  # float32 [rows, blocks]: log of the sum of exp(scaled logit)
+    normalisers: torch.Tensor  # float32 [rows]
+    candidates: torch.Tensor  # int64 [rows, CANDIDATES]
+    values: torch.Tensor  # float32 [rows, CANDIDATES]: their scaled logits
+    before_mass: torch.Tensor  # float32 [rows, blocks, CANDIDATES]: probability of the entries before a candidate
+    before_count: torch.Tensor  # int32 [rows, blocks, CANDIDATES]: entries strictly larger
+    kept: torch.Tensor  # float32 [rows]: probability of the k likeliest
+    reads: torch.Tensor  # int32 [rows]: blocks of logits read after the first pass by the latest `sample` with top-k or top-p
+
+    @staticmethod
+    def make(rows: int, vocabulary: int, device: torch.device | str, *, restricted: bool = True) -> Workspace:
+        """Without `restricted`, only for draws from the full softmax."""
+        blocks, more = -(-vocabulary // BLOCK), rows if restricted else 0
+        numbers = lambda *size, dtype=torch.float32: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
+        return Workspace(
+            maxima=numbers(rows, blocks),
+            masses=numbers(rows, blocks),
+            normalisers=numbers(more),
+            candidates=numbers(more, CANDIDATES, dtype=torch.int64),
+            values=numbers(more, CANDIDATES),
+            before_mass=numbers(more, blocks, CANDIDATES),
+            before_count=numbers(more, blocks, CANDIDATES, dtype=torch.int32),
+            kept=numbers(more),
+            reads=numbers(more, dtype=torch.int32),
+        )
+
+
+def sample(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0,
+    top_p: float | torch.Tensor = 1.0,
+    *,
+    rows: torch.Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
+    workspace: Workspace | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens int64 [S] and their log-probs float32 [S].
+
+    `seeds` int64 [S] (the bits of a uint64) and `positions` int32 or int64 [S] (tokens drawn so far) name the noise. `rows` int64 [S] says
+    which row of the logits each draws from, when several draw from one. Temperature, top-k and top-p are numbers, or float32, int32 and
+    float32 [S], which a captured graph reads anew; temperature 0 is greedy (its log-prob is at temperature 1), top-k 0 and top-p 1 cut
+    nothing. `scale` and `cap` are the model's `LogitShape`: what is drawn from is cap * tanh(logits * scale / cap).
+    """
+    draws = len(seeds)
+    assert logits.dim() == 2 and logits.stride(1) == 1 and 0 < logits.shape[1] <= 1 << ENTRY_BITS
+    assert seeds.dtype == torch.int64 and positions.shape == seeds.shape and len(logits if rows is None else rows) == draws
+    if not runs_triton(logits):
+        return sample_reference(logits, seeds, positions, temperature, top_k, top_p, rows=rows, scale=scale, cap=cap, out=out)
+    assert draws < 1 << 16  # the second side of a launch grid
+    assert all(number.is_contiguous() for number in (seeds, positions, rows, temperature, top_k, top_p) if isinstance(number, torch.Tensor))
+    by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < logits.shape[1]
+    by_p = isinstance(top_p, torch.Tensor) or top_p < 1.0
+    space = workspace or Workspace.make(draws, logits.shape[1], logits.device, restricted=by_k or by_p)
+    tokens, logprobs = out or (
+        torch.empty(draws, dtype=torch.int64, device=logits.device),
+        torch.empty(draws, dtype=torch.float32, device=logits.device),
+    )
+    blocks = space.maxima.shape[1]
+    assert len(space.maxima) >= draws and blocks == -(-logits.shape[1] // BLOCK)
+    if draws == 0:
+        return tokens, logprobs
+    group, warps = _tile(draws, blocks)
+    padded = triton.next_power_of_2(blocks)
+    heat, k, p = (number if isinstance(number, torch.Tensor) else float(number) for number in (temperature, top_k, top_p))
+    shape = (rows, heat, logits.stride(0), logits.shape[1], blocks, float(scale), float(cap or 1.0))
+    fixed = dict(HAS_ROWS=rows is not None, TEMPERATURES=isinstance(temperature, torch.Tensor), CAPPED=cap is not None, BLOCK=BLOCK)
+    _blocks_kernel[(triton.cdiv(blocks, group), draws)](logits, *shape, space.maxima, space.masses, GROUP=group, num_warps=warps, **fixed)
+    if not (by_k or by_p):
+        _draw_kernel[(draws,)](
+            logits, *shape, seeds, positions, space.maxima, space.masses, tokens, logprobs, None,
+            CANDIDATES=1, PADDED=padded, num_warps=4, **fixed,
+        )  # fmt: skip
+        return tokens, logprobs
+    assert len(space.reads) >= draws, "a workspace made with restricted=False"
+    _draw_kernel[(draws,)](
+        logits, *shape, seeds, positions, space.maxima, space.masses, space.candidates, space.values, space.normalisers,
+        CANDIDATES=CANDIDATES, PADDED=padded, num_warps=4, **fixed,
+    )  # fmt: skip
+    each_k, each_p = isinstance(top_k, torch.Tensor), isinstance(top_p, torch.Tensor)
+    if by_k and by_p:
+        _kept_kernel[(draws,)](
+            logits, *shape, k, space.maxima, space.normalisers, space.kept, space.reads,
+            TOP_KS=each_k, WAYS=WAYS, PADDED=padded, num_warps=4, **fixed,
+        )  # fmt: skip
+    group = max(1, group // 2)  # it holds more numbers for each entry
+    tiles = triton.cdiv(blocks, group)
+    _before_kernel[(tiles, draws)](
+        logits, *shape, space.maxima, space.normalisers, space.candidates, space.values, space.before_mass, space.before_count,
+        CANDIDATES=CANDIDATES, GROUP=group, num_warps=warps, **fixed,
+    )  # fmt: skip
+    _settle_kernel[(draws,)](
+        logits, *shape, seeds, positions, k, p,
+        space.maxima, space.normalisers, space.candidates, space.values, space.before_mass, space.before_count, space.kept, space.reads,
+        tokens, logprobs, tiles,
+        BY_K=by_k, BY_P=by_p, TOP_KS=each_k, TOP_PS=each_p,
+        CANDIDATES=CANDIDATES, ROUNDS=ROUNDS, GROUP=4, PADDED=padded, PADDED_TILES=triton.next_power_of_2(tiles), num_warps=4, **fixed,
+    )  # fmt: skip
+    return tokens, logprobs
+
+
+def _tile(draws: int, blocks: int) -> tuple[int, int]:
+    """Blocks of logits and warps of a program of the passes: every multiprocessor busy first, then few and large programs."""
+    if draws * blocks < 1 << 10:
+        return 1, 4
+    return (4, 4) if draws * blocks < 1 << 14 else (8, 8)
+
+
+# -- the noise ------------------------------------------------------------------------------------------------------------------------
+
+
+def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two words (int32, their bits) of the key of each sample's noise at its place in the response.
+
+    SplitMix64 on the bits of int64 numbers: equal seeds one position apart, or neighbouring seeds, have nothing in common.
+    """
+    value = seeds + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15, 64)
+    value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
+    value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
+    value = value ^ ((value >> 31) & ((1 << 33) - 1))
+    return _low_word(value), _low_word(value >> 32)
+
+
+def noise_words(low: torch.Tensor, high: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """32 random bits, as int32, from a key and a counter, all int32. Products wrap."""
+    return _mix32(_mix32(counter ^ low) ^ high)
+
+
+def gumbel(low: torch.Tensor, high: torch.Tensor, entries: torch.Tensor, turn: int, *, of_blocks: bool) -> torch.Tensor:
+    """Gumbel noise float32 of vocabulary entries or of blocks of them, in one turn of drawing.
+
+    A word w gives v = (w + 1/2) / 2^32, and -log(-log(1 - v)). Large noise, which decides draws, comes from small v, where float32 keeps
+    all 32 bits: it reaches 22.9, so what has a probability of 2^-32 in its block still gets it. Small noise comes from v near 1 and
+    decides nothing: v stops at the float below 1, noise at -2.8.
+    """
+    counter = entries + _signed((turn << ENTRY_BITS + 1) + (int(of_blocks) << ENTRY_BITS), 32)
+    word = noise_words(low, high, counter.int()).long() & 0xFFFFFFFF
+    uniform = ((word.float() + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_().neg_()
+
+
+def _mix32(value: torch.Tensor) -> torch.Tensor:
+    value = (value ^ ((value >> 16) & 0xFFFF)) * 0x7FEB352D
+    value = (value ^ ((value >> 15) & 0x1FFFF)) * _signed(0x846CA68B, 32)
+    return value ^ ((value >> 16) & 0xFFFF)
+
+
+def _signed(number: int, bits: int) -> int:
+    """The signed number with the same bits."""
+    return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
+
+
+def _low_word(value: torch.Tensor) -> torch.Tensor:
+    value = value & 0xFFFFFFFF
+    return (value - ((value >> 31) << 32)).int()
+
+
+# -- the reference --------------------------------------------------------------------------------------------------------------------
+
+
+def sample_reference(
+    logits: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0,
+    top_p: float | torch.Tensor = 1.0,
+    *,
+    rows: torch.Tensor | None = None,
+    scale: float = 1.0,
+    cap: float | None = None,
+    out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` in plain torch, on any device; also what runs on CPU."""
+    draws = len(seeds)
+    tokens, logprobs = out or (
+        torch.empty(draws, dtype=torch.int64, device=logits.device),
+        torch.empty(draws, dtype=torch.float32, device=logits.device),
+    )
+    by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < logits.shape[1]
+    by_p = isinstance(top_p, torch.Tensor) or top_p < 1.0
+    size = max(1, CHUNK_NUMBERS[logits.device.type] // logits.shape[1])
+    for start in range(0, draws, size):
+        part = slice(start, start + size)
+        given = logits[part] if rows is None else logits[rows[part]]
+        heat = temperature[part, None] if isinstance(temperature, torch.Tensor) else temperature
+        k, p = (torch.as_tensor(number, device=logits.device).expand(draws)[part] for number in (top_k, top_p))
+        scaled = _scaled(given, heat, scale, cap)
+        masses = _block_masses(scaled)
+        low, high = noise_keys(seeds[part], positions[part])
+        if not isinstance(heat, torch.Tensor) and heat == 0:
+            chosen = scaled.argmax(-1)
+        elif by_k or by_p:
+            chosen = _restricted(scaled, masses, low, high, k if by_k else None, p if by_p else None)
+        else:
+            chosen = _pick(scaled, masses, low, high, turn=0)
+        if isinstance(heat, torch.Tensor):
+            chosen = torch.where(heat[:, 0] > 0, chosen, scaled.argmax(-1))
+        tokens[part] = chosen
+        logprobs[part] = scaled.gather(1, chosen[:, None])[:, 0] - masses.logsumexp(-1)
+    return tokens, logprobs
+
+
+def _scaled(logits: torch.Tensor, temperature: float | torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
+    values = logits.float()
+    values = values if scale == 1.0 else values * scale
+    values = values if cap is None else torch.tanh(values / cap) * cap
+    if isinstance(temperature, torch.Tensor):
+        return values * torch.where(temperature > 0, 1.0 / temperature, 1.0)
+    return values if temperature in (0, 1) else values * (1.0 / temperature)
+
+
+def _block_masses(scaled: torch.Tensor) -> torch.Tensor:
+    """Log of the sum of exp of each block: [S, blocks]."""
+    whole = scaled.shape[1] // BLOCK * BLOCK
+    masses = scaled[:, :whole].unflatten(1, (-1, BLOCK)).logsumexp(-1) if whole else scaled[:, :0]
+    return masses if whole == scaled.shape[1] else torch.cat([masses, scaled[:, whole:].logsumexp(-1, keepdim=True)], dim=1)
+
+
+def _pick(scaled: torch.Tensor, masses: torch.Tensor, low: torch.Tensor, high: torch.Tensor, turn: int) -> torch.Tensor:
+    """One draw from exp(scaled) for each row."""
+    low, high = low[:, None], high[:, None]
+    blocks = torch.arange(masses.shape[1], device=scaled.device)
+    among = masses + gumbel(low, high, blocks, turn, of_blocks=True) if len(blocks) > 1 else masses  # one block needs no noise
+    block = among.argmax(-1, keepdim=True)
+    entries = block * BLOCK + torch.arange(min(BLOCK, scaled.shape[1]), device=scaled.device)
+    outside = entries >= scaled.shape[1]
+    values = scaled.gather(1, entries.clamp(max=scaled.shape[1] - 1)).masked_fill_(outside, -torch.inf)
+    place = (values + gumbel(low, high, entries, turn, of_blocks=False)).argmax(-1, keepdim=True)
+    return entries.gather(1, place)[:, 0].clamp(max=scaled.shape[1] - 1)
+
+
+def _restricted(
+    scaled: torch.Tensor,
+    masses: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+) -> torch.Tensor:
+    """The first of the candidates that top-k [S] and top-p [S] keep, drawn until every row has one."""
+    vocabulary = scaled.shape[1]
+    entries = torch.arange(vocabulary, device=scaled.device)
+    kept = torch.ones(len(scaled), device=scaled.device)
+    if top_k is not None:
+        top_k = torch.where(top_k > 0, top_k, vocabulary).long()
+        if top_p is not None:
+            # Those that equal the k-th likeliest are kept as well.
+            last = (top_k.clamp(max=vocabulary) - 1)[:, None]
+            smallest = scaled.topk(int(last.max()) + 1, dim=-1).values.gather(1, last)
+            kept = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(scaled < smallest, 0.0).sum(-1)
+    tokens = scaled.argmax(-1)  # for a row that can keep nothing
+    waiting = torch.arange(len(scaled), device=scaled.device)
+    pivot = torch.full_like(waiting, vocabulary)  # the best that was rejected
+    pivot_value = torch.full_like(kept, -torch.inf)
+
+    def before(value: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+        return (scaled > value[:, None]) | ((scaled == value[:, None]) & (entries < entry[:, None]))
+
+    for turn in range(ROUNDS):
+        if turn < CANDIDATES:
+            drawn = _pick(scaled, masses, low, high, turn)
+        else:
+            left = scaled.masked_fill(~before(pivot_value, pivot), -torch.inf)
+            drawn = _pick(left, _block_masses(left), low, high, turn)
+        value = scaled.gather(1, drawn[:, None])[:, 0]
+        keep = torch.ones_like(drawn, dtype=torch.bool)
+        if top_k is not None:
+            keep &= (scaled > value[:, None]).sum(-1) < top_k
+        if top_p is not None:
+            mass = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(~before(value, drawn), 0.0).sum(-1)
+            keep &= ~(mass >= top_p * kept) | (top_p >= 1)  # also where the mass is NaN
+        tokens[waiting[keep]] = drawn[keep]
+        better = (value > pivot_value) | ((value == pivot_value) & (drawn < pivot))
+        pivot, pivot_value = torch.where(better, drawn, pivot), torch.where(better, value, pivot_value)
+        on = ~keep
+        if not on.any():
+            break
+        waiting, scaled, masses, low, high, kept = waiting[on], scaled[on], masses[on], low[on], high[on], kept[on]
+        pivot, pivot_value = pivot[on], pivot_value[on]
+        top_k, top_p = None if top_k is None else top_k[on], None if top_p is None else top_p[on]
+    return tokens
+
+
+# -- the kernels ----------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _mix(value: tl.tensor) -> tl.tensor:
+    value = (value ^ (value >> 16)) * 0x7FEB352D
+    value = (value ^ (value >> 15)) * 0x846CA68B
+    return value ^ (value >> 16)
+
+
+@jit
+def _key(seeds: tl.tensor, positions: tl.tensor, draw: tl.tensor) -> tl.tensor:
+    seed = tl.load(seeds + draw).to(tl.uint64, bitcast=True)
+    place = tl.load(positions + draw).to(tl.int64).to(tl.uint64, bitcast=True)
+    value = seed + (place + 1) * 0x9E3779B97F4A7C15
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB
+    value = value ^ (value >> 31)
+    return value.to(tl.uint32), (value >> 32).to(tl.uint32)
+
+
+@jit
+def _gumbel(low: tl.tensor, high: tl.tensor, entries: tl.tensor, turn: tl.tensor, OF_BLOCKS: tl.constexpr) -> tl.tensor:
+    counter = entries.to(tl.uint32) + turn * 67108864 + OF_BLOCKS * 33554432
+    word = _mix(_mix(counter ^ low) ^ high)
+    uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    # -log(1 - v): near 1 a logarithm has few digits, so 2 atanh(v / (2 - v)) as its series.
+    ratio = uniform / (2.0 - uniform)
+    square = ratio * ratio
+    series = 2.0 * ratio * (1.0 + square * (0.3333333333 + square * (0.2 + square * (0.1428571429 + square * 0.1111111111))))
+    return -tl.log(tl.where(uniform < 0.25, series, -tl.log(1.0 - uniform)))
+
+
+@jit
+def _number(source: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
+    """A number of a draw: its own, or the one of all."""
+    return tl.load(source + draw).to(tl.float32) if EACH else source
+
+
+@jit
+def _sharpness(temperature: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
+    """The factor on a draw's logits, and whether it is greedy."""
+    heat = _number(temperature, draw, EACH) + 0.0
+    return tl.where(heat > 0.0, tl.div_rn(1.0, tl.where(heat > 0.0, heat, 1.0)), 1.0), heat <= 0.0
+
+
+@jit
+def _row(logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, draw: tl.tensor, HAS_ROWS: tl.constexpr) -> tl.tensor:
+    """Where a draw's logits begin."""
+    source = tl.load(rows + draw) if HAS_ROWS else draw
+    return logits + source.to(tl.int64) * stride
+
+
+@jit
+def _read(
+    row: tl.tensor, entries: tl.tensor, mask: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Logits as they are drawn from; -inf outside the mask. The same bits in every kernel, since they are compared across."""
+    values = tl.load(row + entries, mask=mask, other=0.0).to(tl.float32) * scale
+    if CAPPED:
+        values = cap * (1.0 - 2.0 / (tl.exp(values * (2.0 / cap)) + 1.0))
+    return tl.where(mask, values * sharpness, float("-inf"))
+
+
+@jit
+def _blocks_kernel(
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, masses: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """First pass: maximum and log mass of every block."""
+    draw = tl.program_id(1)
+    sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    entries = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = _read(_row(logits, rows, stride, draw, HAS_ROWS), entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
+    top = tl.max(values, 1)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    mass = finite + tl.log(tl.sum(tl.exp(values - finite[:, None]), 1))
+    place = draw.to(tl.int64) * blocks + block
+    tl.store(maxima + place, top, mask=block < blocks)
+    tl.store(masses + place, mass, mask=block < blocks)
+
+
+@jit
+def _inside(
+    row: tl.tensor, block: tl.tensor, vocabulary: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, low: tl.tensor,
+    high: tl.tensor, turn: tl.tensor, greedy: tl.tensor, above: tl.tensor, above_entry: tl.tensor, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """A draw inside a block, among what lies before (above, above_entry): the entry and its scaled logit."""
+    place = tl.arange(0, BLOCK)
+    entries = block * BLOCK + place
+    values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
+    before = (values > above) | ((values == above) & (entries < above_entry))
+    score = tl.where(before, tl.where(greedy, values, values + _gumbel(low, high, entries, turn, 0)), float("-inf"))
+    winner = tl.argmax(score, 0)
+    return tl.minimum(block * BLOCK + winner, vocabulary - 1), tl.sum(tl.where(place == winner, values, 0.0), 0)
+
+
+@jit
+def _draw_kernel(
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, maxima: tl.tensor, masses: tl.tensor, tokens: tl.tensor,
+    numbers: tl.tensor, normalisers: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Draws from the full softmax. One: its log-prob goes to `numbers`. Several: their scaled logits, and the normaliser beside."""
+    draw = tl.program_id(0)
+    sharpness, greedy = _sharpness(temperature, draw, TEMPERATURES)
+    row = _row(logits, rows, stride, draw, HAS_ROWS)
+    block = tl.arange(0, PADDED)
+    place = draw.to(tl.int64) * blocks + block
+    top = tl.load(maxima + place, mask=block < blocks, other=float("-inf"))
+    mass = tl.load(masses + place, mask=block < blocks, other=float("-inf"))
+    peak = tl.max(top, 0)
+    finite = tl.where(peak == float("-inf"), 0.0, peak)
+    normaliser = finite + tl.log(tl.sum(tl.exp(mass - finite), 0))
+    low, high = _key(seeds, positions, draw)
+    for turn in tl.static_range(CANDIDATES):
+        score = tl.where(greedy, top, mass + _gumbel(low, high, block, turn, 1))
+        chosen = tl.minimum(tl.argmax(score, 0), blocks - 1)
+        # Everything is before (-inf, vocabulary).
+        token, value = _inside(
+            row, chosen, vocabulary, sharpness, scale, cap, low, high, turn, greedy, float("-inf"), vocabulary, CAPPED, BLOCK
+        )
+        tl.store(tokens + draw * CANDIDATES + turn, token.to(tl.int64))
+        if CANDIDATES == 1:
+            tl.store(numbers + draw, value - normaliser)
+        else:
+            tl.store(numbers + draw * CANDIDATES + turn, value)
+    if CANDIDATES > 1:
+        tl.store(normalisers + draw, normaliser)
+
+
+@jit
+def _before_kernel(
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor,
+    before_mass: tl.tensor, before_count: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, GROUP: tl.constexpr,
+) -> None:  # fmt: skip
+    """Second pass: what comes before each candidate, by tiles of GROUP blocks. Blocks below all candidates are not read."""
+    draw = tl.program_id(1)
+    sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    top = tl.load(maxima + draw.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
+    lowest = tl.min(tl.load(candidate_values + draw * CANDIDATES + tl.arange(0, CANDIDATES)), 0)
+    out = (draw.to(tl.int64) * blocks + tl.program_id(0)) * CANDIDATES
+    if tl.max(top, 0) >= lowest:
+        normaliser = tl.load(normalisers + draw)
+        entries = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        mask = (entries < vocabulary) & (top >= lowest)[:, None]
+        values = _read(_row(logits, rows, stride, draw, HAS_ROWS), entries, mask, sharpness, scale, cap, CAPPED)
+        probability = tl.exp(values - normaliser)
+        for index in tl.static_range(CANDIDATES):
+            token = tl.load(candidates + draw * CANDIDATES + index).to(tl.int32)  # as the entries are
+            value = tl.load(candidate_values + draw * CANDIDATES + index)
+            larger = values > value
+            before = larger | ((values == value) & (entries < token))
+            tl.store(before_mass + out + index, tl.sum(tl.sum(tl.where(before, probability, 0.0), 1), 0))
+            tl.store(before_count + out + index, tl.sum(tl.sum(larger.to(tl.int32), 1), 0))
+    else:
+        tl.store(before_mass + out + tl.arange(0, CANDIDATES), tl.zeros([CANDIDATES], tl.float32))
+        tl.store(before_count + out + tl.arange(0, CANDIDATES), tl.zeros([CANDIDATES], tl.int32))
+
+
+@jit
+def _keeps(
+    count: tl.tensor, mass: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, kept: tl.tensor, BY_K: tl.constexpr, BY_P: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Whether an entry with so many larger ones, and so much mass before it, lies in the prefix."""
+    keep = count >= 0
+    if BY_K:
+        keep = keep & ((top_k <= 0.0) | (count < top_k))
+    if BY_P:
+        keep = keep & ((top_p >= 1.0) | ((mass >= top_p * kept) == 0))  # NaN keeps: it shows in the log-prob
+    return keep
+
+
+@jit
+def _settle_kernel(
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, maxima: tl.tensor,
+    normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor, before_mass: tl.tensor, before_count: tl.tensor,
+    kept_masses: tl.tensor, reads: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, tiles: tl.tensor, BY_K: tl.constexpr,
+    BY_P: tl.constexpr, TOP_KS: tl.constexpr, TOP_PS: tl.constexpr, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROUNDS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
+    PADDED_TILES: tl.constexpr,
+) -> None:  # fmt: skip
+    """The first candidate in the prefix; where there is none, more are drawn from what lies before the best rejected one."""
+    draw = tl.program_id(0)
+    top_k = _number(top_ks, draw, TOP_KS)
+    top_p = _number(top_ps, draw, TOP_PS)
+    normaliser = tl.load(normalisers + draw)
+    base = draw.to(tl.int64) * blocks
+    kept = 1.0
+    if BY_K and BY_P:
+        kept = tl.load(kept_masses + draw)
+    found = tl.zeros([], tl.int32)
+    token = tl.zeros([], tl.int32)
+    value = tl.full([], float("-inf"), tl.float32)
+    pivot = tl.zeros([], tl.int32) + vocabulary
+    pivot_value = tl.full([], float("-inf"), tl.float32)
+    lowest = tl.full([], float("inf"), tl.float32)
+    tile = tl.arange(0, PADDED_TILES)
+    for index in tl.static_range(CANDIDATES):
+        place = (base + tile) * CANDIDATES + index
+        mass = tl.sum(tl.load(before_mass + place, mask=tile < tiles, other=0.0), 0)
+        count = tl.sum(tl.load(before_count + place, mask=tile < tiles, other=0), 0)
+        drawn = tl.load(candidates + draw * CANDIDATES + index).to(tl.int32)
+        drawn_value = tl.load(candidate_values + draw * CANDIDATES + index)
+        keep = _keeps(count, mass, top_k, top_p, kept, BY_K, BY_P)
+        take = keep & (found == 0)
+        token = tl.where(take, drawn, token)
+        value = tl.where(take, drawn_value, value)
+        found = tl.where(keep, 1, found)
+        better = (drawn_value > pivot_value) | ((drawn_value == pivot_value) & (drawn < pivot))
+        pivot = tl.where(better, drawn, pivot)
+        pivot_value = tl.where(better, drawn_value, pivot_value)
+        lowest = tl.minimum(lowest, drawn_value)
+
+    block = tl.arange(0, PADDED)
+    top = tl.load(maxima + base + block, mask=block < blocks, other=float("-inf"))
+    read = CANDIDATES + tl.sum((top >= lowest).to(tl.int32), 0)  # those they were drawn in, and the second pass
+    sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+    row = _row(logits, rows, stride, draw, HAS_ROWS)
+    low, high = _key(seeds, positions, draw)
+    turn = tl.zeros([], tl.int32) + CANDIDATES
+    while (found == 0) & (turn < ROUNDS):
+        # One pass both judges the pivot and, should it fail, chooses a block for the next draw before it.
+        mass = tl.zeros([], tl.float32)
+        count = tl.zeros([], tl.int32)
+        best = tl.full([], float("-inf"), tl.float32)
+        chosen = tl.zeros([], tl.int32)
+        for first in range(0, blocks, GROUP):
+            several = first + tl.arange(0, GROUP)
+            their_top = tl.load(maxima + base + several, mask=several < blocks, other=float("-inf"))
+            if tl.max(their_top, 0) >= pivot_value:
+                entries = several[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+                mask = (entries < vocabulary) & (their_top >= pivot_value)[:, None]
+                values = _read(row, entries, mask, sharpness, scale, cap, CAPPED)
+                larger = values > pivot_value
+                before = larger | ((values == pivot_value) & (entries < pivot))
+                inside = tl.sum(tl.where(before, tl.exp(values - normaliser), 0.0), 1)
+                mass += tl.sum(inside, 0)
+                count += tl.sum(tl.sum(larger.to(tl.int32), 1), 0)
+                score = tl.log(inside) + _gumbel(low, high, several, turn.to(tl.uint32), 1)
+                highest = tl.max(score, 0)
+                chosen = tl.where(highest > best, first + tl.argmax(score, 0), chosen)
+                best = tl.maximum(best, highest)
+                read += tl.sum((their_top >= pivot_value).to(tl.int32), 0)
+        keep = _keeps(count, mass, top_k, top_p, kept, BY_K, BY_P)
+        token = tl.where(keep, pivot, token)
+        value = tl.where(keep, pivot_value, value)
+        found = tl.where(keep, 1, found)
+        pivot, pivot_value = _inside(
+            row, chosen, vocabulary, sharpness, scale, cap, low, high, turn.to(tl.uint32), False, pivot_value, pivot, CAPPED, BLOCK
+        )
+        turn += 1
+        read += 1
+    if found == 0:  # only where nothing may be kept: the likeliest is
+        token, value = _inside(
+            row, tl.argmax(top, 0), vocabulary, sharpness, scale, cap, low, high, 0, True, float("-inf"), vocabulary, CAPPED, BLOCK
+        )
+        read += 1
+    if BY_K and BY_P:
+        read += tl.load(reads + draw)
+    tl.store(reads + draw, read)
+    tl.store(tokens + draw, token.to(tl.int64))
+    tl.store(logprobs + draw, value - normaliser)
+
+
+@jit
+def _order(bits: tl.tensor) -> tl.tensor:
+    """The bits of a float as a whole number that grows with it, and back."""
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@jit
+def _kept_kernel(
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, top_ks: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, kept_masses: tl.tensor,
+    reads: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, TOP_KS: tl.constexpr,
+    WAYS: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """The probability of the k likeliest entries and those that equal the k-th, by search for the k-th largest logit."""
+    draw = tl.program_id(0)
+    top_k = _number(top_ks, draw, TOP_KS)
+    base = draw.to(tl.int64) * blocks
+    read = tl.zeros([], tl.int32)
+    mass = tl.full([], 1.0, tl.float32)
+    if (top_k > 0.0) & (top_k < vocabulary):
+        sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+        row = _row(logits, rows, stride, draw, HAS_ROWS)
+        normaliser = tl.load(normalisers + draw)
+        block = tl.arange(0, PADDED)
+        top = tl.load(maxima + base + block, mask=block < blocks, other=float("-inf")) + 0.0
+        # At least k entries are >= at(low), fewer are >= at(high). The k-th largest of the maxima is a first `low`: k blocks reach it.
+        low = tl.full([], -2139095041, tl.int64)  # -inf
+        high = _order(tl.max(top, 0).to(tl.int32, bitcast=True)).to(tl.int64) + 1
+        if top_k <= blocks:
+            above = high
+            while above - low > 1:
+                middle = (low + above) >> 1
+                enough = tl.sum((top >= _order(middle.to(tl.int32)).to(tl.float32, bitcast=True)).to(tl.int32), 0) >= top_k
+                low = tl.where(enough, middle, low)
+                above = tl.where(enough, above, middle)
+        exact = tl.zeros([], tl.int32)
+        while (exact == 0) & (high - low > 1):
+            step = (high - low + WAYS - 1) // WAYS
+            way = tl.arange(0, WAYS)
+            keys = tl.minimum(low + way * step, high)
+            thresholds = _order(keys.to(tl.int32)).to(tl.float32, bitcast=True)
+            lowest = tl.min(thresholds, 0)
+            counts = tl.zeros([WAYS], tl.int32)
+            for index in range(0, blocks):
+                if tl.load(maxima + base + index) >= lowest:
+                    entries = index * BLOCK + tl.arange(0, BLOCK)
+                    values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
+                    counts += tl.sum((values[None, :] >= thresholds[:, None]).to(tl.int32), 1)
+                    read += 1
+            low = tl.max(tl.where((counts >= top_k) & (keys < high), keys, low), 0)
+            exact = tl.max((counts == top_k).to(tl.int32), 0)
+            high = tl.minimum(low + step, high)
+            # With exactly k at or above a threshold the set is known; the largest such threshold is `low`, as counts only fall.
+        threshold = _order(low.to(tl.int32)).to(tl.float32, bitcast=True)
+        mass = tl.zeros([], tl.float32)
+        for index in range(0, blocks):
+            if tl.load(maxima + base + index) >= threshold:
+                entries = index * BLOCK + tl.arange(0, BLOCK)
+                values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
+                mass += tl.sum(tl.where(values >= threshold, tl.exp(values - normaliser), 0.0), 0)
+                read += 1
+    tl.store(kept_masses + draw, mass)
+    tl.store(reads + draw, read)
+
+
+# -- after a token is drawn ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Progress:
+    """Where each slot stands. All on the device; a captured graph keeps the addresses, the host reads and fills them between graphs.
+
+    `tokens` and `logprobs` are rings: token number n of a response lies in column n % capacity, so the host must have taken a column before
+    it comes round again.
+    """
+
+    states: torch.Tensor  # int32 [slots]: EMPTY, RUNNING, STOPPED or FULL
+    lengths: torch.Tensor  # int32 [slots]: tokens drawn, which is the position of the next token's noise
+    limits: torch.Tensor  # int32 [slots]: tokens that may be drawn
+    positions: torch.Tensor  # int64 [slots]: place of `inputs` in prompt + response
+    inputs: torch.Tensor  # int64 [slots]: the token that runs next
+    tokens: torch.Tensor  # int64 [slots, capacity]
+    logprobs: torch.Tensor  # float32 [slots, capacity]
+
+    @staticmethod
+    def make(slots: int, capacity: int, device: torch.device | str) -> Progress:
+        zeros = lambda *size, dtype: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
+        return Progress(
+            states=torch.full((slots,), EMPTY, dtype=torch.int32, device=device),
+            lengths=zeros(slots, dtype=torch.int32),
+            limits=zeros(slots, dtype=torch.int32),
+            positions=zeros(slots, dtype=torch.int64),
+            inputs=zeros(slots, dtype=torch.int64),
+            tokens=zeros(slots, capacity, dtype=torch.int64),
+            logprobs=zeros(slots, capacity, dtype=torch.float32),
+        )
+
+
+def finish(
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: Progress, slots: torch.Tensor | None = None
+) -> None:
+    """Record the drawn token of each row in its slot and say whether the slot goes on. Slots that do not run are left alone.
+
+    `tokens` int64 [S] and `logprobs` float32 [S] are from `sample`; row i is of slot i, or of `slots[i]` (int64 [S], each at most once;
+    negative: of none). `end_tokens` int64 [E] for all, or [slots, E] for each (-1 fills up). An end token is recorded and stops, also when
+    it is the last that fits.
+    """
+    if not runs_triton(tokens):
+        return finish_reference(tokens, logprobs, end_tokens, progress, slots)
+    assert tokens.dtype == end_tokens.dtype == torch.int64 and logprobs.dtype == torch.float32
+    assert end_tokens.is_contiguous() and progress.tokens.is_contiguous() and progress.logprobs.is_contiguous()
+    if len(tokens) == 0:
+        return None
+    rows = 128
+    _finish_kernel[(triton.cdiv(len(tokens), rows),)](
+        tokens, logprobs, end_tokens, slots, progress.states, progress.lengths, progress.limits, progress.positions, progress.inputs,
+        progress.tokens, progress.logprobs, len(tokens), len(progress.states), progress.tokens.shape[1],
+        end_tokens.shape[-1], end_tokens.shape[-1] if end_tokens.dim() == 2 else 0,
+        HAS_SLOTS=slots is not None, ROWS=rows, STOPPED=STOPPED, FULL=FULL, RUNNING=RUNNING, num_warps=4,
+    )  # fmt: skip
+    return None
+
+
+def finish_reference(
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: Progress, slots: torch.Tensor | None = None
+) -> None:
+    """`finish` in plain torch."""
+    slot = torch.arange(len(tokens), device=tokens.device) if slots is None else slots
+    run = (slot >= 0) & (progress.states[slot.clamp(min=0)] == RUNNING)
+    slot, token, logprob = slot[run], tokens[run], logprobs[run]
+    ends = end_tokens[slot] if end_tokens.dim() == 2 else end_tokens.expand(len(slot), -1)
+    lengths = progress.lengths[slot]
+    column = lengths.long() % progress.tokens.shape[1]
+    progress.tokens[slot, column] = token
+    progress.logprobs[slot, column] = logprob
+    progress.inputs[slot] = token
+    progress.lengths[slot] = lengths + 1
+    progress.positions[slot] += 1
+    stopped = (ends == token[:, None]).any(-1)
+    full = lengths + 1 >= progress.limits[slot]
+    progress.states[slot] = torch.where(stopped, STOPPED, torch.where(full, FULL, RUNNING)).int()
+
+
+@jit
+def _finish_kernel(
+    drawn: tl.tensor, drawn_logprobs: tl.tensor, end_tokens: tl.tensor, slots: tl.tensor, states: tl.tensor, lengths: tl.tensor,
+    limits: tl.tensor, positions: tl.tensor, inputs: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, count: tl.tensor,
+    slot_count: tl.tensor, capacity: tl.tensor, ends: tl.tensor, end_stride: tl.tensor, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    STOPPED: tl.constexpr, FULL: tl.constexpr, RUNNING: tl.constexpr,
+) -> None:  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = row < count
+    slot = tl.load(slots + row, mask=here, other=-1) if HAS_SLOTS else row.to(tl.int64)
+    here = here & (slot >= 0) & (slot < slot_count)
+    run = here & (tl.load(states + slot, mask=here, other=-1) == RUNNING)
+    token = tl.load(drawn + row, mask=run, other=0)
+    length = tl.load(lengths + slot, mask=run, other=0)
+    limit = tl.load(limits + slot, mask=run, other=0)
+    position = tl.load(positions + slot, mask=run, other=0)
+    stopped = tl.zeros([ROWS], tl.int32)
+    for end in range(0, ends):
+        stopped = stopped | (tl.load(end_tokens + slot * end_stride + end, mask=run, other=-1) == token).to(tl.int32)
+    place = slot * capacity + length % capacity
+    tl.store(tokens + place, token, mask=run)
+    tl.store(logprobs + place, tl.load(drawn_logprobs + row, mask=run, other=0.0), mask=run)
+    tl.store(inputs + slot, token, mask=run)
+    tl.store(lengths + slot, length + 1, mask=run)
+    tl.store(positions + slot, position + 1, mask=run)
+    tl.store(states + slot, tl.where(stopped != 0, STOPPED, tl.where(length + 1 >= limit, FULL, RUNNING)), mask=run)
+
+
+# -- how fast -------------------------------------------------------------------------------------------------------------------------
+
+
+def bench(
+    device: str | torch.device = "cuda", vocabulary: int = 151936, batches: tuple[int, ...] = (1, 32, 256, 512, 1024)
+) -> dict[str, dict[str, float]]:
+    """Microseconds of `sample` and `finish` as a captured graph replays them, bytes of logits that must be read, and the fraction of
+    4.3 TB/s that this is. Flat logits (spread 1) are the worst case of top-k and top-p, in which every block is read again."""
+    device = torch.device(device)
+    results: dict[str, dict[str, float]] = {}
+    cases: dict[str, dict[str, Any]] = {
+        "plain": {}, "greedy": {"temperature": 0.0}, "top_p=0.95": {"top_p": 0.95}, "top_k=50": {"top_k": 50},
+        "top_k=20,top_p=0.8": {"top_k": 20, "top_p": 0.8},
+    }  # fmt: skip
+    for rows in batches:
+        seeds = torch.randint(-(2**62), 2**62, (rows,), device=device)
+        positions = torch.arange(rows, device=device, dtype=torch.int32)
+        space = Workspace.make(rows, vocabulary, device)
+        out = (torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device))
+        for dtype, spread in itertools.product((torch.bfloat16, torch.float32), (1.0, 4.0)):
+            size = rows * vocabulary * dtype.itemsize
+            count = max(2, min(64, 2**28 // size))  # enough copies that none is left in the L2 cache when its turn comes again
+            copies = [torch.randn(rows, vocabulary, device=device).mul_(spread).to(dtype) for _ in range(count)]
+            for name, options in cases.items():
+                calls = [partial(sample, copy, seeds, positions, workspace=space, out=out, **options) for copy in copies]
+                seconds = _seconds(calls, device)
+                result = {"us": seconds * 1e6, "bytes": size, "fraction": size / seconds / 4.3e12}
+                if "top" in name and device.type == "cuda":
+                    result["reads"] = 1 + float(space.reads.float().mean()) / space.maxima.shape[1]
+                results[f"{name} B={rows} {str(dtype).removeprefix('torch.')} spread={spread:g}"] = result
+        progress = Progress.make(rows, 64, device)
+        progress.states.fill_(RUNNING)
+        progress.limits.fill_(1 << 30)
+        ends = torch.tensor([vocabulary + 1, vocabulary + 2], device=device)
+        seconds = _seconds([partial(finish, out[0], out[1], ends, progress)] * 16, device)
+        results[f"finish B={rows}"] = {"us": seconds * 1e6, "bytes": rows * 72, "fraction": rows * 72 / seconds / 4.3e12}
+    return results
+
+
+def _seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 10) -> float:
+    """Median time of a call; on a GPU, inside a graph of all of them."""
+    times: list[float] = []
+    calls[0]()
+    if device.type == "cpu":
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return statistics.median(times)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(times)

@@ -1,0 +1,167 @@
+"""The one function that runs a layer's experts: training, prefill and captured decoding of every mixture-of-experts model go through it.
+
+Enters: hidden states of T tokens, and for each token the experts that its router chose and their weights, as transformers' experts
+interface hands them over; every choice is an expert that exists. Leaves: for each token the weighted sum of what its experts make of it.
+Guaranteed: a token's result depends on no other token but for the rounding of a matrix product, whoever is empty, padded or not finite
+beside it; sums run in a fixed order, forward and backward, never through atomics; experts without tokens cost nothing and have a gradient
+of zero. Tokens are sorted by expert and counted on the device, and torch multiplies all experts in one call. In bfloat16 on a GPU that has
+the kernel the host waits for nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
+
+    AutoModelForCausalLM.from_pretrained(path, experts_implementation=register())
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from fulltilt.kernels.gated import gated
+
+NAME = "fulltilt"
+GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
+ALIGNED = 16  # bytes of which a row has to be a multiple in that call
+MOST_EXPERTS = 1023  # of that call on CUDA
+CAPTURABLE = (9, 10)  # compute capabilities (major) with a kernel; elsewhere the call copies the counts to the host and loops there
+
+
+@dataclass(frozen=True, eq=False)
+class Route:
+    """Where each of the T x k choices of experts stands in the order of experts."""
+
+    experts: torch.Tensor  # int16 [T * k]: the chosen experts, sorted
+    order: torch.Tensor  # int64 [T * k]: which choice stands at each place; choice c is token c // k's
+    places: torch.Tensor  # int64 [T * k]: at which place each choice stands
+    ends: torch.Tensor  # int32 [experts]: the place behind each expert's last
+
+    @staticmethod
+    def of(chosen: torch.Tensor, count: int) -> Route:
+        """`chosen`: [T, k]. A stable sort: an expert's tokens keep their order, so that sums over them do."""
+        experts, order = torch.sort(chosen.flatten().to(torch.int16), stable=True)
+        places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        numbers = torch.arange(count, dtype=torch.int16, device=order.device)
+        return Route(experts, order, places, torch.searchsorted(experts, numbers, right=True, out_int32=True))
+
+
+def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """`self` is a module with transformers' experts interface. Each of its parameters is read once: an adapter on one adds to it then."""
+    route = Route.of(top_k_index, self.num_experts)
+    tokens = _Spread.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])  # type: ignore[no-untyped-call]
+    inner = project(self, "gate_up_proj" if self.has_gate else "up_proj", tokens, route)
+    outer = project(self, "down_proj", activate(self, inner), route)
+    chosen = _Reorder.apply(outer, route.places, route.order).view(*top_k_index.shape, -1)  # type: ignore[no-untyped-call]
+    return (chosen * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)  # torch adds up in float32 or better
+
+
+def register() -> str:
+    """Make the function known to transformers under its name."""
+    ALL_EXPERTS_FUNCTIONS.register(NAME, run_experts)
+    return NAME
+
+
+def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.Tensor:
+    weight = getattr(module, name)
+    out = grouped_product(rows, weight if module.is_transposed else weight.transpose(1, 2), route.ends)
+    return out + getattr(module, f"{name}_bias")[route.experts.long()] if module.has_bias else out
+
+
+def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
+    if not module.has_gate:
+        return module.act_fn(inner)  # type: ignore[no-any-return]
+    plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) is torch.nn.SiLU
+    return gated(inner) if plain else module._apply_gate(inner)
+
+
+def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows [S, in], sorted by expert, each times its expert's weight [experts, in, out]."""
+    if why_one_by_one(weights) is None:
+        return F.grouped_mm(rows, weights, offs=ends)
+    bounds = pairwise([0, *ends.tolist()])
+    return torch.cat([rows[start:end] @ weight for (start, end), weight in zip(bounds, weights, strict=True)])
+
+
+def why_one_by_one(weights: torch.Tensor) -> str | None:
+    """Why torch does not take these experts in one call."""
+    if weights.dtype not in GROUPED:
+        return f"torch has no grouped product in {type_of(weights)}"
+    widths = weights.shape[1:]
+    if any(width * weights.itemsize % ALIGNED for width in widths):
+        return f"torch's grouped product wants rows of a multiple of {ALIGNED} bytes, and these are {widths[0]} by {widths[1]} numbers"
+    if weights.is_cuda and len(weights) > MOST_EXPERTS:
+        return f"torch's grouped product takes {MOST_EXPERTS} experts at most, and these are {len(weights)}"
+    return None
+
+
+# ---- CUDA graphs -------------------------------------------------------------------------------------------------------------------
+
+
+def why_not_captured(model: PreTrainedModel) -> str | None:
+    """Why a CUDA graph cannot hold a pass of the model, as far as its experts tell; None: nothing is known against it."""
+    for name, module in model.named_modules():
+        if not hasattr(module, "is_concatenated"):  # what transformers' experts interface gives to every module that uses it
+            continue
+        reason = why_host_counts(module)
+        if reason is not None:
+            return f"the host counts the tokens of each expert in {name}: {reason}"
+    return None
+
+
+def why_host_counts(module: Any) -> str | None:
+    if module.config._experts_implementation == "eager":
+        return "the model was loaded with transformers' loop over experts (experts_implementation = eager)"
+    for weights in (parameter for parameter in module.parameters() if parameter.ndim == 3):
+        reason = why_one_by_one(weights)
+        if reason is not None:
+            return reason
+        if weights.dtype != torch.bfloat16:
+            return f"torch's grouped product runs without the host in bfloat16 only, and the experts are in {type_of(weights)}"
+        if weights.is_cuda and torch.cuda.get_device_capability(weights.device)[0] not in CAPTURABLE:
+            major, minor = torch.cuda.get_device_capability(weights.device)
+            return f"torch's grouped product needs a GPU of compute capability 9 or 10, and this one has {major}.{minor}"
+    return None
+
+
+def type_of(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+# ---- there and back ----------------------------------------------------------------------------------------------------------------
+
+# The gradient of reading rows by index is a scattered addition. Both indices being known, it is another reading here: faster, and always
+# in the same order.
+
+
+class _Spread(torch.autograd.Function):
+    """Tokens [T, width] -> one row for each choice, sorted by expert [T * k, width]."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, places: torch.Tensor, choices: int) -> torch.Tensor:
+        ctx.save_for_backward(places)
+        ctx.choices = choices
+        return tokens[order // choices]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (places,) = ctx.saved_tensors
+        return of_rows[places].unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in the order of `index`, of which `inverse` is the inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(inverse)
+        return rows[index]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (inverse,) = ctx.saved_tensors
+        return of_rows[inverse], None, None

@@ -1,0 +1,557 @@
+"""Running a transformers model with few kernels a layer, on its own weights.
+
+Enters: a loaded model on its device. Leaves: the same model object with other forwards on its modules, and a report. Norms (with the
+addition before them), rotary embedding and the gated product run as one kernel each; q, k and v run as one matrix product, gate and up as
+another. Guaranteed: every parameter stays the object it was under the name it had; only its memory moves, once, so that parameters
+which run as one product lie side by side in one storage and nothing exists twice. Saving, optimizers that update in place, hooks on
+parameters and `main_grad` go on working. A gradient goes to each parameter by itself, and the results are the unfused model's: to the bit
+where only kernels replace operations on CPU, within the rounding of a matrix product where projections run as one (in float32 on the small
+models of the tests: hidden states 1e-5, log-probs 1e-5, gradients 1e-5 of their size).
+
+What is not known is left alone, whole, with the reason in the report. Where an adapter (peft) or a hook sits on a projection, before or
+after fusing, the projections of that group run one by one, and the report of `check_fused` names them.
+
+The attention forward still ends in transformers' attention interface, so packed training, paged decoding and windows are what they were.
+
+    report = fuse(model)      # after the model is on its device; again after anything moved the weights
+    fuse_and_compare(model)   # the same for a run: WrongFusion, and the model as it was, where values or gradients are not its own
+    check_fused(model)        # raises BrokenFusion where parameters have left their storage
+    unfuse(model)             # the model as it was; before `model.to(...)`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from fulltilt.kernels.gated import gated, gated_pair
+from fulltilt.kernels.linear import linear
+from fulltilt.kernels.rms_norm import rms_norm
+from fulltilt.kernels.rotary import rotary
+from fulltilt.model.verify import random_documents, run_packed
+
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+# The configuration's name of an activation -> the kernel's.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+NOTE, READY = "_fused", "_fulltilt_normed"  # attributes: of fused modules, of hidden states
+
+
+class BrokenFusion(RuntimeError):
+    """Parameters that ran as one product no longer lie in one storage."""
+
+
+class WrongFusion(RuntimeError):
+    """The fused layers do not compute what the model's own layers do."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family of transformers whose modules are known line by line. Its classes: {prefix}Model, DecoderLayer, Attention, MLP, RMSNorm."""
+
+    prefix: str
+    head_norms: bool = False
+    # What its attention passes on as `sliding_window`; None where it passes nothing.
+    window: Callable[[Any], int | None] | None = None
+
+    def is_(self, module: torch.nn.Module, part: str, home: str) -> bool:
+        return type(module) is getattr(sys.modules[home], self.prefix + part)
+
+
+FAMILIES = {
+    "transformers.models.llama.modeling_llama": Family("Llama"),
+    "transformers.models.qwen2.modeling_qwen2": Family("Qwen2", window=lambda module: module.sliding_window),
+    "transformers.models.qwen3.modeling_qwen3": Family("Qwen3", head_norms=True, window=lambda module: module.sliding_window),
+    "transformers.models.mistral.modeling_mistral": Family("Mistral", window=lambda module: module.config.sliding_window),
+}
+
+
+@dataclass(frozen=True)
+class FusedReport:
+    """What runs fused. `left_alone`: why nothing does. `aside`: projections that run one by one, by name, with the reason."""
+
+    family: str | None
+    layers: int = 0
+    joined: int = 0  # groups of projections that run as one product
+    left_alone: str | None = None
+    aside: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        if self.left_alone is not None:
+            return f"not fused: {self.left_alone}"
+        found = [f"{name}: {reason}" for name, reason in self.aside.items()]
+        beside = f"; one by one: {'; '.join(found[:3])}{' …' if len(found) > 3 else ''} ({len(found)})" if found else ""
+        return f"fused: {self.family}, {self.layers} layers, {self.joined} joined products{beside}"
+
+
+@dataclass(eq=False)
+class Note:
+    """What a fused module knows of itself."""
+
+    family: Family
+    gradient: bool  # whether the fused forward runs where a gradient is wanted
+    names: tuple[str, ...] = ()  # projections that run as one product
+    refused: str | None = None  # why they never do
+    activation: str = ""
+    following: torch.nn.Module | None = None  # the norm that comes next after a layer
+    joined: list[Joined] = field(default_factory=list)  # weights, then biases if there are any
+
+
+@dataclass(eq=False)
+class Joined:
+    """Parameters that are slices of `whole`, in order. Holding `whole` keeps its addresses from being given to anything else, so equal
+    addresses mean that the parameters still are its slices."""
+
+    whole: torch.Tensor
+    addresses: list[int]
+    moved: bool  # whether `fuse` put them there
+
+
+# ---- fusing ------------------------------------------------------------------------------------------------------------------------
+
+
+def fuse(model: PreTrainedModel, gradient: bool = True) -> FusedReport:
+    """Fuse what is known of the model, which must be on its device. On a fused model: join again what has come apart.
+
+    `gradient=False`: where a gradient is wanted, transformers' own forwards run, as if nothing were fused.
+    """
+    body = model.base_model
+    if NOTE not in vars(body):
+        family = FAMILIES.get(type(body).__module__)
+        reason = obstacle_of(body, family)
+        if family is None or reason is not None:
+            return FusedReport(None, left_alone=reason)
+        install(body, family, gradient)
+    for module in fused_modules(body):
+        note_of(module).gradient = gradient
+    for _, owner in owners(body):
+        note = note_of(owner)
+        note.refused = why_not_joinable(owner, note)
+        if note.refused is None:
+            join(owner, note)
+    return check_fused(model)
+
+
+def check_fused(model: PreTrainedModel) -> FusedReport:
+    """What runs fused now. Raises BrokenFusion if parameters that ran as one product have been moved apart."""
+    body = model.base_model
+    if NOTE not in vars(body):
+        return FusedReport(None, left_alone=obstacle_of(body, FAMILIES.get(type(body).__module__)) or "fuse was not called")
+    groups = list(owners(body))
+    aside = {}
+    for name, owner in groups:
+        note = note_of(owner)
+        reason = note.refused or adapter_or_hook(owner, note.names)
+        if reason is not None:
+            aside[f"{name}.{'/'.join(note.names)}"] = reason
+        else:
+            whole_tensors(owner, note)
+    return FusedReport(note_of(body).family.prefix, len(body.layers), len(groups) - len(aside), aside=aside)  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def unfuse(model: PreTrainedModel) -> None:
+    """Put transformers' own forwards back and give every parameter its own memory again, one group at a time."""
+    body = model.base_model
+    if NOTE not in vars(body):
+        return
+    for _, owner in owners(body):
+        if any(joined.moved for joined in note_of(owner).joined):
+            for parameter in joined_parameters(owner):
+                parameter.data = parameter.data.clone()
+    for module in fused_modules(body):
+        vars(module).pop("forward", None)
+        delattr(module, NOTE)
+
+
+def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's tensors for `save_pretrained(state_dict=...)`. transformers copies slices of a storage before it writes them; without
+    this it would do so on the model's device. Joined parameters come back in main memory, all else as it is."""
+    body = model.base_model
+    joined = {id(parameter) for _, owner in owners(body) for parameter in joined_parameters(owner)}
+    tensors = model.state_dict(keep_vars=True)
+    return {name: tensor.detach().to("cpu", copy=True) if id(tensor) in joined else tensor.detach() for name, tensor in tensors.items()}
+
+
+def obstacle_of(body: Any, family: Family | None) -> str | None:
+    """Why this model is left alone; None if all of it is known."""
+    home = type(body).__module__
+    if family is None:
+        return f"{type(body).__name__} is not of a family that is known ({', '.join(known.prefix for known in FAMILIES.values())})"
+    if not family.is_(body, "Model", home):
+        return f"{type(body).__name__} is not {family.prefix}Model"
+    if body.config.hidden_act not in ACTIVATIONS:
+        return f"its activation {body.config.hidden_act} has no kernel"
+    heads = set(HEAD_NORMS) if family.head_norms else set()
+    parts: list[tuple[str, Any, str, set[str]]] = [("norm", body.norm, "RMSNorm", set())]
+    for index, layer in enumerate(body.layers):
+        parts += [
+            (f"layers.{index}", layer, "DecoderLayer", {"self_attn", "mlp", *LAYER_NORMS}),
+            (f"layers.{index}.self_attn", layer.self_attn, "Attention", {*QKV, "o_proj", *heads}),
+            (f"layers.{index}.mlp", layer.mlp, "MLP", {*GATE_UP, "down_proj", "act_fn"}),
+            *((f"layers.{index}.{name}", getattr(layer, name), "RMSNorm", set()) for name in LAYER_NORMS),
+            *((f"layers.{index}.self_attn.{name}", getattr(layer.self_attn, name), "RMSNorm", set()) for name in heads),
+        ]
+    for name, module, part, children in parts:
+        if not family.is_(module, part, home):
+            return f"{name} is a {type(module).__name__}, not {family.prefix}{part}"
+        if {child for child, _ in module.named_children()} != children:
+            return f"{name} has other parts than those known"
+        if "forward" in vars(module):
+            return f"{name} already runs a forward that is not its class's"
+        if part == "RMSNorm" and (module.weight.dtype != body.dtype or module.weight.is_meta):
+            return f"{name} is in {module.weight.dtype} on {module.weight.device}, the model in {body.dtype}"
+    return None
+
+
+def install(body: Any, family: Family, gradient: bool) -> None:
+    """A forward and a note on every module that is fused."""
+    norms = [body.norm]
+    for layer, following in zip(body.layers, [*(later.input_layernorm for later in body.layers[1:]), body.norm], strict=True):
+        set_forward(layer, layer_forward, Note(family, gradient, following=following))
+        set_forward(layer.self_attn, attention_forward, Note(family, gradient, QKV))
+        set_forward(layer.mlp, mlp_forward, Note(family, gradient, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
+        norms += [getattr(layer, name) for name in LAYER_NORMS]
+        norms += [getattr(layer.self_attn, name) for name in HEAD_NORMS if family.head_norms]
+    for norm in norms:
+        set_forward(norm, norm_forward, Note(family, gradient))
+    setattr(body, NOTE, Note(family, gradient))
+
+
+def set_forward(module: torch.nn.Module, forward: Callable[..., Any], note: Note) -> None:
+    module.forward = MethodType(forward, module)
+    setattr(module, NOTE, note)
+
+
+def note_of(module: torch.nn.Module) -> Note:
+    return getattr(module, NOTE)  # type: ignore[no-any-return]
+
+
+def fused_modules(body: torch.nn.Module) -> list[torch.nn.Module]:
+    return [module for module in body.modules() if NOTE in vars(module)]
+
+
+def owners(body: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Every module that has projections to run as one product."""
+    for name, module in body.named_modules():
+        if NOTE in vars(module) and note_of(module).names:
+            yield name, module
+
+
+# ---- one storage for several parameters --------------------------------------------------------------------------------------------
+
+
+def joined_parameters(owner: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Those that lie in a joined storage, also where an adapter has since been wrapped around their layer."""
+    if not note_of(owner).joined:
+        return []
+    layers = [getattr(owner, name) for name in note_of(owner).names]
+    while any(hasattr(layer, "base_layer") for layer in layers):
+        layers = [getattr(layer, "base_layer", layer) for layer in layers]
+    return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+
+
+def adapter_or_hook(owner: torch.nn.Module, names: tuple[str, ...]) -> str | None:
+    """Why these projections must be called as modules. Asked at every call, for both may come after fusing."""
+    for name in names:
+        layer = owner._modules[name]
+        if type(layer) is not torch.nn.Linear:
+            return f"{name} is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__}, no plain linear layer"
+        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+            return f"{name} has hooks"
+        if "forward" in layer.__dict__:
+            return f"{name} runs a forward that is not its class's"
+    return None
+
+
+def why_not_joinable(owner: torch.nn.Module, note: Note) -> str | None:
+    reason = adapter_or_hook(owner, note.names)
+    if reason is not None:
+        return reason
+    layers: list[Any] = [owner._modules[name] for name in note.names]
+    if len({layer.bias is None for layer in layers}) != 1:
+        return "some have a bias and some have none"
+    groups = grouped(owner, note.names)
+    parameters = [parameter for group in groups for parameter in group]
+    if len({id(parameter) for parameter in parameters}) != len(parameters):
+        return "they share a parameter"
+    if any(type(parameter) is not torch.nn.Parameter or parameter.is_meta for parameter in parameters):
+        return "a parameter is sharded, quantised or without memory"
+    if len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1 or len({p.shape[1] for p in groups[0]}) != 1:
+        return "they differ in type, device or width"
+    own = {joined.whole.untyped_storage().data_ptr() for joined in note.joined}
+    for group in groups:
+        strange = [p for p in group if p.untyped_storage().nbytes() != p.nbytes and p.untyped_storage().data_ptr() not in own]
+        if strange and side_by_side(group) is None:
+            return "a parameter is part of a larger storage that others may read, so it cannot be moved"
+    return None
+
+
+@torch.no_grad()
+def join(owner: torch.nn.Module, note: Note) -> None:
+    """Move the parameters of a group into one storage, unless they lie side by side already."""
+    old, note.joined = note.joined, []
+    for place, parameters in enumerate(grouped(owner, note.names)):
+        whole = side_by_side(parameters)
+        moved = whole is None or (place < len(old) and old[place].moved)
+        if whole is None:
+            whole = torch.cat([parameter.data for parameter in parameters])
+            for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
+                parameter.data = part
+        note.joined.append(Joined(whole, [parameter.data_ptr() for parameter in parameters], moved))
+
+
+def grouped(owner: torch.nn.Module, names: tuple[str, ...]) -> list[list[torch.nn.Parameter]]:
+    """Weights, then biases if there are any."""
+    layers: list[Any] = [owner._modules[name] for name in names]
+    weights = [layer._parameters["weight"] for layer in layers]
+    return [weights] if layers[0]._parameters["bias"] is None else [weights, [layer._parameters["bias"] for layer in layers]]
+
+
+def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The tensor of which these are slices along the first axis, in order and without gaps, or None."""
+    first, place = parameters[0], parameters[0].data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() and parameter.is_contiguous()
+        if not same or parameter.data_ptr() != place:
+            return None
+        place += parameter.nbytes
+    return first.detach().as_strided((sum(len(parameter) for parameter in parameters), *first.shape[1:]), first.stride())
+
+
+def whole_tensors(owner: torch.nn.Module, note: Note) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
+    """The joined weight, the joined bias if there is one, and the parameters of both."""
+    parameters = grouped(owner, note.names)
+    for group, joined in zip(parameters, note.joined, strict=False):
+        if [parameter.data_ptr() for parameter in group] != joined.addresses:
+            raise BrokenFusion(
+                f"{'/'.join(note.names)} of a {type(owner).__name__} have left the storage in which they ran as one product: the model was "
+                "moved, copied or given other tensors after fuse. Call fuse(model) again, or unfuse(model) before such a change"
+            )
+    assert len(parameters) == len(note.joined), "a bias appeared or vanished after fuse"
+    bias = note.joined[1].whole if len(note.joined) == 2 else None
+    return note.joined[0].whole, bias, [parameter for group in parameters for parameter in group]
+
+
+def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """All projections of the owner at once [..., sum of their rows], or None where they must run one by one."""
+    note = note_of(owner)
+    if note.refused is not None or adapter_or_hook(owner, note.names) is not None:
+        return None
+    weight, bias, parameters = whole_tensors(owner, note)
+    if torch.is_grad_enabled():
+        return _JoinedLinear.apply(x, weight, bias, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    return F.linear(x, weight, bias)
+
+
+def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
+    """A projection that runs by itself; the product is the one whose rows do not depend on their number."""
+    layer: Any = owner._modules[name]
+    if adapter_or_hook(owner, (name,)) is not None:
+        return layer(x)  # type: ignore[no-any-return]
+    return linear(x, layer.weight, layer.bias)
+
+
+class _JoinedLinear(torch.autograd.Function):
+    """A linear layer whose weight and bias are joined; the gradient of each slice goes to the parameter that it is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *parameters: torch.nn.Parameter
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, *parameters)  # the parameters for their version: a change before the backward pass must raise
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, *parameters = ctx.saved_tensors
+        flat = of_out.reshape(-1, of_out.shape[-1])
+        count = len(parameters) // 2 if ctx.has_bias else len(parameters)
+        rows = [len(parameter) for parameter in parameters[:count]]
+        wanted = ctx.needs_input_grad[3:]
+        of_x = (flat @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        found: list[torch.Tensor | None] = [None] * len(parameters)
+        if any(wanted[:count]):
+            found[:count] = (flat.t() @ x.reshape(-1, x.shape[-1])).split(rows)
+        if any(wanted[count:]):
+            found[count:] = flat.sum(0).split(rows)
+        return of_x, None, None, *found
+
+
+# ---- the forwards ------------------------------------------------------------------------------------------------------------------
+
+
+def own_forward(module: Any) -> bool:
+    """Whether transformers' own forward is to run here."""
+    return torch.is_grad_enabled() and not note_of(module).gradient
+
+
+def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    if own_forward(self):
+        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
+    ready = take_ready(hidden_states, self)
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon) if ready is None else ready
+
+
+def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if own_forward(self):
+        return type(self).forward(self, x)  # type: ignore[no-any-return]
+    activation = note_of(self).activation
+    both = joined_product(self, x)
+    product = gated_pair(self.gate_proj(x), self.up_proj(x), activation) if both is None else gated(both, activation)
+    return product_of(self, "down_proj", product)
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: torch.Tensor,  # [batch, T, hidden]
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    attention_mask: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if own_forward(self):
+        return type(self).forward(  # type: ignore[no-any-return]
+            self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
+            past_key_values=past_key_values, **kwargs,
+        )  # fmt: skip
+    family = note_of(self).family
+    shape = hidden_states.shape[:-1]
+    whole = joined_product(self, hidden_states)
+    if whole is None:
+        parts = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+    else:
+        parts = list(whole.split([len(self._modules[name]._parameters["weight"]) for name in QKV], dim=-1))
+    batch, width = shape[0], self.head_dim
+    tokens = shape.numel()
+    q, k, v = (part.view(tokens, part.shape[-1] // width, width) for part in parts)
+    if family.head_norms:
+        q, k = self.q_norm(q), self.k_norm(k)
+    # Positions may be given once for all rows of a batch.
+    cos, sin = (angle.expand(*shape, width).reshape(tokens, width) for angle in position_embeddings)
+    q, k = rotary(q, k, cos, sin)
+    query, key, value = (states.view(batch, -1, *states.shape[1:]).transpose(1, 2) for states in (q, k, v))  # [batch, heads, T, width]
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, self.layer_idx)
+    if family.window is not None:
+        kwargs = {"sliding_window": family.window(self), **kwargs}
+    eager = sys.modules[type(self).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+    dropout = self.attention_dropout if self.training else 0.0
+    out, weights = attend(self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs)
+    return product_of(self, "o_proj", out.reshape(*shape, -1).contiguous()), weights
+
+
+def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    if own_forward(self):
+        return type(self).forward(self, hidden_states, **kwargs)  # type: ignore[no-any-return]
+    attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+    normed, hidden_states = add_norm(self.post_attention_layernorm, attended, hidden_states)
+    beside = self.mlp(normed)
+    following = note_of(self).following
+    # The addition at the end of a layer runs with the norm at the start of the next. Not where a gradient is wanted: recomputing a layer
+    # must not reach into the next one, nor may a sharded layer read weights that are not gathered yet.
+    if following is None or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or not is_fused_norm(following):
+        return hidden_states + beside
+    normed, hidden_states = add_norm(following, beside, hidden_states)
+    setattr(hidden_states, READY, (following, hidden_states._version, normed))
+    return hidden_states
+
+
+def take_ready(hidden_states: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor | None:
+    """What this norm makes of these very hidden states, if the layer before has computed it along with them."""
+    ready = hidden_states.__dict__.pop(READY, None)
+    if ready is None or torch.is_grad_enabled():
+        return None
+    whose, version, normed = ready
+    return normed if whose is norm and version == hidden_states._version else None  # type: ignore[no-any-return]
+
+
+def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the sum, and the sum."""
+    if is_fused_norm(norm):
+        return rms_norm(x, norm.weight, norm.variance_epsilon, residual)
+    total = residual + x
+    return norm(total), total
+
+
+def is_fused_norm(norm: Any) -> bool:
+    """Whether a norm may be computed without calling it: it has our forward, and nobody waits for the call."""
+    return NOTE in vars(norm) and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+
+
+# ---- the same numbers --------------------------------------------------------------------------------------------------------------
+
+STATES = ("hidden states", "hidden states under a gradient")
+# Difference relative to size that rounding explains also where this model's own rounding, as measured, is smaller, and four times that in
+# gradients. A forgotten term is of the size of the whole. In float64 norms still round to float32, as transformers has them.
+ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+OF_GRADIENTS = 4.0
+
+
+def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
+    """Fuse, and look once on random documents whether hidden states, with and without a gradient, and the gradients of the first and last
+    layer (which reach through all others) are what they were. What counts as rounding is measured: four times what the model's own numbers
+    change when documents run alone instead of side by side. Raises WrongFusion, with the model as it was."""
+    body = model.base_model
+    if NOTE not in vars(body) and obstacle_of(body, FAMILIES.get(type(body).__module__)) is not None:
+        return fuse(model)
+    documents = random_documents(model)
+    own = numbers_of(model, [documents])
+    allowed = {name: 4 * gap for name, gap in gaps(own, numbers_of(model, [[document] for document in documents])).items()}
+    try:
+        report = fuse(model)
+        found = gaps(own, numbers_of(model, [documents]))
+    except Exception as error:  # of a kernel that does not compile here, say
+        unfuse(model)
+        raise WrongFusion(f"a fused pass failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
+    for name, gap in found.items():
+        rounding = max(allowed[name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
+        if not gap <= rounding:
+            unfuse(model)
+            raise WrongFusion(f"{name} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding")
+    return report
+
+
+def numbers_of(model: PreTrainedModel, packs: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tensor]:
+    """What is compared, by name, over all packs together: `STATES`, and gradients by their parameters."""
+    body: Any = model.base_model
+    parts = {"layers.0": body.layers[0], f"layers.{len(body.layers) - 1}": body.layers[-1], "norm": body.norm}
+    named = ((f"gradients of {part}.{name}", p) for part, module in parts.items() for name, p in module.named_parameters())
+    watched = {name: parameter for name, parameter in named if parameter.requires_grad}
+    random = torch.Generator().manual_seed(0)
+    plain, under_gradient = [], []
+    totals = {name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in watched.items()}
+    for documents in packs:
+        with torch.no_grad():
+            plain += run_packed(model, list(documents))[0]
+        if not watched:
+            continue
+        with torch.enable_grad():
+            states = run_packed(model, list(documents))[0]
+            weights = [torch.randn(s.shape, generator=random).to(s) for s in states]
+            total = torch.stack([(s * w).sum() for s, w in zip(states, weights, strict=True)]).sum()
+            for name, gradient in zip(watched, torch.autograd.grad(total, list(watched.values())), strict=True):
+                totals[name] += gradient
+        under_gradient += [s.detach() for s in states]
+    return {STATES[0]: torch.cat(plain), **({STATES[1]: torch.cat(under_gradient)} if watched else {}), **totals}
+
+
+def gaps(own: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Differences relative to size. A gradient that is next to nothing (of a key's bias, say) is measured against the others too."""
+    norms = {name: float(numbers.double().norm()) for name, numbers in own.items()}
+    largest = max((norm for name, norm in norms.items() if name not in STATES), default=0.0)
+    units = {name: norm if name in STATES else norm + 0.01 * largest for name, norm in norms.items()}
+    return {name: float((own[name].double() - found[name].double()).norm()) / max(units[name], 1e-300) for name in own}

@@ -1,0 +1,321 @@
+"""Many steps of decoding without the host in between.
+
+Enters: the rows of a pass (one sample each: its newest token, its blocks, its seed) and how many steps to make. Leaves: the tokens and
+log-probs that each row drew, up to the end token or the longest response. Guaranteed: the same tokens as one pass after another; on CUDA
+one captured graph per batch size runs a step (model, head, sampling and stop detection), captured once and used for as long as the engine
+lives, although weights change in place and the cache moves; the host waits once for all steps, and only when it asks for their results: by
+then more steps of the same rows may be on their way. A model that no graph can hold runs the same steps eagerly from then on, and
+`eager_reason` says why.
+
+    decoder.start(rows, sampling)
+    first = decoder.launch(16)
+    decoder.give(blocks)  # that the rows need for more
+    second = decoder.launch(16)
+    first(), second()  # what was drawn, in the order of the launches
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from fulltilt.kernels.paged_attention import workspace_numbers
+from fulltilt.kernels.sampling import EMPTY, RUNNING, Progress, Workspace, finish, sample
+from fulltilt.model.attention import Decode, LayerShape
+from fulltilt.model.experts import why_not_captured
+from fulltilt.model.forward import hidden_states
+from fulltilt.model.heads import Head
+from fulltilt.model.load import first_line
+from fulltilt.rollout.sampler import Sampling
+
+BURST = 16  # steps between two looks of the host
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)  # of batches that graphs are made for
+TABLE_STEP = 64  # blocks by which the table grows
+
+
+class DecodeRow(NamedTuple):  # a dataclass takes three times as long to make, and the device waits for a thousand of them
+    """One sample that decodes."""
+
+    token: int  # the newest, whose keys and values are not in the cache yet
+    position: int  # its place in prompt + response
+    drawn: int  # tokens of the response so far
+    seed: np.uint64
+    blocks: Sequence[int]
+    forced: int | None = None  # the response gets exactly that many tokens, end tokens or not
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Decoder:
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[LayerShape], end_tokens: frozenset[int], block_tokens: int, max_seqs: int, *,
+        graphs: bool,
+    ) -> None:  # fmt: skip
+        self.model = model
+        self.head = Head.of(model)
+        self.layers = layers
+        self.block_tokens = block_tokens
+        self.graphs = graphs
+        self.rows = max_seqs
+        device = model.device
+        self.overlaps = device.type != "cpu"  # steps run while the host does something else, so that it pays to launch ahead
+        self._end_tokens = torch.tensor(sorted(end_tokens) or [-1], dtype=torch.int64, device=device)
+        self._ends = self._end_tokens.repeat(max_seqs, 1)  # of each row: none where its length is forced
+        self._progress = Progress.make(max_seqs, BURST, device)
+        self._seeds = torch.zeros(max_seqs, dtype=torch.int64, device=device)
+        self._temperature = torch.ones(max_seqs, dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(max_seqs, dtype=torch.int32, device=device)
+        self._top_p = torch.ones(max_seqs, dtype=torch.float32, device=device)
+        self._bases = torch.zeros(len(layers), 2, 1, dtype=torch.int64, device=device)
+        self._table = torch.zeros(max_seqs, 0, dtype=torch.int32, device=device)
+        self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
+        self._workspace: torch.Tensor | None = None
+        self._space: Workspace | None = None
+        self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
+        self.captures = 0
+        self.eager_reason: str | None = None  # why there are no graphs although they were asked for
+        self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # of the batch
+        obstacle = why_not_captured(model) if graphs else None
+        if obstacle is not None:
+            self._give_up_graphs(obstacle)
+
+    def use_cache(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """The cache's tensors, which may lie elsewhere than the last time: captured graphs read their addresses from the device."""
+        self._caches = (keys, values)
+        addresses = [[[key.data_ptr()], [value.data_ptr()]] for key, value in zip(keys, values, strict=True)]
+        self._bases.copy_(torch.tensor(addresses, dtype=torch.int64))
+
+    def reach(self, tokens: int) -> None:
+        """Make room for samples of that many tokens."""
+        blocks = -(-(tokens + 2 * BURST) // self.block_tokens)  # of two launches the second may reach beyond the end
+        if blocks <= self._table.shape[1]:
+            return
+        blocks = -(-blocks // TABLE_STEP) * TABLE_STEP
+        self._table = torch.zeros(self.rows, blocks, dtype=torch.int32, device=self.model.device)
+        self._captured.clear()  # they hold the old table
+        self._workspace = None
+
+    def size_for(self, rows: int) -> int:
+        """Rows that a step computes for that many."""
+        return min(next((size for size in SIZES if size >= rows), rows), self.rows) if self.graphs else rows
+
+    def start(self, rows: Sequence[DecodeRow], sampling: Sampling) -> None:
+        """A new batch; results of the one before are to be had no longer."""
+        self._sampling, self._count, self._size = sampling, len(rows), self.size_for(len(rows))
+        self._taken = np.array([row.drawn for row in rows])  # tokens of each response that the host has
+        self._fill(rows, self._size, sampling)
+
+    @torch.no_grad()
+    def launch(self, steps: int) -> Callable[[], list[Drawn]]:
+        """Set steps going on the device, at most BURST. What comes back is called for what was drawn, and waits for them. On a CPU, which
+        does one thing after another, it is what runs them."""
+        assert 0 < steps <= BURST
+        sampling = self._sampling
+        restricted = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
+        step = self._graph(self._size, restricted) if self.graphs else None
+        if self.model.device.type == "cpu":
+            return partial(self._run_on_cpu, steps, restricted)
+        for _ in range(steps):
+            if step is None:
+                self._step(self._size, restricted)
+            else:
+                step.replay()
+        # Into memory of its own, behind these steps and before any others: the rings come round.
+        sent = [torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True) for there in self._results()]
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return partial(self._take, sent, arrived)
+
+    def give(self, blocks: Sequence[tuple[int, int, int]]) -> None:
+        """More blocks for rows of the batch, as (row, place in its table, block), for launches to come."""
+        if blocks:
+            rows, places, numbers = self._moved(np.array(blocks, dtype=np.int64).T).unbind(0)
+            self._table[rows, places] = numbers.int()
+
+    def _moved(self, numbers: np.ndarray) -> torch.Tensor:
+        """On the device, without a wait for what runs there."""
+        here = torch.from_numpy(np.ascontiguousarray(numbers))
+        return here if self.model.device.type == "cpu" else here.pin_memory().to(self.model.device, non_blocking=True)
+
+    def _fill(self, rows: Sequence[DecodeRow], size: int, sampling: Sampling) -> None:
+        """Everything that a step reads, in one go."""
+        tokens, positions, drawn, seeds, blocks, forced = zip(*rows, strict=True)
+        numbers = np.zeros((7, size), dtype=np.int64)
+        numbers[0, : len(rows)], numbers[0, len(rows) :] = RUNNING, EMPTY
+        numbers[1, : len(rows)] = [length or sampling.max_new_tokens for length in forced]
+        numbers[2:5, : len(rows)] = drawn, positions, tokens
+        numbers[5, : len(rows)] = np.array(seeds).view(np.int64)
+        numbers[6, : len(rows)] = [length is not None for length in forced]
+        table = np.zeros((size, self._table.shape[1]), dtype=np.int32)
+        for place, own in enumerate(blocks):
+            table[place, : len(own)] = own
+        progress, there = self._progress, self._moved(numbers)
+        targets = (progress.states, progress.limits, progress.lengths, progress.positions, progress.inputs, self._seeds)
+        for target, column in zip(targets, there, strict=False):
+            target[:size].copy_(column)
+        self._ends[:size] = torch.where(there[6, :, None] > 0, -1, self._end_tokens)
+        self._table[:size].copy_(self._moved(table))
+        self._temperature.fill_(sampling.temperature)
+        self._top_k.fill_(sampling.top_k)
+        self._top_p.fill_(sampling.top_p)
+
+    @torch.no_grad()
+    def _run_on_cpu(self, steps: int, restricted: bool) -> list[Drawn]:
+        """A look at the rows is free here and a row is not: those that have ended are left out."""
+        sampling = self._sampling
+        narrowed = {"top_k": sampling.top_k, "top_p": sampling.top_p} if restricted else {}
+        for _ in range(steps):
+            rows = (self._progress.states[: self._count] == RUNNING).nonzero()[:, 0]
+            if not len(rows):
+                break
+            self._advance(rows, rows, temperature=sampling.temperature, **narrowed)
+        return self._take(self._results())
+
+    def _step(self, size: int, restricted: bool) -> None:
+        """As a graph holds it: whatever may change is read from the device."""
+        rows = slice(0, size)
+        narrowed = {"top_k": self._top_k[rows], "top_p": self._top_p[rows]} if restricted else {}
+        self._advance(rows, torch.arange(size, device=self.model.device), temperature=self._temperature[rows], **narrowed)
+
+    def _advance(self, rows: slice | torch.Tensor, numbers: torch.Tensor, **sampling: Any) -> None:
+        """One step of `rows`, which are these `numbers`."""
+        progress, block = self._progress, self.block_tokens
+        running, positions, table = progress.states[rows] == RUNNING, progress.positions[rows], self._table[rows]
+        place = table.gather(1, (positions // block)[:, None])[:, 0].long() * block + positions % block
+        keys, values = self._caches
+        context = Decode(
+            keys=keys,
+            values=values,
+            key_bases=[base[0] for base in self._bases],
+            value_bases=[base[1] for base in self._bases],
+            slots=torch.where(running, place, -1),
+            table=table,
+            lengths=torch.where(running, positions + 1, 0).int(),
+            longest=self._table.shape[1] * block,
+            block_tokens=block,
+            workspace=self._workspace,
+        )
+        hidden = hidden_states(self.model, progress.inputs[rows], positions, context)
+        tokens, logprobs = sample(self.head.logits(hidden), self._seeds[rows], progress.lengths[rows], workspace=self._space, **sampling)
+        finish(tokens, logprobs, self._ends, progress, numbers)
+
+    def _graph(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph | None:
+        """The captured step of that size. None where it cannot be captured: nothing has changed then but that no graph is tried again."""
+        found = self._captured.get((size, restricted))
+        if found is not None:
+            return found
+        states, reason = self._progress.states.clone(), None
+        self._progress.states.fill_(EMPTY)
+        try:
+            self._prepare()
+            self._captured[size, restricted] = self._capture(size, restricted)
+        except RuntimeError as error:  # all errors of torch.cuda are such
+            reason = f"a step of the model cannot be captured: {first_line(error)}"
+        finally:
+            self._progress.states.copy_(states)
+        if reason is not None:  # out of the handler, whose error still holds what is to be freed
+            self._give_up_graphs(reason)
+            return None
+        self.captures += 1
+        return self._captured[size, restricted]
+
+    def _capture(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
+        """Before the step is captured it runs on empty rows, so that kernels are compiled by then, and a wait is found while it is only an
+        error: inside a capture it would break the stream."""
+        outside, side = torch.cuda.current_stream(), capture_stream()
+        side.wait_stream(outside)
+        try:
+            with torch.cuda.stream(side):
+                self._step(size, restricted)
+                with refuse_waits():
+                    self._step(size, restricted)
+        finally:
+            outside.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):
+                self._step(size, restricted)
+        except RuntimeError as error:
+            torch.cuda.set_stream(outside)  # torch leaves the stream of an invalid capture current
+            leave_capture(self._pool)
+            # As it ends, an invalid capture fails once more: the first failure says what was wrong.
+            raise RuntimeError(str(error.__context__ or error)) from error
+        return graph
+
+    def _give_up_graphs(self, reason: str) -> None:
+        self.graphs, self.eager_reason = False, reason
+        self._captured.clear()
+        self._workspace = self._space = None
+        torch.cuda.empty_cache()  # what only graphs had a use for
+        warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", stacklevel=2)
+
+    def _prepare(self) -> None:
+        """What all graphs share: a pool for their temporaries, and the kernels' workspaces."""
+        if self._workspace is not None:
+            return
+        longest, itemsize = self._table.shape[1] * self.block_tokens, self.model.dtype.itemsize
+        heads = self.model.config.get_text_config().num_attention_heads
+        sizes = [size for size in SIZES if size < self.rows] + [self.rows]
+        numbers = max(
+            workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest)
+            for size in sizes
+            for shape in set(self.layers)
+        )
+        self._workspace = torch.empty(max(1, numbers), dtype=torch.float32, device=self.model.device)
+        self._space = Workspace.make(self.rows, len(self.head.weight), self.model.device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def _results(self) -> list[torch.Tensor]:
+        progress = self._progress
+        return [there[: self._count] for there in (progress.lengths, progress.tokens, progress.logprobs)]
+
+    def _take(self, results: Sequence[torch.Tensor], arrived: torch.cuda.Event | None = None) -> list[Drawn]:
+        if arrived is not None:
+            arrived.synchronize()
+        lengths, tokens, logprobs = results
+        columns = torch.from_numpy((self._taken[:, None] + np.arange(BURST)) % BURST)  # of the rings, the first that was drawn now in front
+        counts = (lengths.numpy() - self._taken).tolist()
+        self._taken = lengths.numpy().astype(np.int64)
+        new = zip(counts, tokens.gather(1, columns).tolist(), logprobs.gather(1, columns).tolist(), strict=True)
+        return [Drawn(own[:count], values[:count]) for count, own, values in new]
+
+
+@cache
+def capture_stream() -> torch.cuda.Stream:
+    """One for all captures: each stream that ran a matrix product keeps a workspace of tens of MiB."""
+    return torch.cuda.Stream()
+
+
+@contextlib.contextmanager
+def refuse_waits() -> Iterator[None]:
+    """The host raises a RuntimeError where it would wait for the device."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not know every wait; a capture finds the others
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def leave_capture(pool: tuple[int, int]) -> None:
+    """Undo what some versions of torch leave behind where a capture has become invalid."""
+    with contextlib.suppress(RuntimeError):  # the others have ended it themselves
+        # They go on recording into its pool, and would never give the memory back.
+        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one that succeeds: else the device's random generator would stay in capture
+        torch.zeros(1, device="cuda")

@@ -1,0 +1,276 @@
+"""What an engine did, in the figures that people who watch an engine know: samples running and waiting, KV use, prefix hits, preemptions,
+tokens per second, time to the first token and per token.
+
+Enters: each pass as it ends, by the clock of whoever ran it. Leaves: `EngineStats` of a call of `generate`, and every so many seconds of
+generating a line for people. Guaranteed: statistics add up, of passes to a call as of calls to a step, percentiles included, for times are
+kept as histograms; a percentile is within half a percent of the exact one; the work is per pass and sample, never per token. Free of torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from operator import attrgetter
+
+import numpy as np
+
+from fulltilt.rollout.scheduler import Counts, Pass, Scheduler
+
+PERCENTILES = (50, 90, 99)
+
+_SHORTEST_S = 1e-6
+_GROWTH = math.log(1.01)  # from one bin to the next: its middle is within half a percent of all that is in it
+_BINS = 2600  # up to 48 hours
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """How often which time was seen, in bins as wide as a hundredth of the time itself."""
+
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(_BINS, dtype=np.int64))
+
+    @staticmethod
+    def of(times: Iterable[tuple[float, int]]) -> Histogram:
+        """Seconds, and how many times each."""
+        counts = np.zeros(_BINS, dtype=np.int64)
+        for seconds, weight in times:
+            counts[min(_BINS - 1, int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) / _GROWTH))] += weight
+        return Histogram(counts)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(self.counts + other.counts)
+
+    @property
+    def total(self) -> int:
+        return int(self.counts.sum())
+
+    def percentile(self, percent: int) -> float:
+        """The least number of seconds that `percent` of the times do not exceed."""
+        assert self.total, "of nothing there is no percentile"
+        rank = max(1, -(-percent * self.total // 100))
+        place = int(np.searchsorted(np.cumsum(self.counts), rank))
+        return _SHORTEST_S * math.exp((place + 0.5) * _GROWTH)
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Of some passes: those of a call of `generate`, or of all calls of a step."""
+
+    prefill_tokens: int = 0
+    shared_tokens: int = 0  # that were not prefilled, or not again after a preemption, because they were in the cache
+    decode_tokens: int = 0
+    passes: int = 0
+    preemptions: int = 0
+    most_running: int = 0
+    most_waiting: int = 0
+    kv_use: float = 0.0  # highest share of blocks in use
+    running_passes: int = 0  # samples running, added up over passes
+    kv_use_passes: float = 0.0  # likewise
+    seconds: float = 0.0  # between the start of a call and the end of its last pass
+    prefill_seconds: float = 0.0  # in passes that prefill
+    decode_seconds: float = 0.0  # in passes that decode
+    first_token: Histogram = field(default_factory=Histogram)  # seconds from the start of the call to a sample's first token
+    per_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's token to its next
+
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """Counts, seconds and histograms are added, of heights the highest."""
+        return EngineStats(
+            prefill_tokens=self.prefill_tokens + other.prefill_tokens,
+            shared_tokens=self.shared_tokens + other.shared_tokens,
+            decode_tokens=self.decode_tokens + other.decode_tokens,
+            passes=self.passes + other.passes,
+            preemptions=self.preemptions + other.preemptions,
+            most_running=max(self.most_running, other.most_running),
+            most_waiting=max(self.most_waiting, other.most_waiting),
+            kv_use=max(self.kv_use, other.kv_use),
+            running_passes=self.running_passes + other.running_passes,
+            kv_use_passes=self.kv_use_passes + other.kv_use_passes,
+            seconds=self.seconds + other.seconds,
+            prefill_seconds=self.prefill_seconds + other.prefill_seconds,
+            decode_seconds=self.decode_seconds + other.decode_seconds,
+            first_token=self.first_token + other.first_token,
+            per_token=self.per_token + other.per_token,
+        )
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        return _ratio(self.shared_tokens, self.prefill_tokens + self.shared_tokens) or 0.0
+
+    def metrics(self, *, full: bool = True) -> dict[str, float]:
+        """Under the names of docs/metrics.md: the counts, and with `full` all the rest. What there was nothing of is left out."""
+        counts = {
+            "rollout/prefill_tokens": self.prefill_tokens,
+            "rollout/decode_tokens": self.decode_tokens,
+            "rollout/passes": self.passes,
+            "rollout/preemptions": self.preemptions,
+            "rollout/most_running": self.most_running,
+            "rollout/kv_use": self.kv_use,
+            "rollout/prefix_hit_rate": self.prefix_hit_rate,
+        }
+        if not full:
+            return counts
+        ratios = {
+            "rollout/mean_running": _ratio(self.running_passes, self.passes),
+            "rollout/mean_kv_use": _ratio(self.kv_use_passes, self.passes),
+            "rollout/prefill_tokens_per_s": _ratio(self.prefill_tokens, self.prefill_seconds),
+            "rollout/decode_tokens_per_s": _ratio(self.decode_tokens, self.decode_seconds),
+        }
+        times = {"rollout/time_to_first_token_s": self.first_token, "rollout/time_per_output_token_s": self.per_token}
+        return {
+            **counts,
+            "rollout/most_waiting": self.most_waiting,
+            **{name: value for name, value in ratios.items() if value is not None},
+            **{f"{name}/p{q}": seen.percentile(q) for name, seen in times.items() if seen.total for q in PERCENTILES},
+        }
+
+
+NO_STATS = EngineStats()
+
+
+@dataclass(frozen=True)
+class SeenPass:
+    """One pass, as it went. Example: 16 steps of two samples, the second of which ended after three:
+
+    SeenPass(begin=4.0, end=4.16, steps=16, running=2, waiting=0, kv_use=0.1, decode_tokens=19, drawing=(0, 1), drawn=19)
+    """
+
+    begin: float  # by the clock
+    end: float
+    steps: int
+    running: int
+    waiting: int
+    kv_use: float  # share of blocks in use
+    prefill_tokens: int = 0
+    shared_tokens: int = 0
+    decode_tokens: int = 0
+    preemptions: int = 0
+    drawing: Sequence[Hashable] = ()  # the samples that drew tokens
+    drawn: int = 0  # how many all of them drew; a sample that drew fewer than there were steps has ended
+
+    @property
+    def step_seconds(self) -> float:
+        """The host sees the tokens of all steps at the end: the time is spread evenly over the steps."""
+        return (self.end - self.begin) / self.steps
+
+
+class Recorder:
+    """Adds up the passes of an engine, call by call."""
+
+    def __init__(self) -> None:
+        self.stats = NO_STATS  # of the last call
+        self._say: Callable[[str], None] | None = None
+        self._interval = 0.0
+        self._unsaid = NO_STATS  # since the last line
+        self.start(0.0, 0)
+
+    def report(self, say: Callable[[str], None], interval: float) -> None:
+        """From now on `say` gets a line after every `interval` seconds of generating; these go on counting from call to call."""
+        self._say, self._interval = say, interval
+
+    def start(self, now: float, samples: int) -> None:
+        """A call begins."""
+        self.stats = NO_STATS
+        self._begin = self._last_end = now
+        self._unfinished = samples
+        self._counts = Counts()
+        self._arrived: dict[Hashable, float] = {}  # when the newest token of each sample came
+
+    def passed(self, plan: Scheduler, step: Pass, begin: float, end: float) -> None:
+        """`step` ran, its tokens are with their samples, and `plan` has not been told of those that ended."""
+        before, counts = self._counts, replace(plan.counts)
+        drawing = list(chain.from_iterable(work.samples for work in step.work))
+        decoded = counts.decode_tokens - before.decode_tokens
+        self.add(
+            SeenPass(
+                begin=begin,
+                end=end,
+                steps=step.steps,
+                running=len(plan.running),
+                waiting=self._unfinished - len(plan.running),
+                kv_use=plan.pool.used / plan.pool.size,
+                prefill_tokens=counts.prefill_tokens - before.prefill_tokens,
+                shared_tokens=counts.shared_tokens - before.shared_tokens,
+                decode_tokens=decoded,
+                preemptions=counts.preemptions - before.preemptions,
+                drawing=drawing,
+                drawn=len(drawing) if step.steps == 1 else decoded,
+            )
+        )
+        self._counts = counts
+        self._unfinished -= sum(map(attrgetter("finished"), drawing))
+
+    def add(self, seen: SeenPass) -> None:
+        first, later = self._arrivals(seen)
+        seconds = seen.end - seen.begin
+        one = EngineStats(
+            prefill_tokens=seen.prefill_tokens,
+            shared_tokens=seen.shared_tokens,
+            decode_tokens=seen.decode_tokens,
+            passes=seen.steps,
+            preemptions=seen.preemptions,
+            most_running=seen.running,
+            most_waiting=seen.waiting,
+            kv_use=seen.kv_use,
+            running_passes=seen.running * seen.steps,
+            kv_use_passes=seen.kv_use * seen.steps,
+            seconds=seen.end - self._last_end,
+            prefill_seconds=seconds if seen.prefill_tokens else 0.0,
+            decode_seconds=seconds if seen.decode_tokens else 0.0,
+            first_token=first,
+            per_token=later,
+        )
+        self._last_end = seen.end
+        self.stats += one
+        self._unsaid += one
+        if self._say and self._unsaid.seconds >= self._interval:
+            self._say(line(self._unsaid, seen))
+            self._unsaid = NO_STATS
+
+    def _arrivals(self, seen: SeenPass) -> tuple[Histogram, Histogram]:
+        """Times to first tokens, and from token to token. Most samples of a pass have their newest token from the same earlier pass."""
+        earliest = seen.begin + seen.step_seconds
+        since = Counter(map(self._arrived.get, seen.drawing))
+        fresh = since.pop(None, 0)
+        gaps = [(earliest - arrived, samples) for arrived, samples in since.items() if arrived is not None]
+        self._arrived.update(dict.fromkeys(seen.drawing, seen.end))
+        return (
+            Histogram.of([(earliest - self._begin, fresh)]),
+            Histogram.of([*gaps, (seen.step_seconds, seen.drawn - len(seen.drawing))]),
+        )
+
+
+def line(stats: EngineStats, newest: SeenPass) -> str:
+    """Running, waiting and KV use as they are; all else of `stats`, left out where there was nothing of it."""
+    prefill, decode = _ratio(stats.prefill_tokens, stats.prefill_seconds), _ratio(stats.decode_tokens, stats.decode_seconds)
+    hits = _ratio(stats.shared_tokens, stats.prefill_tokens + stats.shared_tokens)
+    parts = [
+        f"{newest.running} running",
+        f"{newest.waiting} waiting",
+        f"KV {newest.kv_use:.0%}",
+        *([f"prefix hits {hits:.0%}"] if hits is not None else []),
+        f"{stats.preemptions} preempted",
+        *([f"prefill {_short(prefill)} tok/s"] if prefill else []),
+        *([f"decode {_short(decode)} tok/s"] if decode else []),
+        *([f"first token {_spread(stats.first_token)}"] if stats.first_token.total else []),
+        *([f"per token {_spread(stats.per_token)}"] if stats.per_token.total else []),
+    ]
+    return "rollout: " + ", ".join(parts)
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _spread(times: Histogram) -> str:
+    return " ".join(f"p{percent} {_duration(times.percentile(percent))}" for percent in (PERCENTILES[0], PERCENTILES[-1]))
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:.1f}k" if number >= 1000 else f"{number:.0f}"

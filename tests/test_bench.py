@@ -1,0 +1,309 @@
+"""The benchmark: what is asked of engines, what the hardware allows, and a real run beside transformers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import runs
+import torch
+from transformers import Qwen2Config
+
+from fulltilt.bench import options, report, rollout, roofline, shapes, vllm
+from fulltilt.bench.figures import Measured, Timing
+from fulltilt.bench.hf import HuggingFace, Setting
+from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
+from fulltilt.records import UserError
+
+CPU = torch.device("cpu")
+TINY = shapes.Source("tiny", Qwen2Config(**models.SMALL, architectures=["Qwen2ForCausalLM"]))
+PAGE = (Path(__file__).parents[1] / "docs" / "bench.md").read_text(encoding="utf-8")
+
+
+def tiny_requests(prompts: int = 3, samples: int = 2, **changes: Any) -> Requests:
+    return make_requests(Workload("tiny", prompts, samples, Even(4, 9), Even(2, 12), **changes), TINY.vocabulary, seed=5)
+
+
+# -- what is asked ------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "samples", "prompt_lengths", "response_lengths", "mean"),
+    [
+        ("design", 1024, (96, 512), (16, 1024), 401.3),
+        ("long", 1536, (256, 256), (1, 8192), 1999.5),
+        ("tail", 16, (4096, 4096), (256, 256), 256.0),
+        ("small", 128, (12, 64), (2, 128), 50.3),
+    ],
+)
+def test_workloads_are_what_the_page_says(
+    name: str, samples: int, prompt_lengths: tuple[int, int], response_lengths: tuple[int, int], mean: float
+) -> None:
+    workload = WORKLOADS[name]
+    requests = make_requests(workload, vocabulary=1000, seed=0)
+    lengths = np.array(list(requests.lengths.values()))
+    prompts = np.array([len(prompt.ids) for prompt in requests.prompts])
+    assert len(lengths) == samples == workload.prompts * workload.samples
+    assert prompt_lengths[0] <= prompts.min() and prompts.max() <= prompt_lengths[1]
+    assert response_lengths[0] <= lengths.min() and lengths.max() <= response_lengths[1]
+    assert round(float(lengths.mean()), 1) == mean
+    assert requests.describe()["response_tokens"]["mean"] == lengths.mean()
+    assert requests.tokens == lengths.sum() == requests.describe()["response_tokens"]["total"]
+    (row,) = [line for line in PAGE.splitlines() if line.startswith(f"| `{name}`")]
+    assert f"mean {mean:,.1f}" in row
+
+
+def test_the_same_seed_asks_the_same_and_another_seed_the_same_lengths_in_another_order() -> None:
+    first, again, other = (make_requests(WORKLOADS["small"], 1000, seed) for seed in (3, 3, 4))
+    assert first.lengths == again.lengths
+    assert all((one.ids == two.ids).all() for one, two in zip(first.prompts, again.prompts, strict=True))
+    assert first.lengths != other.lengths and sorted(first.lengths.values()) == sorted(other.lengths.values())
+    assert any(len(one.ids) != len(two.ids) for one, two in zip(first.prompts, other.prompts, strict=True))
+    assert max(int(prompt.ids.max()) for prompt in first.prompts) < 1000
+
+
+def test_lengths_of_a_group_differ() -> None:
+    """As responses do: a workload whose groups end together would be kind to engines that wait for a whole batch."""
+    requests = make_requests(WORKLOADS["design"], 1000, seed=0)
+    spreads = [np.std([requests.lengths[uid, index] for index in range(8)]) for uid in range(128)]
+    assert np.median(spreads) > 200
+
+
+# -- what the hardware allows -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline_by_hand() -> None:
+    """Two samples: a prompt of 10 with 3 tokens, one of 20 with 2. First tokens come from the prefill, so there are two steps: both
+    samples with contexts 11 + 21, then the first alone with 12."""
+    steps = list(roofline.decode_steps([10, 20], [3, 2]))
+    assert steps == [(2, 32), (1, 12)]
+    cost = roofline.StepCost(weight_bytes=1000, kv_bytes_per_token=10, flops_per_sample=600, flops_per_context_token=5)
+    found = roofline.bound(iter(steps), cost, roofline.Device(bandwidth=100, flops=100))
+    # (1000 + 320) bytes against 2 x 600 + 160 FLOPs: arithmetic; (1000 + 120) against 600 + 60: memory.
+    assert found == roofline.Bound(seconds=13.6 + 11.2, steps=2, memory_bound_steps=1, bytes=1320 + 1120, flops=1360 + 660)
+
+
+def test_the_roofline_holds_no_more_than_the_cache() -> None:
+    assert list(roofline.decode_steps([10, 20], [3, 2], most_tokens=31)) == [(1, 11), (1, 12), (1, 21)]
+    assert list(roofline.decode_steps([10, 20], [3, 2], most_tokens=32)) == [(2, 32), (1, 12)]
+    assert list(roofline.decode_steps([10], [1])) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "bandwidth"),
+    [("NVIDIA H200", 4.8e12), ("NVIDIA H100 80GB HBM3", 3.35e12), ("NVIDIA H100 PCIe", 2.0e12), ("NVIDIA A100-SXM4-80GB", 2.039e12)],
+)
+def test_known_devices(name: str, bandwidth: float) -> None:
+    found = roofline.device_named(name)
+    assert found is not None and found.bandwidth == bandwidth
+
+
+def test_a_step_reads_every_weight_that_is_multiplied() -> None:
+    """Tied: the vocabulary's matrix is read once, by the head. Untied: the embedding's rows are only looked up."""
+    requests = tiny_requests()
+    costs = {}
+    for tied in (True, False):
+        source = shapes.Source("tiny", Qwen2Config(**models.SMALL, tie_word_embeddings=tied))
+        native = rollout.Native(source, CPU, requests, None)
+        costs[tied] = native.step_cost()
+        assert isinstance(costs[tied], roofline.StepCost)
+    assert costs[True] == costs[False]
+    # 2 layers x keys and values x 2 heads of 8 numbers of 4 bytes; 4 FLOPs for each of 4 heads' 8 numbers and each token before.
+    assert (costs[True].kv_bytes_per_token, costs[True].flops_per_context_token) == (2 * 2 * 2 * 8 * 4, 2 * 4 * 4 * 8)
+    assert costs[True].flops_per_sample == 2 * costs[True].weight_bytes / 4
+
+
+# -- figures ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_best_setting_is_one_with_logprobs_and_failures_stay() -> None:
+    requests = tiny_requests()
+    timings = [
+        Timing({"max_num_seqs": 256}, (4.0, 2.0, 3.0)),
+        Timing({"max_num_seqs": 512}, (2.5, 2.5, 2.5)),
+        Timing({"max_num_seqs": 512}, (1.0, 1.0, 1.0), logprobs=False),
+        Timing({"max_num_seqs": 1024}, error="out of memory"),
+    ]
+    peer, ours = Measured("vllm", timings), Measured("fulltilt", [Timing({}, (1.0, 0.5, 2.0))])
+    found = peer.as_json(requests)
+    assert found["setting"] == {"max_num_seqs": 512} and found["tokens_per_s"] == requests.tokens / 2.5
+    assert found["without_logprobs"]["tokens_per_s"] == requests.tokens / 1.0
+    assert [timing["error"] for timing in found["all_settings"]] == [None, None, None, "out of memory"]
+    assert rollout.ratio(ours, peer, requests) == 2.5
+    assert rollout.ratio(ours, Measured("vllm", timings[2:]), requests) is None
+
+
+def test_time_per_token_leaves_prefill_out() -> None:
+    requests = tiny_requests(per_token=True)
+    timing = Timing({}, seconds=(1.5, 1.5), prefill_seconds=(0.5, 0.5))
+    per_token = timing.ms_per_token(requests)
+    assert per_token == pytest.approx(1000 * 1.0 / (max(requests.lengths.values()) - 1))
+    slower = Timing({}, seconds=(2.5, 2.5), prefill_seconds=(0.5, 0.5))
+    assert rollout.ratio(Measured("fulltilt", [timing]), Measured("hf", [slower]), requests) == pytest.approx(2.0)
+
+
+# -- peers --------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_transformers_gives_the_logprobs_of_what_it_sampled_and_every_length() -> None:
+    requests = tiny_requests()
+    engine = HuggingFace(TINY, CPU)
+    torch.manual_seed(0)
+    samples = engine._batch(requests, 0, 3)
+    assert {name: len(ids) for name, (ids, _) in samples.items()} == requests.lengths
+    for (uid, _), (ids, logprobs) in samples.items():
+        prompt = requests.prompts[uid].ids
+        with torch.no_grad():
+            logits = engine.model(torch.from_numpy(np.concatenate([prompt, ids]))[None]).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+        assert np.abs(expected - logprobs).max() < 1e-4  # padding on the left sums in another order
+
+
+def test_transformers_tries_batches_that_fit_the_cache() -> None:
+    engine = HuggingFace(TINY, CPU)
+    requests = tiny_requests(prompts=8)
+    assert {setting.batch for setting in engine.settings(requests, 10, None)} == {16, 8, 4}
+    three_prompts = 3 * 2 * requests.positions * 10
+    assert {setting.batch for setting in engine.settings(requests, 10, three_prompts)} == {6, 4}
+    assert engine.run(requests, Setting(6, None)) > 0  # 8 prompts in batches of 3, 3 and 2
+
+
+def test_transformers_tries_one_thread_unless_their_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = HuggingFace(TINY, CPU)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert engine.variants(Setting(8, 2)) == [Setting(8, 1)]
+    assert engine.variants(Setting(8, None)) == []
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert engine.variants(Setting(8, 2)) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed: its absence cannot be shown")
+def test_a_point_of_the_grid_that_fails_is_recorded(tmp_path: Path) -> None:
+    requests, said = tiny_requests(), list[str]()
+    folder = shapes.write_config(TINY, CPU, tmp_path / "model")
+    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    found = vllm.measure(
+        requests, folder, tmp_path, dummy_weights=True, device="cpu", dtype="float32", kv_bytes=None, repeats=1, grid=(4,), say=said.append
+    )
+    assert len(said) == 1
+    (timing,) = found.timings
+    assert timing.setting["max_num_seqs"] == 4 and timing.error is not None and "No module named 'vllm'" in timing.error
+    assert found.as_json(requests)["tokens_per_s"] is None
+
+
+# -- the command --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bench")
+    models.save("qwen2", place / "model")
+    return place
+
+
+def test_a_run_beside_transformers(folder: Path) -> None:
+    asked = ["--device", "cpu", "--against", "hf", "--model", "model", "--prompts", "2", "--samples", "2", "--repeats", "2", "--seed", "1"]
+    ended = runs.command_here(folder, "bench", "rollout", *asked, "--json", "--out", "found.json")
+    assert ended.code == 0, ended.error
+    found = json.loads(ended.out)
+    assert found == json.loads((folder / "found.json").read_text())
+    ours, theirs = found["engines"]["fulltilt"], found["engines"]["hf"]
+    assert found["ratio"] == found["ratios"]["hf"] == pytest.approx(ours["tokens_per_s"] / theirs["tokens_per_s"])
+    assert len(ours["tokens_per_s_all"]) == len(theirs["tokens_per_s_all"]) == found["repeats"] == 2
+    assert found["workload"]["prompts"] == 2 and found["workload"]["response_tokens"]["total"] == sum(
+        make_requests(replace(WORKLOADS["small"], prompts=2, samples=2), models.VOCABULARY, 1).lengths.values()
+    )
+    # Tokens drawn in decode steps: all but each sample's first.
+    assert ours["statistics"]["rollout/decode_tokens"] == found["workload"]["response_tokens"]["total"] - 4
+    # float32 on one model: a larger gap means that two models or two attention functions were mixed up.
+    assert ours["logprob_gap"]["mean_absolute"] < 1e-5
+    assert len(theirs["all_settings"]) == 2 and all(timing["error"] is None for timing in theirs["all_settings"])
+    assert found["roofline"] is None and "--bandwidth" in found["roofline_missing"]
+    assert found["command"].startswith("fulltilt bench rollout") and found["versions"]["torch"] == torch.__version__
+    assert "hf: trying" in ended.error
+    text = report.table(found)
+    assert f"{ours['tokens_per_s']:,.0f}" in text and f"{found['ratio']:.2f} times as fast as hf" in text
+
+
+def test_time_per_token_and_the_roofline_of_a_given_device() -> None:
+    requests = tiny_requests(per_token=True)
+    job = rollout.Job(CPU, TINY, requests, ("hf",), None, 1, (), bandwidth=1e9, flops=1e9)
+    found = rollout.run(job, lambda text: None)
+    assert found["compared_by"] == "time per token"
+    ours, theirs = found["engines"]["fulltilt"], found["engines"]["hf"]
+    assert found["ratio"] == pytest.approx(theirs["ms_per_token"] / ours["ms_per_token"])
+    assert ours["roofline_fraction"] == pytest.approx(found["roofline"]["seconds"] / ours["seconds"][0])
+    assert found["roofline"]["steps"] == max(requests.lengths.values()) - 1
+    assert set(ours["decode_step_ms"]) == {"context", "1"}
+    json.dumps(found)
+
+
+def test_kv_bytes_hold_our_cache_too() -> None:
+    requests = tiny_requests()
+    a_block = 16 * 2 * 2 * 2 * 8 * 4
+    native = rollout.Native(TINY, CPU, requests, 3 * a_block)
+    assert native.limits.blocks == 3
+    assert native.run(requests) > 0 and native.engine.stats().preemptions >= 0
+    with pytest.raises(UserError, match="--kv-bytes"):
+        rollout.Native(TINY, CPU, requests, a_block)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"workload": "huge"}, "--workload huge: there are design, long"),
+        ({"against": ("hf", "sglang")}, "sglang is no peer"),
+        ({"device": "tpu"}, "--device tpu"),
+        ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, small) nor a folder"),
+        ({"model": "model", "workload": "tail"}, "needs 4352 positions, and model was made for 512"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_measured(
+    given: dict[str, Any], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError) as told:
+        rollout.prepare(rollout.Options(**{"device": "cpu", **given}))
+    assert words in str(told.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_cuda_device() -> None:
+    with pytest.raises(UserError, match="finds no CUDA device"):
+        rollout.prepare(rollout.Options(device="cuda"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_without_vllm(folder: Path) -> None:
+    ended = runs.command_here(folder, "bench", "rollout", "--device", "cpu", "--against", "vllm,hf")
+    assert (ended.code, ended.out) == (2, "")
+    assert "vLLM is not installed" in ended.error and "fulltilt[vllm]" in ended.error
+
+
+def test_values_of_options() -> None:
+    assert options.words(" vllm, hf,") == ("vllm", "hf")
+    assert options.numbers("--vllm-grid", "256,1024") == (256, 1024)
+    assert [options.size("--kv-bytes", text) for text in (None, "12GiB", "500 mib", "1.5GB", "7")] == [
+        None, 12 * 2**30, 500 * 2**20, 1_500_000_000, 7,
+    ]  # fmt: skip
+    for text in ("0", "12 apples", "", "-3"):
+        with pytest.raises(UserError, match="--kv-bytes"):
+            options.size("--kv-bytes", text)
+    for text in ("", "0", "256;512", "many"):
+        with pytest.raises(UserError, match="--vllm-grid"):
+            options.numbers("--vllm-grid", text)
+
+
+def test_every_option_is_on_the_page(folder: Path) -> None:
+    said = runs.command_here(folder, "bench", "rollout", "--help")
+    assert said.code == 0
+    for option in ("model", "against", "device", "workload", "prompts", "samples", "kv-bytes", "repeats", "seed", "vllm-grid", "bandwidth",
+                   "flops", "out", "json", "quiet"):  # fmt: skip
+        assert f"--{option}" in said.out, option
+        assert f"`--{option}" in PAGE, option

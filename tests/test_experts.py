@@ -1,0 +1,329 @@
+"""Experts through one grouped product: equal to transformers' loop over them, in values and gradients, without the host; and decoding
+where a model cannot be captured.
+
+On a CUDA device (`-m gpu`) also: captured decoding of mixture-of-experts models against eager decoding and the trainer, and captures that
+fail."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from test_lora import settings, stir
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, NemotronHConfig, PreTrainedModel, Qwen3MoeConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
+
+from fulltilt.config import ModelConfig
+from fulltilt.model import experts
+from fulltilt.model.load import end_tokens, load_model
+from fulltilt.model.lora import add_adapters
+from fulltilt.model.verify import packed_logprobs, verify
+from fulltilt.records import Group, Prompt
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.decode import BURST
+from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.sampler import Sampling
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+FAMILIES = ("qwen3-moe", "mixtral")
+WIDE = {"hidden_size": 32, "intermediate_size": 48, "num_experts_per_tok": 2}
+# Gated, with router weights in the model's type or in float32; biases, transposed weights and a gate of its own; no gate at all; rows that
+# torch's grouped product does not take (34 numbers).
+KINDS: dict[str, Any] = {
+    "qwen3-moe": lambda: Qwen3MoeExperts(Qwen3MoeConfig(**WIDE, num_experts=6, moe_intermediate_size=24)),
+    "mixtral": lambda: MixtralExperts(MixtralConfig(**WIDE, num_local_experts=6)),
+    "gpt-oss": lambda: GptOssExperts(GptOssConfig(**WIDE, num_local_experts=6)),
+    "nemotron-h": lambda: NemotronHExperts(NemotronHConfig(**WIDE, n_routed_experts=6, moe_intermediate_size=24)),
+    "odd widths": lambda: Qwen3MoeExperts(Qwen3MoeConfig(**{**WIDE, "hidden_size": 34}, num_experts=6, moe_intermediate_size=22)),
+}
+EXACT = {torch.float64: 1e-12, torch.float32: 2e-6}  # of the largest number: rounding
+
+
+def make_experts(kind: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    experts.register()
+    module = KINDS[kind]().to(dtype)
+    random = torch.Generator().manual_seed(3)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=random)
+    return module
+
+
+def routes() -> dict[str, torch.Tensor]:
+    """Experts of 40 tokens; never expert 2, so that one has nothing to do."""
+    random = torch.Generator().manual_seed(4)
+    known = torch.tensor([0, 1, 3, 4, 5])
+    mixed = torch.stack([known[torch.randperm(5, generator=random)[:2]] for _ in range(40)])
+    return {"mixed": mixed, "all alike": torch.tensor([[5, 0]]).repeat(40, 1), "one token": mixed[:1]}
+
+
+def run(
+    module: Any, implementation: str, tokens: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, *, gradient: bool = True
+) -> list[torch.Tensor]:
+    """The output, and the gradients of tokens, shares and every parameter."""
+    module.config._experts_implementation = implementation
+    module.zero_grad()
+    tokens, shares = (states.clone().requires_grad_(gradient) for states in (tokens, shares))
+    with torch.set_grad_enabled(gradient):
+        out = module(tokens, chosen, shares)
+    if not gradient:
+        return [out]
+    (out * torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).view_as(out)).sum().backward()
+    return [out.detach(), tokens.grad, shares.grad, *(parameter.grad for parameter in module.parameters())]
+
+
+def inputs(module: Any, chosen: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(5)
+    width = next(width for name in ("hidden_dim", "hidden_size") if (width := getattr(module, name, None)))
+    return torch.randn(len(chosen), width, generator=random, dtype=dtype), torch.rand(chosen.shape, generator=random, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("route", routes())
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_transformers_loop(kind: str, route: str, dtype: torch.dtype) -> None:
+    module, chosen = make_experts(kind, dtype), routes()[route]
+    tokens, shares = inputs(module, chosen, dtype)
+    found, expected = (run(module, name, tokens, chosen, shares) for name in (experts.NAME, "eager"))
+    assert len(found) == len(expected) >= 5
+    for ours, theirs in zip(found, expected, strict=True):
+        assert theirs.abs().max() > 0 and ours.dtype == dtype
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=EXACT[dtype] * float(theirs.abs().max()))
+    for gradient in found[3:]:
+        assert not gradient[2].any()  # of the expert without tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_does_not_notice_the_others(kind: str) -> None:
+    module, chosen = make_experts(kind), routes()["mixed"]
+    tokens, shares = inputs(module, chosen, torch.float32)
+    (whole,) = run(module, experts.NAME, tokens, chosen, shares, gradient=False)
+    for place in (0, 17, 39):  # alone: the products have other shapes, so they may round otherwise
+        here = slice(place, place + 1)
+        (alone,) = run(module, experts.NAME, tokens[here], chosen[here], shares[here], gradient=False)
+        torch.testing.assert_close(alone, whole[here], rtol=0, atol=2e-6 * float(whole.abs().max()))
+    broken = tokens.clone()
+    broken[10:20] = torch.nan
+    broken[20:30] = torch.inf
+    (beside,) = run(module, experts.NAME, broken, chosen, shares, gradient=False)
+    kept = torch.arange(40).lt(10) | torch.arange(40).ge(30)
+    assert torch.equal(beside[kept], whole[kept]) and beside[10:20].isnan().all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_on_experts_add_what_they_add_to_the_loop(family: str, model_folders) -> None:
+    model = load_model(ModelConfig(path=str(model_folders(family)), dtype="float64"), CPU)
+    document = [np.random.default_rng(0).integers(3, 90, 50)]
+    plain = packed_logprobs(model, document)[0][0].detach()
+    add_adapters(model, settings(family), seed=3)
+    stir(model)
+    results = []
+    for implementation in (experts.NAME, "eager"):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        (logprobs,), _ = packed_logprobs(model, document)
+        logprobs.sum().backward()
+        results.append([logprobs.detach(), *(parameter.grad for parameter in model.parameters() if parameter.requires_grad)])
+    assert (results[0][0] - plain).abs().max() > 1e-2
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("block", [Qwen3MoeSparseMoeBlock, MixtralSparseMoeBlock])
+def test_router_and_experts_never_ask_for_a_number(block: type[torch.nn.Module]) -> None:
+    """Tensors without contents: whatever would have to be known on the host raises."""
+    experts.register()
+    make = Qwen3MoeConfig if block is Qwen3MoeSparseMoeBlock else MixtralConfig
+    module = block(make(**WIDE)).to(torch.bfloat16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        hidden = torch.empty(1, 7, 32, dtype=torch.bfloat16)
+        module.experts.config._experts_implementation = experts.NAME
+        assert module(hidden).shape == hidden.shape
+        module.experts.config._experts_implementation = "eager"
+        with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
+            module(hidden)
+
+
+# ---- what can be captured ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_keeps_a_model_out_of_a_graph_is_known_beforehand(family: str, model_folders) -> None:
+    folder = model_folders(family)
+
+    def load(dtype: str) -> PreTrainedModel:
+        return load_model(ModelConfig(path=str(folder), dtype=dtype), CPU)
+
+    assert experts.why_not_captured(load("bfloat16")) is None
+    for dtype in ("float32", "float64"):
+        reason = experts.why_not_captured(load(dtype))
+        assert reason and dtype in reason and "model.layers.0.mlp.experts" in reason
+    loop = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, experts_implementation="eager")
+    assert "experts_implementation = eager" in str(experts.why_not_captured(loop))
+    assert experts.why_not_captured(load_model(ModelConfig(path=str(model_folders("llama"))), CPU)) is None
+
+
+def test_rows_of_a_width_that_torch_does_not_group(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(**models.SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=experts.register())
+    assert "multiple of 16 bytes" in str(experts.why_not_captured(model))
+
+
+def engine_of(model: PreTrainedModel, folder: Path, limits: EngineLimits) -> NativeEngine:
+    return NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+
+
+def limits(*, graphs: bool) -> EngineLimits:
+    return EngineLimits(blocks=120, block_tokens=16, max_seqs=8, max_batched_tokens=512, cuda_graphs=graphs)
+
+
+def prompts(count: int) -> list[Prompt]:
+    random = np.random.default_rng(1)
+    return [Prompt(uid=uid, ids=random.integers(3, 90, int(random.integers(1, 30))), text="") for uid in range(count)]
+
+
+def draw(engine: NativeEngine, sampling: Sampling, count: int = 8) -> tuple[Group, ...]:
+    return collect(engine, prompts(count), sampling, 5, lambda group: None)
+
+
+def same(left: tuple[Group, ...], right: tuple[Group, ...]) -> None:
+    for a, b in zip(left, right, strict=True):
+        for one, other in zip(a.samples, b.samples, strict=True):
+            assert one.ids.tolist() == other.ids.tolist()
+            np.testing.assert_array_equal(one.logprobs, other.logprobs)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a CUDA device, the tests for it capture, and fail to")
+@pytest.mark.parametrize(("family", "reason"), [("llama", "cannot be captured"), ("mixtral", "float32")])
+def test_decoding_goes_on_eagerly_and_says_why(family: str, reason: str, model_folders) -> None:
+    """Without a CUDA device every capture fails: of a dense model when it is tried, of float32 experts before."""
+    folder = model_folders(family)
+    model, sampling = load_model(ModelConfig(path=str(folder)), CPU), Sampling(samples=2, max_new_tokens=BURST + 4)
+    plain = engine_of(model, folder, limits(graphs=False))
+    expected = draw(plain, sampling, 3)
+    assert plain.decoder.eager_reason is None
+    with pytest.warns(UserWarning, match=rf"rollout.cuda_graphs: decoding runs without graphs.*{reason}"):
+        engine = engine_of(model, folder, limits(graphs=True))
+        found = draw(engine, sampling, 3)
+    same(found, expected)
+    assert reason in str(engine.decoder.eager_reason) and engine.decoder.captures == 0
+    assert engine.stats().passes == plain.stats().passes  # the steps after a failed capture draw tokens too
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it is said once
+        same(draw(engine, sampling, 3), expected)
+
+
+# ---- on a CUDA device --------------------------------------------------------------------------------------------------------------
+
+
+def trainer_gap(model: PreTrainedModel, groups: tuple[Group, ...]) -> float:
+    gaps = []
+    for group in groups:
+        for sample in group.samples:
+            with torch.no_grad():
+                (trainer,), _ = packed_logprobs(model, [np.concatenate([group.prompt.ids, sample.ids])])
+            gaps.append(np.abs(sample.logprobs - trainer[len(group.prompt.ids) - 1 :].cpu().numpy()))
+    return float(np.concatenate(gaps).mean())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("adapters", [False, True], ids=["plain", "adapters"])
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_captured_decoding_is_eager_decoding(self, family: str, adapters: bool, model_folders) -> None:
+        """Eight rows in every pass, for no end token ends one, and in every graph: equal shapes round alike, so that tokens and log-probs
+        are equal to the bit."""
+        model = load_model(ModelConfig(path=str(model_folders(family)), dtype="bfloat16"), GPU)
+        layers, sampling = verify(model), Sampling(max_new_tokens=4 * BURST + 1)
+        if adapters:
+            add_adapters(model, settings(family), seed=3)
+            stir(model)
+        assert experts.why_not_captured(model) is None
+        engines = [NativeEngine(model, models.tokenizer(), frozenset(), layers, limits(graphs=graphs)) for graphs in (True, False)]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="rollout.cuda_graphs")
+            captured, eager = (draw(engine, sampling) for engine in engines)
+        decoder = engines[0].decoder
+        captures = decoder.captures
+        assert captures > 0 and decoder.eager_reason is None and engines[1].decoder.captures == 0
+        same(captured, eager)
+        same(draw(engines[0], sampling), eager)
+        assert decoder.captures == captures
+        assert trainer_gap(model, captured) < 0.02  # as in test_gpu.py: bf16, and experts that flip where two are nearly tied
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_empty_rows_of_a_graph_disturb_nobody(self, family: str, model_folders) -> None:
+        """Five samples in a graph of eight rows."""
+        model = load_model(ModelConfig(path=str(model_folders(family)), dtype="bfloat16"), GPU)
+        engine = NativeEngine(model, models.tokenizer(), frozenset(), verify(model), limits(graphs=True))
+        groups = draw(engine, Sampling(max_new_tokens=4 * BURST + 1), 5)
+        assert engine.decoder.captures > 0
+        assert trainer_gap(model, groups) < 0.02
+
+    @pytest.mark.parametrize("route", routes())
+    def test_the_grouped_kernel_is_the_cpus_loop(self, route: str) -> None:
+        """bf16 keeps 8 bits; float32 on the CPU is exact beside it."""
+        module, chosen = make_experts("qwen3-moe", torch.bfloat16), routes()[route]
+        tokens, shares = inputs(module, chosen, torch.float32)
+        tokens, shares = tokens.bfloat16(), shares.bfloat16()
+        exact = make_experts("qwen3-moe")
+        with torch.no_grad():
+            for parameter, source in zip(exact.parameters(), module.parameters(), strict=True):
+                parameter.copy_(source)
+        expected = run(exact, "eager", tokens.float(), chosen, shares.float())
+        found = run(module.to(GPU), experts.NAME, tokens.to(GPU), chosen.to(GPU), shares.to(GPU))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert (ours.float().cpu() - theirs).norm() < 0.02 * theirs.norm()
+        for gradient in found[3:]:
+            assert not gradient[2].any()
+
+    @pytest.mark.parametrize("when", ["always", "in a capture"])
+    def test_a_failed_capture_leaves_all_as_it_was(self, when: str, model_folders) -> None:
+        """A wait of the host in every pass is found before a capture begins; one that comes only in a capture breaks it."""
+        folder = model_folders("qwen3-moe")
+        model = load_model(ModelConfig(path=str(folder), dtype="bfloat16"), GPU)
+        layers, sampling = verify(model), Sampling(max_new_tokens=4 * BURST + 1)
+        plain, broken, after = (
+            NativeEngine(model, models.tokenizer(), frozenset(), layers, limits(graphs=graphs)) for graphs in (False, True, True)
+        )
+        expected = draw(plain, sampling)
+        plain.release()
+
+        def wait(*_: Any) -> None:
+            if when == "always" or torch.cuda.is_current_stream_capturing():
+                model.get_input_embeddings().weight[0, 0].item()
+
+        hook = model.base_model.layers[1].register_forward_hook(wait)
+        stream = torch.cuda.current_stream()
+        with pytest.warns(UserWarning, match="cannot be captured"):
+            same(draw(broken, sampling), expected)
+        assert broken.decoder.eager_reason and broken.decoder.captures == 0 and torch.cuda.current_stream() == stream
+        same(draw(broken, sampling), expected)
+        broken.release()
+        hook.remove()
+        assert torch.rand(3, device=GPU).isfinite().all()  # random numbers of the device are not left in a capture either
+        same(draw(after, sampling), expected)
+        assert after.decoder.captures > 0 and after.decoder.eager_reason is None
+        after.release()
+        del broken, after
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved()
+        for _ in range(3):  # what a failed capture holds must not add up
+            hook = model.base_model.layers[1].register_forward_hook(wait)
+            again = NativeEngine(model, models.tokenizer(), frozenset(), layers, limits(graphs=True))
+            with pytest.warns(UserWarning, match="cannot be captured"):
+                draw(again, sampling)
+            hook.remove()
+            again.release()
+            del again
+            torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() <= held + (2 << 20)
