@@ -229,6 +229,9 @@ def test_a_run_beside_transformers(folder: Path) -> None:
     assert "hf: trying" in ended.error
     text = report.table(found)
     assert f"{ours['tokens_per_s']:,.0f}" in text and f"{found['ratio']:.2f} times as fast as hf" in text
+    assert (ours["captures"], ours["eager_reason"]) == (0, None) and "CUDA graphs" not in text
+    ours["eager_reason"] = "a hook on layer 3"
+    assert "decoded without them, slower: a hook on layer 3" in report.table(found)
 
 
 def test_time_per_token_and_the_roofline_of_a_given_device() -> None:
@@ -250,8 +253,11 @@ def test_kv_bytes_hold_our_cache_too() -> None:
     native = rollout.Native(TINY, CPU, requests, 3 * a_block)
     assert native.limits.blocks == 3
     assert native.run(requests) > 0 and native.engine.stats().preemptions >= 0
-    with pytest.raises(UserError, match="--kv-bytes"):
-        rollout.Native(TINY, CPU, requests, a_block)
+    # 20 tokens are two blocks: what holds the tokens but not the blocks is refused in the option's words, and what those ask for is enough.
+    assert requests.positions == 20
+    with pytest.raises(UserError, match=f"--kv-bytes {2 * a_block - 1}: .* Give {2 * a_block} or more"):
+        rollout.Native(TINY, CPU, requests, 2 * a_block - 1)
+    assert rollout.Native(TINY, CPU, requests, 2 * a_block).run(requests) > 0
 
 
 @pytest.mark.parametrize(
@@ -261,6 +267,14 @@ def test_kv_bytes_hold_our_cache_too() -> None:
         ({"against": ("hf", "sglang")}, "sglang is no peer"),
         ({"device": "tpu"}, "--device tpu"),
         ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, small) nor a folder"),
+        *(
+            ({name: value}, f"--{name} {value}: give a finite number above 0")
+            for name in ("bandwidth", "flops")
+            for value in (0.0, -1e12, float("inf"), float("nan"))
+        ),
+        ({"bandwidth": 1e9}, "--bandwidth and --flops: --flops is missing, and it is not known for cpu"),
+        ({"flops": 1e9}, "--bandwidth and --flops: --bandwidth is missing, and it is not known for cpu"),
+        ({"vllm_grid": (256,), "against": ("hf",)}, "--vllm-grid: vLLM is not measured here"),
         ({"model": "model", "workload": "tail"}, "needs 4352 positions, and model was made for 512"),
     ],
 )
@@ -292,12 +306,34 @@ def test_values_of_options() -> None:
     assert [options.size("--kv-bytes", text) for text in (None, "12GiB", "500 mib", "1.5GB", "7")] == [
         None, 12 * 2**30, 500 * 2**20, 1_500_000_000, 7,
     ]  # fmt: skip
-    for text in ("0", "12 apples", "", "-3"):
+    for text in ("0", "0.5", "0.0005KB", "12 apples", "", "-3"):
         with pytest.raises(UserError, match="--kv-bytes"):
             options.size("--kv-bytes", text)
     for text in ("", "0", "256;512", "many"):
         with pytest.raises(UserError, match="--vllm-grid"):
             options.numbers("--vllm-grid", text)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(folder: Path) -> None:
+    (folder / "taken").mkdir()
+    for place, words in (
+        ("taken", "Is a directory"),
+        ("nowhere/found.json", "there is no folder nowhere"),
+        ("n" * 300, "File name too long"),
+    ):
+        ended = runs.command_here(folder, "bench", "rollout", "--device", "cpu", "--model", "model", "--prompts", "1", "--out", place)
+        assert (ended.code, ended.out) == (2, "")
+        assert f"error: --out {place}: " in ended.error and words in ended.error and "loading" not in ended.error
+    options.check_writable("--out", folder / "new.json")
+    assert not (folder / "new.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that opens and takes nothing")
+def test_what_was_measured_is_printed_although_the_file_takes_nothing(folder: Path) -> None:
+    asked = ["--device", "cpu", "--model", "model", "--prompts", "1", "--samples", "1", "--repeats", "1", "--json", "--out", "/dev/full"]
+    ended = runs.command_here(folder, "bench", "rollout", *asked)
+    assert ended.code == 2 and json.loads(ended.out)["engines"]["fulltilt"]["tokens_per_s"] > 0
+    assert "error: --out /dev/full: it could not be written" in ended.error
 
 
 def test_every_option_is_on_the_page(folder: Path) -> None:

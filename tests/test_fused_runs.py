@@ -345,6 +345,12 @@ def test_graphs_and_fused_layers_are_in_the_plans_words(folder: Path) -> None:
     assert "no CUDA graphs: rollout.cuda_graphs is off" in make_plan(off, facts, rollout=True).words[1]
     held = replace(facts, not_captured="the host counts the tokens of each expert")
     assert "no CUDA graphs: the host counts the tokens of each expert" in make_plan(config, held, rollout=True).words[1]
+    on = runs.read_config(folder, "rollout.cuda_graphs=true")
+    assert "CUDA graphs of 21 batch sizes" in make_plan(on, facts, rollout=True).words[1]
+    refusal = r"^rollout.cuda_graphs: true, but no graph can hold the model: the host counts the tokens of each expert. Remove the key"
+    with pytest.raises(UserError, match=refusal):
+        make_plan(on, held, rollout=True)
+    make_plan(off, held, rollout=True)
     assert [
         local.limits(given, make_plan(given, facts, rollout=True).budgets, torch.device("cuda"), 500).cuda_graphs for given in (config, off)
     ] == [
@@ -367,6 +373,24 @@ def test_the_cache_leaves_room_for_decoding_and_for_an_update_beside_it(folder: 
         blocks(decode_bytes=10**9)
 
 
+def test_a_cache_larger_than_what_is_free_is_refused_on_cuda(folder: Path) -> None:
+    facts = Facts("cuda", 10**9, 10**9, 8, False, None, 1000, 500, 1, decode_bytes=4 * 10**8)
+
+    def blocks(override: str, given: Facts = facts, kept: dict[str, int] | None = None) -> int:
+        return make_plan(runs.read_config(folder, override), given, rollout=True, kept=kept).budgets.kv_blocks
+
+    fits = "rollout.kv_bytes=600_000_000"
+    assert blocks(fits) == blocks("rollout.memory_fraction=0.6") == 6 * 10**8 // 16000
+    beside = "and decoding needs 381.5 MiB beside it, but 953.7 MiB are free on this device. Lower it, or leave it out for auto"
+    with pytest.raises(UserError, match=rf"^rollout.kv_bytes: 600016000 makes a KV cache of 572.2 MiB, {beside}"):
+        blocks("rollout.kv_bytes=600_016_000")
+    with pytest.raises(UserError, match=rf"^rollout.memory_fraction: 0.61 makes a KV cache of 581.7 MiB, {beside}"):
+        blocks("rollout.memory_fraction=0.61")
+    with pytest.raises(UserError, match=r"^rollout.memory_fraction: 0.6 makes a KV cache of 610.4 MiB"):  # that the run began with
+        blocks("rollout.memory_fraction=0.6", kept={"kv_blocks": 40_000})
+    assert blocks("rollout.kv_bytes=2_000_000_000", replace(facts, device="cpu")) == 125_000  # where free memory is a guess
+
+
 def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
     """Logits in float32 are in it on every device; workspaces and graphs on CUDA."""
     model, config = model_of(model_folders("qwen2")), runs.read_config(folder)
@@ -378,8 +402,9 @@ def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
         decode_bytes(runs.read_config(folder, f"rollout.cuda_graphs={graphs}"), model, layers, 1024, 200, "cuda")
         for graphs in ("auto", "false")
     )
-    assert on_cuda - eager == 2 * len(local.SIZES) * local.GRAPH_BYTES and eager > many
+    assert on_cuda - eager == 2 * len(local.sizes_up_to(1024)) * local.GRAPH_BYTES and eager > many
     assert local.sizes_up_to(1024)[-2:] == [768, 1024] and local.sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and local.sizes_up_to(1) == [1]
+    assert local.sizes_up_to(2500)[-4:] == [1024, 1536, 2048, 2500]
 
 
 @pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])

@@ -184,18 +184,43 @@ def test_passes_launched_ahead_give_the_same_samples(model_folders) -> None:
 
 def counted(decoder: Decoder) -> dict[str, int]:
     """How often a batch was started, and steps launched."""
-    counts = {"start": 0, "launch": 0}
+    counts = {"start": 0, "launch": 0, "steps": 0}
+    start, launch = decoder.start, decoder.launch
 
-    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            counts[name] += 1
-            return function(*arguments)
+    def counted_start(*arguments: Any) -> None:
+        counts["start"] += 1
+        start(*arguments)
 
-        return call
+    def counted_launch(steps: int) -> Callable[[], Any]:
+        counts["launch"] += 1
+        counts["steps"] += steps
+        return launch(steps)
 
-    for name in counts:
-        setattr(decoder, name, counting(name, getattr(decoder, name)))
+    decoder.start, decoder.launch = counted_start, counted_launch  # type: ignore[method-assign]
     return counts
+
+
+def test_no_step_is_planned_beyond_the_longest_response(model_folders) -> None:
+    engine = make_engine(model_folders("llama"))
+    prompts = random_prompts(2)
+    for most in (1, 2, 4, 17, 40):
+        limited = with_limits(engine, ROOMY)
+        limited.decoder.overlaps = True
+        launched = counted(limited.decoder)
+        lengths = {(prompt.uid, index): most for prompt in prompts for index in range(2)}
+        list(limited.generate(prompts, Sampling(samples=2, max_new_tokens=most), 3, lengths))
+        assert launched["steps"] == most - 1 and limited.stats().passes == most
+
+
+def test_one_call_at_a_time(model_folders) -> None:
+    engine = make_engine(model_folders("llama"))
+    sampling = Sampling(samples=2, max_new_tokens=40)
+    lengths = {(uid, index): 3 + 18 * uid for uid in range(3) for index in range(2)}
+    first = engine.generate(random_prompts(3), sampling, 3, lengths)
+    next(first)
+    list(engine.generate(random_prompts(3), sampling, 3, lengths))
+    with pytest.raises(RuntimeError, match="another call of generate has begun"):
+        next(first)
 
 
 def test_a_system_prompt_is_computed_once(model_folders) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fulltilt.rollout.kv_cache import START, BlockPool, blocks_for
-from fulltilt.rollout.scheduler import Family, Pass, Scheduler, Sequence
+from fulltilt.rollout.scheduler import READ_TIMES, Family, Pass, Scheduler, Sequence
 
 # -- the pool ---------------------------------------------------------------------------------------------------------------------------
 
@@ -425,3 +425,21 @@ def test_steps_are_started_ahead_only_while_nobody_is_to_be_let_in() -> None:
     assert len(ahead.work[0].sequence.blocks) == blocks_for(3 + 8, 4)
     drill.add([4, 5, 6], [30])
     assert plan.further(step, 4) is None
+
+
+def test_a_pass_reads_no_more_than_memory_is_there_for() -> None:
+    """Attention of a prefill pass gathers the whole context of its sequences: a long beginning in common must not let in hundreds."""
+    plan = Scheduler(blocks=4000, block_tokens=16, max_seqs=1000, max_batched_tokens=256)
+    for group in range(200):
+        plan.add([*range(800), 1000 + group, *range(15)], 1)
+    while plan.waiting:
+        step = plan.next_pass(4)
+        if not step.decoding:
+            read = [work.start + work.count for work in step.work]
+            assert sum(read[:-1]) < READ_TIMES * 256
+        for work in step.work:
+            for sequence in work.samples:
+                sequence.tokens.extend([7] * step.steps)
+        plan.ran(step)
+        for family in dict.fromkeys(work.sequence.family for work in step.work if work.samples):
+            plan.settle(family)

@@ -201,8 +201,13 @@ def rollout(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts, order of lengths and sampling.")] = 0,
     vllm_grid: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Values of max_num_seqs that vLLM is started with, one start each.")
-    ] = "256,512,1024",
+        str | None,
+        typer.Option(
+            metavar="NUMBERS",
+            help="Values of max_num_seqs that vLLM is started with, one start each. Default: 256,512,1024.",
+            show_default=False,
+        ),
+    ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(help="Bytes/s of the device's memory, for the roofline of a device that is not known.", show_default=False),
@@ -232,14 +237,17 @@ def rollout(
             flops=flops,
         )
     )
-    if out is not None and not out.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {out.parent}. Make it first")
+    if out is not None:
+        options.check_writable("--out", out)
     with report.progress(quiet=quiet) as say:
         found = benchmark.run(job, say)
     written = json.dumps(found, indent=1)
-    if out is not None:
-        out.write_text(written + "\n", encoding="utf-8")
-    print(written if as_json else report.table(found))
+    # Neither a disk that filled up meanwhile nor a reader that went away may cost what was measured.
+    try:
+        print(written if as_json else report.table(found), flush=True)
+    finally:
+        if out is not None:
+            options.write("--out", out, written + "\n")
 
 
 @app.command()

@@ -31,6 +31,7 @@ from fulltilt.records import UserError
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
 
 
 class Section(BaseModel):
@@ -147,7 +148,8 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = 256
     """Longest response."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; the trainer's log-probs use the same. 0 (greedy) is refused for training."""
+    """Sampling temperature; the trainer's log-probs use the same. From 0.0001 to 10000, or 0 (greedy), which is refused for
+    training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
     top_k: NotNegative = 0
@@ -157,21 +159,26 @@ class RolloutConfig(Section):
     engine: Literal["native"] = "native"
     """The engine that generates."""
     kv_bytes: Positive | Auto = "auto"
-    """Bytes of the KV cache. Not together with memory_fraction."""
+    """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. Not together with memory_fraction."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = "auto"
-    """Share of the device's memory that is free at start to be used as KV cache. Not together with kv_bytes."""
+    """Share of the device's memory that is free at start to be used as KV cache; on CUDA, one that leaves too little for decoding is an
+    error. Not together with kv_bytes."""
     block_tokens: Positive = 16
     """Tokens of one KV block."""
     max_seqs: Positive | Auto = "auto"
-    """Most samples decoded at once. `auto`: what the KV cache holds, at most 1024 (256 on CPU)."""
+    """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
+    `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""
     max_batched_tokens: Positive | Auto = "auto"
-    """Most tokens of one engine pass, prefill and decode together. `auto`: 16384 on CUDA, 4096 on CPU."""
+    """Most tokens of a pass that prefills; passes that decode are bounded by `max_seqs`, and no pass does both. `auto`: 16384 on CUDA, 4096
+    on CPU, or `max_seqs` if that is more."""
     chunked_prefill: bool = True
-    """Split long prompts over passes so that decoding goes on. Off: a prompt is prefilled whole, alone if it must be."""
+    """Split long prompts over passes, between which decoding goes on. Off: a prompt is prefilled whole, alone if it must be."""
     prefix_sharing: bool = True
-    """Prefill a group's prompt once and share its blocks."""
+    """Prefill a group's prompt once and share its blocks. Prompts of other groups that begin alike share the full blocks of their
+    beginning, and a sample that was put back finds again those of its blocks that are still there."""
     cuda_graphs: bool | Auto = "auto"
-    """Decode by replaying captured CUDA graphs, so that a step costs no launches on the host. `auto`: on CUDA."""
+    """Decode by replaying captured CUDA graphs, so that a step costs no launches on the host. `auto`: on CUDA, where a graph can
+    hold the model; `true` is an error where none can."""
     release_memory: bool | Auto = "auto"
     """Give the KV cache's memory back between rollouts, for the update. Off: it is kept, and `auto` sizes it smaller. `auto`: on."""
     log_stats: bool = True
@@ -295,7 +302,7 @@ class EvalConfig(Section):
     samples_per_prompt: Positive = 1
     """Samples of each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
-    """Sampling temperature of validation; 0 is greedy."""
+    """Sampling temperature of validation: from 0.0001 to 10000, or 0, which is greedy."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling of validation."""
     top_k: NotNegative = 0
@@ -762,6 +769,20 @@ def _one_kv_size(config: Config) -> Iterator[str]:
         )
 
 
+def _temperature_of(section: str) -> Callable[[Config], Iterator[str]]:
+    """Beyond these bounds float32 cannot hold the logits, or their differences, once they are divided by the temperature."""
+
+    def check(config: Config) -> Iterator[str]:
+        value = getattr(config, section).temperature
+        if value != 0 and not LEAST_TEMPERATURE <= value <= MOST_TEMPERATURE:
+            yield (
+                f"{section}.temperature: {value} is out of range. Use one from {LEAST_TEMPERATURE} to {MOST_TEMPERATURE}, "
+                "or 0 for greedy samples"
+            )
+
+    return check
+
+
 def _batching_of(role: str) -> Callable[[Config], Iterator[str]]:
     def check(config: Config) -> Iterator[str]:
         settings = getattr(config, role)
@@ -971,6 +992,8 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
     Rule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     Rule(("rollout.kv_bytes", "rollout.memory_fraction"), _one_kv_size),
+    Rule(("rollout.temperature",), _temperature_of("rollout")),
+    Rule(("eval.temperature",), _temperature_of("eval")),
     Rule(("reward.function", "reward.sources"), _rewards_exist),
     Rule(("reward.function", "reward.sources", "reward_model.path"), _reward_model_named),
     Rule(("reward_model.path",), lambda config: _model_folder("reward_model.path", config.reward_model.path)),

@@ -80,7 +80,7 @@ _ROLLOUT_KNOBS = (
         chatlearn=("models.policy.generation_batch_size",),
         legal=_COUNT,
         must_change="samples decoded at once",
-        auto="what the KV cache holds, at most 1024 (256 on CPU)",
+        auto="all samples of a step, at most 1024 (256 on CPU)",
         built=True,
     ),
     Knob(
@@ -90,7 +90,7 @@ _ROLLOUT_KNOBS = (
         chatlearn=("models.policy.max_num_batched_tokens",),
         legal=_COUNT,
         must_change="tokens of a prefill pass",
-        auto="16384 on CUDA, 4096 on CPU",
+        auto="16384 on CUDA, 4096 on CPU, or max_seqs if that is more",
         built=True,
     ),
     Knob(
@@ -131,7 +131,7 @@ _ROLLOUT_KNOBS = (
         chatlearn=("models.policy.enforce_eager",),
         legal=_AUTO_SWITCH,
         must_change="kernel launches per decode step",
-        auto="on for CUDA",
+        auto="on for CUDA, where a graph can hold the model",
         built=True,
         note="enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false.",
     ),

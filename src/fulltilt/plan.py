@@ -72,11 +72,15 @@ def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, An
     steps = count_steps(config, facts.steps_per_epoch)
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if rollout else 1)
     check_context(config, facts, rollout=rollout)
+    if rollout:
+        check_graphs(config, facts)
     budgets = make_budgets(config, facts, samples if rollout else 0)
     if kept:
         needed = blocks_per_sample(config, facts) if rollout else 0  # validation may ask for longer responses than before
         budgets = replace(budgets, **kept)  # an older version's checkpoint may lack some
         budgets = replace(budgets, kv_blocks=max(budgets.kv_blocks, needed))
+    if rollout:
+        check_room(config, facts, budgets.kv_blocks)
     plan = Plan(steps, samples, updates_per_step(config), budgets, ())
     return replace(plan, words=tuple(in_words(config, facts, plan, rollout=rollout)))
 
@@ -104,6 +108,29 @@ def check_context(config: Config, facts: Facts, *, rollout: bool) -> None:
     raise UserError(
         f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {facts.context_limit} to leave such rows "
         "out, or shorten them"
+    )
+
+
+def check_graphs(config: Config, facts: Facts) -> None:
+    if config.rollout.cuda_graphs is True and facts.not_captured is not None:
+        raise UserError(
+            f"rollout.cuda_graphs: true, but no graph can hold the model: {facts.not_captured}. Remove the key: decoding then goes on "
+            "without graphs"
+        )
+
+
+def check_room(config: Config, facts: Facts, blocks: int) -> None:
+    """Of a KV cache whose size the user set. Not on a CPU: what is free there is a guess that counts the files a container has read as
+    memory in use, and a block takes memory only once it is written."""
+    rollout = config.rollout
+    key = "rollout.kv_bytes" if rollout.kv_bytes != "auto" else "rollout.memory_fraction"
+    given = rollout.kv_bytes if rollout.kv_bytes != "auto" else rollout.memory_fraction
+    cache = blocks * rollout.block_tokens * facts.kv_bytes_per_token
+    if facts.device != "cuda" or given == "auto" or cache + facts.decode_bytes <= facts.free_bytes:
+        return
+    raise UserError(
+        f"{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(facts.decode_bytes)} beside it, but "
+        f"{in_bytes(facts.free_bytes)} are free on this device. Lower it, or leave it out for auto"
     )
 
 

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 from fulltilt.bench import shapes
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.local import THREADS
+from fulltilt.loop.opening import what_stays
 
 PAD = 0
 CUTS = (1, 2, 4)  # batches that the workload is cut into, each of which is tried
@@ -90,14 +91,15 @@ class HuggingFace:
         if setting.threads:
             torch.set_num_threads(setting.threads)
         torch.manual_seed(requests.seed)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        begin = time.perf_counter()
         samples: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
         prompts = setting.batch // requests.workload.samples
-        for first in range(0, len(requests.prompts), prompts):
-            samples |= self._batch(requests, first, first + prompts)
-        seconds = time.perf_counter() - begin
+        with what_stays():
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for first in range(0, len(requests.prompts), prompts):
+                samples |= self._batch(requests, first, first + prompts)
+            seconds = time.perf_counter() - begin
         for name, (ids, logprobs) in samples.items():
             assert len(ids) == len(logprobs) == requests.lengths[name]
         assert samples.keys() == requests.lengths.keys()

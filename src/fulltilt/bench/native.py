@@ -27,6 +27,7 @@ from fulltilt.plan import make_plan
 from fulltilt.records import Group, Row, UserError
 from fulltilt.rollout.decode import BURST, Decoder, DecodeRow
 from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.roles import Policy
@@ -65,12 +66,8 @@ class Native:
         self.model = shapes.ours(source, device)
         self.layers = verify(self.model)
         self.kv_bytes_per_token = bytes_per_token(self.layers, self.model.dtype)
-        if kv_bytes and kv_bytes < requests.positions * self.kv_bytes_per_token:
-            raise UserError(
-                f"--kv-bytes {kv_bytes}: one sample may need {requests.positions} tokens x {self.kv_bytes_per_token} bytes = "
-                f"{requests.positions * self.kv_bytes_per_token}. Give it more"
-            )
         self.config = run_config(source, requests, kv_bytes)
+        self._check_kv_bytes(kv_bytes)
         self.fusing = Fusing(self.config, device)
         self.fusing.fuse("actor", self.model)
         facts = find_facts(self.config, device, [self.model], self.layers, requests.longest_prompt, 1, self.fusing)
@@ -81,6 +78,16 @@ class Native:
         self.sampling = Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
         self.groups: tuple[Group, ...] = ()  # of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far
+
+    def _check_kv_bytes(self, kv_bytes: int | None) -> None:
+        """Before the plan does, which would name a run's keys instead of the option. A cache consists of whole blocks."""
+        block = self.config.rollout.block_tokens
+        needed = blocks_for(self.requests.positions, block) * block * self.kv_bytes_per_token
+        if kv_bytes is not None and kv_bytes < needed:
+            raise UserError(
+                f"--kv-bytes {kv_bytes}: one sample may have {self.requests.positions} tokens, which in blocks of {block} take {needed} "
+                f"bytes. Give {needed} or more, or choose a shorter workload"
+            )
 
     @property
     def parameters(self) -> int:
@@ -191,6 +198,8 @@ class Native:
         return {
             "statistics": self.engine.stats().metrics(),
             "limits": asdict(self.limits),
+            "captures": self.engine.decoder.captures,
+            "eager_reason": self.engine.decoder.eager_reason,
             "threads": self.budgets.threads if self.device.type == "cpu" else None,
             "layers": self.fusing.words(),
             "peak_memory_bytes": self.peak_bytes,

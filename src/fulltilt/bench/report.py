@@ -116,6 +116,8 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"{OURS} is {ratio:.2f} times as fast as {name}" if ratio else f"{name} gave no figure to compare with")
     if found["compared_by"] == "time per token" and found["ratios"]:
         lines[-1] += " in time per token"
+    if reason := found["engines"][OURS]["eager_reason"]:
+        lines.append(f"{OURS} gave CUDA graphs up and decoded without them, slower: {reason}")
     gap = found["engines"][OURS]["logprob_gap"]
     lines.append(f"log-probs of engine and trainer differ by {gap['mean_absolute']:.2g} on average ({gap['tokens']} tokens)")
     if found["roofline_missing"]:

@@ -9,6 +9,7 @@ computer does not fall on one of them; vLLM has the device to itself, but for th
 from __future__ import annotations
 
 import gc
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -46,7 +47,7 @@ class Options:
     kv_bytes: int | None = None
     repeats: int | None = None
     seed: int = 0
-    vllm_grid: tuple[int, ...] = vllm.GRID
+    vllm_grid: tuple[int, ...] | None = None
     bandwidth: float | None = None
     flops: float | None = None
 
@@ -69,6 +70,9 @@ class Job:
 def prepare(options: Options) -> Job:
     device = choose_device(options.device)
     against = check_peers(options.against)
+    check_figures(options, device)
+    if options.vllm_grid and "vllm" not in against:
+        raise UserError("--vllm-grid: vLLM is not measured here. Add it (--against vllm), or leave the option out")
     name = options.workload or workload.DEFAULT[device.type]
     if name not in WORKLOADS:
         raise UserError(f"--workload {name}: there are {', '.join(WORKLOADS)}")
@@ -88,7 +92,8 @@ def prepare(options: Options) -> Job:
             f"{requests.positions} positions, and {source.name} was made for {made_for}. Choose a shorter workload or another model"
         )
     repeats = options.repeats or REPEATS[device.type]
-    return Job(device, source, requests, against, asked.kv_bytes, repeats, options.vllm_grid, options.bandwidth, options.flops)
+    grid = options.vllm_grid or vllm.GRID
+    return Job(device, source, requests, against, asked.kv_bytes, repeats, grid, options.bandwidth, options.flops)
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -110,6 +115,24 @@ def check_peers(names: tuple[str, ...]) -> tuple[str, ...]:
             "--against hf"
         )
     return tuple(dict.fromkeys(names))
+
+
+def check_figures(options: Options, device: torch.device) -> None:
+    """Of the device, for the roofline."""
+    given = {"--bandwidth": options.bandwidth, "--flops": options.flops}
+    for option, value in given.items():
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"{option} {value}: give a finite number above 0, per second, for example 4.8e12")
+    missing = [option for option, value in given.items() if value is None]
+    if len(missing) == 1 and roofline.device_named(device_name(device)) is None:
+        raise UserError(
+            f"--bandwidth and --flops: {missing[0]} is missing, and it is not known for {device_name(device)}. Give both, or neither for "
+            "a result without a roofline"
+        )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def run(job: Job, say: Say) -> dict[str, Any]:
@@ -259,7 +282,7 @@ def roofline_of(job: Job, cost: roofline.StepCost | str) -> tuple[dict[str, Any]
     """The bound, or why there is none."""
     if isinstance(cost, str):
         return None, cost
-    name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else "cpu"
+    name = device_name(job.device)
     known = roofline.device_named(name)
     bandwidth, flops = job.bandwidth or (known and known.bandwidth), job.flops or (known and known.flops)
     if not bandwidth or not flops:

@@ -45,7 +45,7 @@ def measure(
     timings: list[Timing] = []
     details: dict[str, Any] = {"starts": []}
     for most in grid:
-        say(f"vllm: max_num_seqs {most}, start and {2 * repeats} passes")
+        say(f"vllm: max_num_seqs {most}, start and {2 * (repeats + 1)} passes")
         setting = {"max_num_seqs": most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
         request = {
             "engine": engine_options(requests, model, most, dummy_weights=dummy_weights, device=device, dtype=dtype, kv_bytes=kv_bytes),
@@ -162,7 +162,7 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
         timed: dict[str, Any] = {"logprobs": logprobs, "seconds": [], "prefill_seconds": [], "error": None}
         result["passes"].append(timed)
         try:
-            one_pass(engine, request, logprobs, cut=8)  # warm-up
+            one_pass(engine, request, logprobs, cut=None if logprobs else 8)  # warm-up: a whole pass, as ours has, then its other setting
             for _ in range(request["repeats"]):
                 timed["seconds"].append(one_pass(engine, request, logprobs))
                 if request["per_token"]:

@@ -49,7 +49,7 @@ from fulltilt.plan import (
 from fulltilt.records import Prompt, Row, TokenTerms, UserError, ValueTerms
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.rollout.decode import BURST, SIZES, TABLE_STEP
+from fulltilt.rollout.decode import BURST, TABLE_STEP, sizes_up_to
 from fulltilt.rollout.engine import Engine, EngineLimits, NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.train.checkpoint import Checkpoint
@@ -372,11 +372,6 @@ def decode_bytes(config: Config, model: PreTrainedModel, layers: Mapping[int, La
 
 def bytes_of(record: Progress | Workspace) -> int:
     return sum(tensor.nbytes for tensor in vars(record).values())
-
-
-def sizes_up_to(rows: int) -> list[int]:
-    """Of the batches that graphs are captured for."""
-    return [size for size in SIZES if size < rows] + [rows]
 
 
 def load_actor(

@@ -576,7 +576,7 @@ def other_launches(chosen: Launch) -> list[Launch]:
     splits = {(chosen.splits, chosen.fewest)} | {(count, 128 if count > 4 else LONG) for count in (1, 2, 4, 8, 16, 32, 64)}
     tiles = [(tile, warps, stages) for tile in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
     return [
-        Launch(count, fewest, tile, warps, stages)
+        Launch(count, fewest, tile, chosen.whole, warps=warps, stages=stages)
         for count, fewest in sorted(splits)
         for tile, warps, stages in (tiles if count == chosen.splits else [(chosen.tile, chosen.warps, chosen.stages)])
     ]

@@ -17,6 +17,7 @@ then more steps of the same rows may be on their way. A model that no graph can 
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,17 @@ from fulltilt.model.experts import why_not_captured
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
 from fulltilt.model.load import first_line
+from fulltilt.records import UserError
 from fulltilt.rollout.sampler import Sampling
 
 BURST = 16  # steps between two looks of the host
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)  # of batches that graphs are made for
 TABLE_STEP = 64  # blocks by which the table grows
+
+
+def sizes_up_to(rows: int) -> list[int]:
+    """Of the batches that graphs are captured for, where at most that many samples decode at once."""
+    return [size for size in (*SIZES, *range(1536, rows, 512)) if size < rows] + [rows]
 
 
 class DecodeRow(NamedTuple):  # a dataclass takes three times as long to make, and the device waits for a thousand of them
@@ -69,6 +76,7 @@ class Decoder:
         self.block_tokens = block_tokens
         self.graphs = graphs
         self.rows = max_seqs
+        self._sizes = sizes_up_to(max_seqs)
         device = model.device
         self.overlaps = device.type != "cpu"  # steps run while the host does something else, so that it pays to launch ahead
         self._end_tokens = torch.tensor(sorted(end_tokens) or [-1], dtype=torch.int64, device=device)
@@ -109,7 +117,7 @@ class Decoder:
 
     def size_for(self, rows: int) -> int:
         """Rows that a step computes for that many."""
-        return min(next((size for size in SIZES if size >= rows), rows), self.rows) if self.graphs else rows
+        return next(size for size in self._sizes if size >= rows) if self.graphs else rows
 
     def start(self, rows: Sequence[DecodeRow], sampling: Sampling) -> None:
         """A new batch; results of the one before are to be had no longer."""
@@ -220,7 +228,7 @@ class Decoder:
         self._progress.states.fill_(EMPTY)
         try:
             self._prepare()
-            self._captured[size, restricted] = self._capture(size, restricted)
+            self._captured[size, restricted] = self._capture_with_room(size, restricted)
         except RuntimeError as error:  # all errors of torch.cuda are such
             reason = f"a step of the model cannot be captured: {first_line(error)}"
         finally:
@@ -230,6 +238,20 @@ class Decoder:
             return None
         self.captures += 1
         return self._captured[size, restricted]
+
+    def _capture_with_room(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
+        """Out of memory is no fault of the model: graphs are not given up for it."""
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return self._capture(size, restricted)
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            return self._capture(size, restricted)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"rollout.kv_bytes: no memory is left beside the KV cache to capture decoding of {size} samples: {first_line(error)}. "
+                "Give the cache fewer bytes, lower rollout.max_seqs, or set rollout.cuda_graphs = false"
+            ) from error
 
     def _capture(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
         """Before the step is captured it runs on empty rows, so that kernels are compiled by then, and a wait is found while it is only an
@@ -251,7 +273,8 @@ class Decoder:
             torch.cuda.set_stream(outside)  # torch leaves the stream of an invalid capture current
             leave_capture(self._pool)
             # As it ends, an invalid capture fails once more: the first failure says what was wrong.
-            raise RuntimeError(str(error.__context__ or error)) from error
+            first = error.__context__ or error
+            raise (torch.OutOfMemoryError if isinstance(first, torch.OutOfMemoryError) else RuntimeError)(str(first)) from error
         return graph
 
     def _give_up_graphs(self, reason: str) -> None:
@@ -267,10 +290,9 @@ class Decoder:
             return
         longest, itemsize = self._table.shape[1] * self.block_tokens, self.model.dtype.itemsize
         heads = self.model.config.get_text_config().num_attention_heads
-        sizes = [size for size in SIZES if size < self.rows] + [self.rows]
         numbers = max(
             workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest)
-            for size in sizes
+            for size in self._sizes
             for shape in set(self.layers)
         )
         self._workspace = torch.empty(max(1, numbers), dtype=torch.float32, device=self.model.device)

@@ -115,6 +115,7 @@ class NativeEngine:
         self.decoder = Decoder(model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs)
         self.decoder.reach(limits.longest)
         self.version = 0
+        self._calls = 0
         self.recorder = Recorder()
 
     def generate(
@@ -124,11 +125,12 @@ class NativeEngine:
         and stop strings mean nothing to these, and nothing is planned by a length before it is reached."""
         lengths = lengths or {}
         self._check_size(prompts, sampling, lengths)
+        self._calls = call = self._calls + 1
         self.recorder.start(time.perf_counter(), len(prompts) * sampling.samples)
         limits = self.limits
         plan = Scheduler(
             limits.blocks, limits.block_tokens, limits.max_seqs, limits.max_batched_tokens,
-            chunked_prefill=limits.chunked_prefill, prefix_sharing=limits.prefix_sharing,
+            chunked_prefill=limits.chunked_prefill, prefix_sharing=limits.prefix_sharing, most_tokens=sampling.max_new_tokens,
         )  # fmt: skip
         stops = StopStrings(self.tokenizer, sampling.stop)
         drafts: dict[scheduling.Sequence, Draft] = {}
@@ -148,13 +150,14 @@ class NativeEngine:
         ahead: Flight | None = None
         end = time.perf_counter()
         while plan.busy:
+            if not self.decoder.overlaps:  # nothing would run meanwhile
+                yield from self._hand_over(finished, stops, call)
             if ahead is None:
                 end, flight = time.perf_counter(), self._launch(plan.next_pass(BURST), drafts, sampling)
             else:
                 flight = replace(ahead, step=plan.goes_on(ahead.step))
             ahead = self._further(plan, flight, stops)
-            for prompt, members in finished:  # text and whatever is done with it takes time: on CUDA the device works meanwhile
-                yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
+            yield from self._hand_over(finished, stops, call)
             for draft, tokens, logprobs in flight.arrive():
                 if not draft.finish:
                     self._take(draft, tokens, logprobs, sampling, stops)
@@ -165,8 +168,7 @@ class NativeEngine:
             for family in families:
                 plan.settle(family)
             finished = [open_groups.pop(family) for family in families if all(member.finished for member in family.members)]
-        for prompt, members in finished:
-            yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
+        yield from self._hand_over(finished, stops, call)
         assert not open_groups and plan.pool.used == 0
 
     def sync(self, version: int) -> None:
@@ -198,6 +200,14 @@ class NativeEngine:
                 f"rollout.kv_bytes: the KV cache holds {capacity} tokens but one sample may need {longest} "
                 f"(longest prompt plus rollout.max_new_tokens): give it more bytes or lower rollout.max_new_tokens"
             )
+
+    def _hand_over(self, finished: list[tuple[Prompt, list[Draft]]], stops: StopStrings, call: int) -> Iterator[Group]:
+        """To make text of tokens, and whatever is done with it, takes time: on CUDA the device works meanwhile."""
+        while finished:
+            prompt, members = finished.pop(0)
+            yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
+            if call != self._calls:
+                raise RuntimeError("another call of generate has begun since, and has taken the KV cache: one call at a time")
 
     def _launch(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
         return self._decode(step, drafts, sampling) if step.decoding else self._prefill(step, drafts, sampling)

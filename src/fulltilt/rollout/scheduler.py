@@ -29,6 +29,7 @@ from fulltilt.rollout.kv_cache import START, BlockPool, blocks_for
 GROWTH_SHARE = 16  # a newcomer leaves at least this part of the blocks in use free for those that run to grow
 WORTHWHILE_SHARE = 8  # a pass for newcomers is worth it when they are at least this part of those that decode
 WORTHWHILE_TOKENS = 2  # or fill this part of max_batched_tokens
+READ_TIMES = 8  # a pass that prefills reads at most about this many times max_batched_tokens from the cache: attention gathers them
 LEAST_STEPS = 4  # a decoding pass has at least this part of the steps it might have
 
 
@@ -119,7 +120,7 @@ class Counts:
     shared_tokens: int = 0  # found in the cache instead of being prefilled
     recovered_tokens: int = 0  # those of them that preempted samples found
     decode_tokens: int = 0
-    passes: int = 0
+    passes: int = 0  # that prefilled, and steps of decoding in which some sample drew
     most_running: int = 0
     most_blocks: int = 0
 
@@ -134,6 +135,7 @@ class Scheduler:
         *,
         chunked_prefill: bool = True,
         prefix_sharing: bool = True,
+        most_tokens: int | None = None,  # that a sample draws, where there is a limit
     ) -> None:
         self.pool = BlockPool(blocks)
         self.block_tokens = block_tokens
@@ -141,6 +143,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.chunked_prefill = chunked_prefill
         self.prefix_sharing = prefix_sharing
+        self.most_tokens = most_tokens
         self.running: list[Sequence] = []  # oldest first
         self.counts = Counts()
         self._waiting: list[tuple[int, Sequence]] = []
@@ -178,7 +181,7 @@ class Scheduler:
             work = self._prefill()
         assert work, "a pass without work: the cache is smaller than one sample"
         self._prefilled = not steps
-        self._count(max(1, steps))
+        self._count()
         copies = tuple((source, target) for target, source in self._copies.items())
         self._copies.clear()
         self._being_written.clear()
@@ -189,27 +192,33 @@ class Scheduler:
         pass is due, or blocks are short."""
         work = [item for item in step.work if not item.sequence.finished]
         decoding = [item.sequence for item in work]
+        if not work or self._prefill_is_due():
+            return None
+        steps = min(steps, self._tokens_to_come(decoding, step.steps + steps) - step.steps)
         missing = self._missing(decoding, step.steps + steps)
-        if not work or self._prefill_is_due() or sum(missing) > self.pool.free:
+        if steps <= 0 or sum(missing) > self.pool.free:
             return None
         self._take_missing(decoding, missing)
         return Pass(tuple(Work(item.sequence, item.start + step.steps, 1, item.samples) for item in work), (), True, steps)
 
     def goes_on(self, step: Pass) -> Pass:
         """What is left of a pass from `further`, now that the one before it has ended."""
-        self._count(step.steps)
+        self._count()
         return replace(step, work=tuple(item for item in step.work if not item.sequence.finished))
 
     def ran(self, step: Pass) -> None:
         """The pass ran, and the tokens it drew are with their sequences: keys and values of all tokens but these last are in the cache."""
+        longest = 0 if step.decoding else 1
         for work in step.work:
             if step.decoding:
                 drawn = work.sequence.length - work.start - 1
                 work.sequence.computed = work.start + drawn
                 self.counts.decode_tokens += drawn
+                longest = max(longest, drawn)
             else:
                 work.sequence.computed = work.start + work.count
                 self.counts.prefill_tokens += work.count
+        self.counts.passes += longest
 
     def settle(self, family: Family) -> None:
         """After a family's tokens of a pass: let siblings loose on a fresh prompt, then free what is finished.
@@ -254,14 +263,19 @@ class Scheduler:
 
     def _prefill(self) -> list[Work]:
         """What runs first, oldest first; then newcomers with the tokens, seats and blocks that are left. Takes no block from anyone."""
-        left = self.max_batched_tokens
+        left, room = self.max_batched_tokens, READ_TIMES * self.max_batched_tokens
         work: list[Work] = []
         for sequence in self.running:
-            left -= self._plan(sequence, work, left)
-        while left > 0 and self._waiting and self._admit(self._waiting[0][1]):
+            if room <= 0:
+                break
+            planned = self._plan(sequence, work, left)
+            left -= planned
+            room -= sequence.computed + planned if planned else 0
+        while left > 0 and room > 0 and self._waiting and self._admit(self._waiting[0][1]):
             _, sequence = heapq.heappop(self._waiting)
             planned = self._plan(sequence, work, left)
             left -= planned
+            room -= sequence.computed + planned if planned else 0
             if not planned and not sequence.decoding:
                 break  # it does not fit any more, so neither do those behind it
         work.sort(key=lambda item: item.count > 1)
@@ -368,9 +382,9 @@ class Scheduler:
 
     def _decode(self, most_steps: int) -> tuple[list[Work], int]:
         """All that decode, and for how many steps: youngest sequences give way until there are blocks for a worthwhile part of them."""
-        least = max(1, most_steps // LEAST_STEPS)
         while decoding := [sequence for sequence in self.running if sequence.decoding]:
-            steps = most_steps
+            steps = min(most_steps, self._tokens_to_come(decoding, most_steps))
+            least = max(1, steps // LEAST_STEPS)
             while steps and sum(missing := self._missing(decoding, steps)) > self.pool.free:
                 steps //= 2
             if steps >= least or (steps and len(self.running) == 1):
@@ -382,6 +396,10 @@ class Scheduler:
         self._take_missing(decoding, missing)
         decoding.sort(key=lambda sequence: -sequence.computed)
         return [Work(sequence, sequence.computed, 1, (sequence,)) for sequence in decoding], steps
+
+    def _tokens_to_come(self, decoding: list[Sequence], otherwise: int) -> int:
+        """That any of these may still draw."""
+        return otherwise if self.most_tokens is None else self.most_tokens - min(len(sequence.tokens) for sequence in decoding)
 
     def _missing(self, decoding: list[Sequence], steps: int) -> list[int]:
         """Blocks that each lacks for that many more tokens."""
@@ -417,7 +435,6 @@ class Scheduler:
         sequence.blocks = block_list()
         sequence.computed = 0
 
-    def _count(self, steps: int) -> None:
-        self.counts.passes += steps
+    def _count(self) -> None:
         self.counts.most_running = max(self.counts.most_running, len(self.running))
         self.counts.most_blocks = max(self.counts.most_blocks, self.pool.used)

@@ -187,7 +187,7 @@ class Recorder:
             SeenPass(
                 begin=begin,
                 end=end,
-                steps=step.steps,
+                steps=max(1, counts.passes - before.passes),
                 running=len(plan.running),
                 waiting=self._unfinished - len(plan.running),
                 kv_use=plan.pool.used / plan.pool.size,
@@ -196,7 +196,7 @@ class Recorder:
                 decode_tokens=decoded,
                 preemptions=counts.preemptions - before.preemptions,
                 drawing=drawing,
-                drawn=len(drawing) if step.steps == 1 else decoded,
+                drawn=decoded if step.decoding else len(drawing),
             )
         )
         self._counts = counts
