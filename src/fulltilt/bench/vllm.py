@@ -31,6 +31,7 @@ START_LIMIT_S = 3600.0  # of one start with all its passes
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
 FORGET_LIMIT_S = 10.0  # to empty the prefix cache
 LOG_LINES = 12
+WARM_UP_TOKENS = 16  # a sample, where a whole pass is not made: one comes first, as ours has it, unless passes take minutes
 
 
 def installed() -> bool:
@@ -45,7 +46,7 @@ def measure(
     timings: list[Timing] = []
     details: dict[str, Any] = {"starts": []}
     for most in grid:
-        say(f"vllm: max_num_seqs {most}, start and {2 * (repeats + 1)} passes")
+        say(f"vllm: max_num_seqs {most}, start and passes")
         setting = {"max_num_seqs": most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
         request = {
             "engine": engine_options(requests, model, most, dummy_weights=dummy_weights, device=device, dtype=dtype, kv_bytes=kv_bytes),
@@ -53,6 +54,7 @@ def measure(
             "samples": [[uid, length] for (uid, _), length in requests.lengths.items()],
             "repeats": repeats,
             "per_token": requests.workload.per_token,
+            "slow": requests.workload.slow,
         }
         result = in_process(request, scratch / f"vllm-{most}", device, kv_bytes)
         details["starts"].append(setting | {"seconds": result.get("start_seconds"), "error": result.get("error")})
@@ -158,11 +160,11 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     result["start_seconds"] = time.perf_counter() - begin
     # Flat log-probs cost vLLM less than one dictionary a token; versions without them have only these.
     with_logprobs = "flat" if hasattr(vllm.SamplingParams(), "flat_logprobs") else "dictionaries"
-    for logprobs in (with_logprobs, None):
+    for logprobs in (with_logprobs,) if request["slow"] else (with_logprobs, None):
         timed: dict[str, Any] = {"logprobs": logprobs, "seconds": [], "prefill_seconds": [], "error": None}
         result["passes"].append(timed)
         try:
-            one_pass(engine, request, logprobs, cut=None if logprobs else 8)  # warm-up: a whole pass, as ours has, then its other setting
+            one_pass(engine, request, logprobs, cut=WARM_UP_TOKENS if request["slow"] or not logprobs else None)
             for _ in range(request["repeats"]):
                 timed["seconds"].append(one_pass(engine, request, logprobs))
                 if request["per_token"]:

@@ -61,6 +61,7 @@ class Workload:
     prompt_tokens: Spread
     response_tokens: Spread
     kv_bytes: int | None = None  # of every engine's KV cache; None: each takes what it would
+    slow: bool = False  # passes take minutes: vLLM is warmed up with a few tokens a sample and measured with log-probs only
     per_token: bool = False  # compared by the time of one token with all samples decoding, prefill left out
 
 
@@ -68,7 +69,7 @@ WORKLOADS = {
     workload.name: workload
     for workload in (
         Workload("design", 128, 8, Even(96, 512), Lognormal(319, 0.8, 16, 1024)),
-        Workload("long", 192, 8, Even(256, 256), Lognormal(1490, 0.8, 1, 8192), kv_bytes=12 * GIB),
+        Workload("long", 192, 8, Even(256, 256), Lognormal(1490, 0.8, 1, 8192), kv_bytes=12 * GIB, slow=True),
         Workload("tail", 16, 1, Even(4096, 4096), Even(256, 256), per_token=True),
         # An eighth of `design` in every length: what two cores do in seconds.
         Workload("small", 32, 4, Even(12, 64), Lognormal(40, 0.8, 2, 128)),
