@@ -99,7 +99,6 @@ class Note:
     """What a fused module knows of itself."""
 
     family: Family
-    gradient: bool  # whether the fused forward runs where a gradient is wanted
     names: tuple[str, ...] = ()  # projections that run as one product
     refused: str | None = None  # why they never do
     activation: str = ""
@@ -120,20 +119,15 @@ class Joined:
 # ---- fusing ------------------------------------------------------------------------------------------------------------------------
 
 
-def fuse(model: PreTrainedModel, gradient: bool = True) -> FusedReport:
-    """Fuse what is known of the model, which must be on its device. On a fused model: join again what has come apart.
-
-    `gradient=False`: where a gradient is wanted, transformers' own forwards run, as if nothing were fused.
-    """
+def fuse(model: PreTrainedModel) -> FusedReport:
+    """Fuse what is known of the model, which must be on its device. On a fused model: join again what has come apart."""
     body = model.base_model
     if NOTE not in vars(body):
         family = FAMILIES.get(type(body).__module__)
         reason = obstacle_of(body, family)
         if family is None or reason is not None:
             return FusedReport(None, left_alone=reason)
-        install(body, family, gradient)
-    for module in fused_modules(body):
-        note_of(module).gradient = gradient
+        install(body, family)
     for _, owner in owners(body):
         note = note_of(owner)
         note.refused = why_not_joinable(owner, note)
@@ -214,18 +208,18 @@ def obstacle_of(body: Any, family: Family | None) -> str | None:
     return None
 
 
-def install(body: Any, family: Family, gradient: bool) -> None:
+def install(body: Any, family: Family) -> None:
     """A forward and a note on every module that is fused."""
     norms = [body.norm]
     for layer, following in zip(body.layers, [*(later.input_layernorm for later in body.layers[1:]), body.norm], strict=True):
-        set_forward(layer, layer_forward, Note(family, gradient, following=following))
-        set_forward(layer.self_attn, attention_forward, Note(family, gradient, QKV))
-        set_forward(layer.mlp, mlp_forward, Note(family, gradient, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
+        set_forward(layer, layer_forward, Note(family, following=following))
+        set_forward(layer.self_attn, attention_forward, Note(family, QKV))
+        set_forward(layer.mlp, mlp_forward, Note(family, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
         norms += [getattr(layer, name) for name in LAYER_NORMS]
         norms += [getattr(layer.self_attn, name) for name in HEAD_NORMS if family.head_norms]
     for norm in norms:
-        set_forward(norm, norm_forward, Note(family, gradient))
-    setattr(body, NOTE, Note(family, gradient))
+        set_forward(norm, norm_forward, Note(family))
+    setattr(body, NOTE, Note(family))
 
 
 def set_forward(module: torch.nn.Module, forward: Callable[..., Any], note: Note) -> None:
@@ -393,21 +387,12 @@ class _JoinedLinear(torch.autograd.Function):
 # ---- the forwards ------------------------------------------------------------------------------------------------------------------
 
 
-def own_forward(module: Any) -> bool:
-    """Whether transformers' own forward is to run here."""
-    return torch.is_grad_enabled() and not note_of(module).gradient
-
-
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    if own_forward(self):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
     ready = take_ready(hidden_states, self)
     return rms_norm(hidden_states, self.weight, self.variance_epsilon) if ready is None else ready
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    if own_forward(self):
-        return type(self).forward(self, x)  # type: ignore[no-any-return]
     activation = note_of(self).activation
     both = joined_product(self, x)
     product = gated_pair(self.gate_proj(x), self.up_proj(x), activation) if both is None else gated(both, activation)
@@ -422,11 +407,6 @@ def attention_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if own_forward(self):
-        return type(self).forward(  # type: ignore[no-any-return]
-            self, hidden_states, position_embeddings=position_embeddings, attention_mask=attention_mask,
-            past_key_values=past_key_values, **kwargs,
-        )  # fmt: skip
     family = note_of(self).family
     shape = hidden_states.shape[:-1]
     whole = joined_product(self, hidden_states)
@@ -455,8 +435,6 @@ def attention_forward(
 
 
 def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    if own_forward(self):
-        return type(self).forward(self, hidden_states, **kwargs)  # type: ignore[no-any-return]
     attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
     normed, hidden_states = add_norm(self.post_attention_layernorm, attended, hidden_states)
     beside = self.mlp(normed)

@@ -68,6 +68,10 @@ class Head:
         """Logits [R, vocabulary], in float32 or better."""
         return project(hidden, self.weight, self.bias, self.shape)
 
+    def product(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same before scale and cap."""
+        return project(hidden, self.weight, self.bias, LogitShape())
+
 
 def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: LogitShape) -> torch.Tensor:
     if hidden.dtype in (torch.float32, torch.float64):

@@ -216,7 +216,11 @@ class Decoder:
             workspace=self._workspace,
         )
         hidden = hidden_states(self.model, progress.inputs[rows], positions, context)
-        tokens, logprobs = sample(self.head.logits(hidden), self._seeds[rows], progress.lengths[rows], workspace=self._space, **sampling)
+        shape = self.head.shape
+        tokens, logprobs = sample(
+            self.head.product(hidden), self._seeds[rows], progress.lengths[rows], scale=shape.scale, cap=shape.cap,
+            workspace=self._space, **sampling,
+        )  # fmt: skip
         finish(tokens, logprobs, self._ends, progress, numbers)
 
     def _graph(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph | None:

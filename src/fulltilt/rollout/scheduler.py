@@ -121,8 +121,6 @@ class Counts:
     recovered_tokens: int = 0  # those of them that preempted samples found
     decode_tokens: int = 0
     passes: int = 0  # that prefilled, and steps of decoding in which some sample drew
-    most_running: int = 0
-    most_blocks: int = 0
 
 
 class Scheduler:
@@ -181,7 +179,6 @@ class Scheduler:
             work = self._prefill()
         assert work, "a pass without work: the cache is smaller than one sample"
         self._prefilled = not steps
-        self._count()
         copies = tuple((source, target) for target, source in self._copies.items())
         self._copies.clear()
         self._being_written.clear()
@@ -203,7 +200,6 @@ class Scheduler:
 
     def goes_on(self, step: Pass) -> Pass:
         """What is left of a pass from `further`, now that the one before it has ended."""
-        self._count()
         return replace(step, work=tuple(item for item in step.work if not item.sequence.finished))
 
     def ran(self, step: Pass) -> None:
@@ -434,7 +430,3 @@ class Scheduler:
         self.pool.release(sequence.blocks)
         sequence.blocks = block_list()
         sequence.computed = 0
-
-    def _count(self) -> None:
-        self.counts.most_running = max(self.counts.most_running, len(self.running))
-        self.counts.most_blocks = max(self.counts.most_blocks, self.pool.used)
