@@ -52,7 +52,6 @@ class Extra:
 
 EXTRAS = (
     Extra("triton", "gpu", "triton", "kernels on CUDA (decoding, sampling, fused layers)", probe=True, linux_only=True),
-    Extra("liger-kernel", "gpu", "liger_kernel", "fused layers on CUDA", linux_only=True),
     Extra("ray", "ray", "ray", "more than one device"),
     Extra("vllm", "vllm", "vllm", "rollout with vLLM"),
     Extra("math-verify", "math", "math_verify", "rewards that compare mathematical expressions", probe=True),

