@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from test_lora import settings, stir
 from test_scalar import classifier
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss, value_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
@@ -127,6 +128,33 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
             equal = np.cumprod(sample.ids[:common] == twin.ids[:common]).sum()  # after a flip the rest follows another text
             same, total = same + int(equal), total + int(equal) + int(equal < common)
     return float(np.concatenate(gaps).mean()), 1 - same / total, total
+
+
+@pytest.mark.parametrize(("hidden", "inner", "heads"), [(896, 4864, 14), (1536, 8960, 12)], ids=["widths of 0.5B", "widths of 1.5B"])
+@pytest.mark.parametrize("rows", [3, 16, 40])
+def test_few_samples_decode_as_training_computes(hidden: int, inner: int, heads: int, rows: int, tmp_path: Path) -> None:
+    """The end of a rollout: real widths, few rows, positions far from 0. Small models do not show which kernels cuBLAS takes there."""
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": 2}
+    config = Qwen2Config(**models.SMALL | shape | {"max_position_embeddings": 1024, "tie_word_embeddings": True, "initializer_range": 0.02})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    models.tokenizer().save_pretrained(tmp_path)
+    model = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"), GPU)
+    fuse_and_compare(model)
+    random = np.random.default_rng(1)
+    prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(500, 700))), text="") for i in range(rows)]
+    engine = engine_on(model, tmp_path, EngineLimits(4000, 16, 64, 32768, cuda_graphs=True))  # all prompts in one pass
+    groups = collect(engine, prompts, Sampling(samples=1, max_new_tokens=40), 7, lambda group: None)
+    # Side by side, as in training: a product of some hundred rows, an odd number of them, may add up in another order than one of many.
+    with torch.no_grad():
+        trained, _ = packed_logprobs(model, [np.concatenate([group.prompt.ids, group.samples[0].ids]) for group in groups])
+    gaps = [
+        np.abs(group.samples[0].logprobs - logprobs[len(group.prompt.ids) - 1 :].cpu().numpy())
+        for group, logprobs in zip(groups, trained, strict=True)
+    ]
+    gap = float(np.concatenate(gaps).mean())
+    report(f"bf16/few/{hidden}/{rows}", {"mean_abs_logprob_gap": gap, "tokens": sum(map(len, gaps))})
+    assert gap < 1e-6  # the log-probs' own rounding in float32; one other bit in a layer makes a thousand times that
 
 
 # ---- critic, reward model, adapters ------------------------------------------------------------------------------------------------

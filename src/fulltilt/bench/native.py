@@ -32,8 +32,8 @@ from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.roles import Policy
 
-BATCHES = (1, 8, 32, 128, 256, 512, 1024)  # whose decode steps are timed
-PROFILED, PROFILED_STEPS = (32, 256, 1024), 4  # whose kernels are timed one by one, over so many steps
+BATCHES = (1, 8, 16, 32, 128, 256, 512, 1024)  # whose decode steps are timed
+PROFILED, PROFILED_STEPS = (16, 32, 256, 1024), 4  # whose kernels are timed one by one, over so many steps
 GAP_PROMPTS, GAP_SAMPLES = 16, 2  # whose log-probs are compared with the trainer's
 
 

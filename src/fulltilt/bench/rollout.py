@@ -169,7 +169,7 @@ def in_turns(job: Job, say: Say) -> tuple[Measured, dict[str, Measured], dict[st
     say(f"{OURS}: loading {job.source.name}")
     native = Native(job.source, job.device, job.requests, job.kv_bytes)
     say(f"{OURS}: warm-up")
-    warm_up = native.run(job.requests)
+    warm_up = native.run(job.requests.warm_up())
     peer = InProcess(job, native, say) if "hf" in job.against else None
     clock = Repeats()
     turns = [lambda: clock.add(job, native.run, native.release), *([peer.repeat] if peer else [])]
@@ -197,7 +197,7 @@ class Repeats:
 
     def add(self, job: Job, run: Callable[[Requests], float], release: Callable[[], None]) -> None:
         if job.requests.workload.per_token:
-            self.prefill_seconds.append(run(job.requests.one_token_each()))
+            self.prefill_seconds.append(run(job.requests.cut(1)))
         self.seconds.append(run(job.requests))  # last, so that its samples are the ones that are looked at afterwards
         release()
 

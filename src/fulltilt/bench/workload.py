@@ -18,6 +18,7 @@ import numpy as np
 from fulltilt.records import Prompt
 
 GIB = 2**30
+WARM_UP_TOKENS = 16  # a sample, where a whole pass is not made
 
 
 class Spread(Protocol):
@@ -61,7 +62,7 @@ class Workload:
     prompt_tokens: Spread
     response_tokens: Spread
     kv_bytes: int | None = None  # of every engine's KV cache; None: each takes what it would
-    slow: bool = False  # passes take minutes: vLLM is warmed up with a few tokens a sample and measured with log-probs only
+    slow: bool = False  # passes take minutes: engines are warmed up with a few tokens a sample, vLLM is measured with log-probs only
     per_token: bool = False  # compared by the time of one token with all samples decoding, prefill left out
 
 
@@ -104,9 +105,12 @@ class Requests:
     def positions(self) -> int:
         return self.longest_prompt + self.longest_response
 
-    def one_token_each(self) -> Requests:
-        """The same prompts, prefilled and no more."""
-        return replace(self, lengths=dict.fromkeys(self.lengths, 1))
+    def cut(self, tokens: int) -> Requests:
+        """The same with at most that many tokens a sample. With 1 the prompts are prefilled and no more."""
+        return replace(self, lengths={sample: min(length, tokens) for sample, length in self.lengths.items()})
+
+    def warm_up(self) -> Requests:
+        return self.cut(WARM_UP_TOKENS) if self.workload.slow else self
 
     def describe(self) -> dict[str, Any]:
         workload = self.workload

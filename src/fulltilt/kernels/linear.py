@@ -13,6 +13,8 @@ Figures of one H200, inner sizes 4,864 to 18,944 (docs/performance.md): at 32 ro
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 
@@ -21,6 +23,7 @@ from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 FEW = 128  # rows up to which the kernel is faster than padding
 MANY = 448  # rows from which cuBLAS adds in order
 LONG = 3072  # inner sizes below are never split
+STEP = 128  # of the inner axis at a time
 
 
 @jit
@@ -70,9 +73,17 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
     outer = len(weight)
     assert weight.stride(1) == x.stride(1) == 1 and weight.dtype == x.dtype
     out = torch.empty(rows, outer, dtype=x.dtype, device=x.device)
-    tall, wide = 16 if rows <= 16 else 64, 16 if outer <= 2048 else 32  # narrow, so that enough programs read the weight at once
+    # Narrow, so that enough programs read the weight at once, and tall, which Hopper multiplies faster. A wide result has programs enough.
+    tall, wide, stages = (64, 16, 8) if outer <= 2048 else (16 if rows <= 16 else 64, 32, 6)
+    stages = max(1, min(stages, shared_bytes(x.device) // ((tall + wide) * STEP * x.element_size())))
     _product[(triton.cdiv(outer, wide), triton.cdiv(rows, tall))](
         x, weight, bias, out, rows, outer, inner, x.stride(0), weight.stride(0), out.stride(0),
-        ROWS=tall, COLUMNS=wide, STEP=128, BIASED=bias is not None, num_warps=4, num_stages=6,
+        ROWS=tall, COLUMNS=wide, STEP=STEP, BIASED=bias is not None, num_warps=4, num_stages=stages,
     )  # fmt: skip
     return out
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Of a processor, for one program."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 227 << 10

@@ -38,7 +38,7 @@ LOG2_E = math.log2(math.e)
 
 PROCESSORS = 132  # of an H100 or H200; where the device has another number, that one is used
 ENOUGH = 256  # programs that keep 132 processors busy without splitting sequences
-WANTED = 512  # programs to aim for where sequences are split to fill the processors
+WANTED = 768  # programs to aim for where sequences are split to fill the processors
 MOST_SPLITS = 64
 FEWEST_TOKENS = 128  # of a split: below this, starting a program costs more than the reading it takes over
 WHOLE = 1024  # tokens up to which a sequence is never split, so that it is summed as in training
@@ -434,7 +434,7 @@ def rotate_and_write(
             v.stride(0), v.stride(1), cos.stride(0), sin.stride(0), out.stride(0), out.stride(1),
             HEADS=heads, KEY_HEADS=key_heads, WIDTH=width, HALF=width // 2, PADDED_QUERIES=power_of_two(heads),
             PADDED_HEADS=power_of_two(key_heads), PADDED=power_of_two(width), PADDED_HALF=power_of_two(width // 2),
-            num_warps=warps_for(heads * width),
+            num_warps=warps_for(heads * width), enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from fulltilt.kernels.dispatch import runs_triton
-from fulltilt.kernels.paged_attention import paged_attention, write_kv
+from fulltilt.kernels.paged_attention import paged_attention, rotate_and_write, write_kv
 from fulltilt.records import UserError
 
 NAME = "fulltilt"
@@ -134,6 +134,9 @@ class Decode:
     workspace: torch.Tensor | None = None  # float32
     bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU, by window: filled by the first layer that has it
 
+    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.keys[layer], self.values[layer], self.key_bases[layer], self.value_bases[layer]
+
 
 @dataclass(frozen=True, eq=False)
 class Bunch:
@@ -221,11 +224,22 @@ def refuse_unknown(
 def decode_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
     if not runs_triton(q):
         return decode_bunches(q, k, v, context, layer, scoring)
-    caches = (context.keys[layer], context.values[layer], context.key_bases[layer], context.value_bases[layer])
-    write_kv(k, v, *caches, context.slots)
+    write_kv(k, v, *context.caches(layer), context.slots)
+    return decode_written(q, context, layer, scoring)
+
+
+def decode_rotating(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Decode, layer: int, scoring: Scoring
+) -> torch.Tensor:
+    """The same for states [B, heads, width] that are not rotated yet, one kernel less. Only where Triton runs."""
+    rotated = rotate_and_write(q, k, v, cos, sin, *context.caches(layer), context.slots)
+    return decode_written(rotated, context, layer, scoring)
+
+
+def decode_written(q: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
     return paged_attention(
-        q, *caches, context.table, context.lengths, scale=scoring.scale, longest=context.longest, block_tokens=context.block_tokens,
-        window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
+        q, *context.caches(layer), context.table, context.lengths, scale=scoring.scale, longest=context.longest,
+        block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
     )  # fmt: skip
 
 

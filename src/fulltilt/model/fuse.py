@@ -11,7 +11,8 @@ models of the tests: hidden states 1e-5, log-probs 1e-5, gradients 1e-5 of their
 What is not known is left alone, whole, with the reason in the report. Where an adapter (peft) or a hook sits on a projection, before or
 after fusing, the projections of that group run one by one, and the report of `check_fused` names them.
 
-The attention forward still ends in transformers' attention interface, so packed training, paged decoding and windows are what they were.
+The attention forward still ends in transformers' attention interface, so packed training, prefill and windows are what they were. Only a
+decoding step where Triton runs goes past it, to rotate and to write the cache in one kernel.
 
     report = fuse(model)      # after the model is on its device; again after anything moved the weights
     fuse_and_compare(model)   # the same for a run: WrongFusion, and the model as it was, where values or gradients are not its own
@@ -33,10 +34,12 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fulltilt.kernels.dispatch import runs_triton
 from fulltilt.kernels.gated import gated, gated_pair
 from fulltilt.kernels.linear import linear
 from fulltilt.kernels.rms_norm import rms_norm
 from fulltilt.kernels.rotary import rotary
+from fulltilt.model.attention import NAME, Decode, Scoring, decode_rotating
 from fulltilt.model.verify import random_documents, run_packed
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -421,12 +424,17 @@ def attention_forward(
         q, k = self.q_norm(q), self.k_norm(k)
     # Positions may be given once for all rows of a batch.
     cos, sin = (angle.expand(*shape, width).reshape(tokens, width) for angle in position_embeddings)
+    window = family.window(self) if family.window is not None else None
+    context = kwargs.get("fulltilt")
+    if isinstance(context, Decode) and runs_triton(q) and past_key_values is None and self.config._attn_implementation == NAME:
+        decoded = decode_rotating(q, k, v, cos, sin, context, self.layer_idx, Scoring(self.scaling, window))
+        return product_of(self, "o_proj", decoded.reshape(*shape, -1)), None
     q, k = rotary(q, k, cos, sin)
     query, key, value = (states.view(batch, -1, *states.shape[1:]).transpose(1, 2) for states in (q, k, v))  # [batch, heads, T, width]
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, self.layer_idx)
     if family.window is not None:
-        kwargs = {"sliding_window": family.window(self), **kwargs}
+        kwargs = {"sliding_window": window, **kwargs}
     eager = sys.modules[type(self).__module__].eager_attention_forward
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
     dropout = self.attention_dropout if self.training else 0.0

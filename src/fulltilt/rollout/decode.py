@@ -339,9 +339,11 @@ def refuse_waits() -> Iterator[None]:
 
 def leave_capture(pool: tuple[int, int]) -> None:
     """Undo what some versions of torch leave behind where a capture has become invalid."""
-    with contextlib.suppress(RuntimeError):  # the others have ended it themselves
-        # They go on recording into its pool, and would never give the memory back.
-        torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-        torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # some go on recording into its pool; the others have ended that themselves
+        torch._C._cuda_endAllocateToPool(device, pool)
+    if torch.__version__ < "2.12":  # later ones are about to give the pool's memory back by themselves: it must not happen twice
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_releasePool(device, pool)
     with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one that succeeds: else the device's random generator would stay in capture
         torch.zeros(1, device="cuda")

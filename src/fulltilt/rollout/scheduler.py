@@ -31,6 +31,7 @@ WORTHWHILE_SHARE = 8  # a pass for newcomers is worth it when they are at least 
 WORTHWHILE_TOKENS = 2  # or fill this part of max_batched_tokens
 READ_TIMES = 8  # a pass that prefills reads at most about this many times max_batched_tokens from the cache: attention gathers them
 LEAST_STEPS = 4  # a decoding pass has at least this part of the steps it might have
+STEPS_BETWEEN = 4  # of decoding between two passes that prefill
 
 
 def block_list(blocks: Iterable[int] = ()) -> array[int]:
@@ -174,7 +175,7 @@ class Scheduler:
         """Prefill where it is due, else up to `most_steps` steps of decoding, as many as there are blocks for."""
         work, steps = self._prefill() if self._prefill_is_due() else [], 0
         if not work:
-            work, steps = self._decode(most_steps)
+            work, steps = self._decode(self._until_prefill(most_steps))
         if not work:  # all that decoded gave way to an older sequence whose prompt is not through
             work = self._prefill()
         assert work, "a pass without work: the cache is smaller than one sample"
@@ -240,6 +241,13 @@ class Scheduler:
         if self._prefilled:  # decoding is not held up twice in a row
             return False
         return decoding < len(self.running) or self._worth_a_pass(decoding)
+
+    def _until_prefill(self, most_steps: int) -> int:
+        """Steps of decoding in a row. Few where more is to be prefilled: those that decode are not held up for long, and a step costs the
+        device much the same when the others have joined it."""
+        decoding = sum(sequence.decoding for sequence in self.running)
+        more = decoding < len(self.running) or self._worth_a_pass(decoding)
+        return min(most_steps, STEPS_BETWEEN) if self._prefilled and more else most_steps
 
     def _worth_a_pass(self, decoding: int) -> bool:
         """A pass costs much the same for one newcomer as for many: wait until they are some part of those that decode, or their tokens some
