@@ -78,10 +78,10 @@ SFT = {
     "run": {"dir": "run", "steps": 6, "save_every": 3, "keep": 1, "seed": 7, "eval_every": 4, "device": "cpu"},
 }
 
-# What a clock decides: all else in the metrics is the same for the same run.
+# What a clock decides, and memory, of which a process has its own: all else in the metrics is the same for the same run.
 CLOCK = (
     "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "rollout/time_", "rollout/prefill_tokens_per_s",
-    "rollout/decode_tokens_per_s",
+    "rollout/decode_tokens_per_s", "memory_gib/",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Schedules by property, packing and weights against plain loops."""
+"""Schedules by property, packing and weights against plain loops; padding, through real models, against packing; whose sizes are whose."""
 
 from __future__ import annotations
 
@@ -6,17 +6,30 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fulltilt.algo import presets
 from fulltilt.batching import schedule
-from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
-from fulltilt.records import Row
+from fulltilt.batching.pack import MicroSizing, fill_padded, forward_micro_batches, minibatch, pack, scatter, weights
+from fulltilt.cluster import local
+from fulltilt.config import Config, ModelConfig, TrainConfig
+from fulltilt.model.load import load_model
+from fulltilt.model.scalar import ScalarModel, load_scalar
+from fulltilt.plan import Facts, make_budgets
+from fulltilt.records import MicroBatch, Row
+from fulltilt.train.optim import Optimizer
+from fulltilt.train.roles import Critic, Policy, Scorer
+from fulltilt.train.trainer import Trainer
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 lengths_and_budget = st.integers(1, 60).flatmap(lambda budget: st.tuples(st.lists(st.integers(1, 80), max_size=60), st.just(budget)))
@@ -247,6 +260,207 @@ def test_scatter_refuses_lost_and_repeated_rows() -> None:
         scatter(rows, [micro_batches[0]] * 2, [values[0]] * 2, "ref_logprobs")
     with pytest.raises(AssertionError, match="trained tokens"):
         scatter(rows, micro_batches, [np.zeros(7)] * 2, "ref_logprobs")
+
+
+# ------------------------------------------------------------------------------------------------------------------------------- padding
+
+CPU = torch.device("cpu")
+ModelFolders = Callable[[str], Path]
+
+
+def computed(micro: MicroBatch) -> int:
+    """What a padded batch of these rows would have: its longest row's tokens for each of them."""
+    lengths = np.diff(micro.cu_seqlens)
+    assert len(set(lengths.tolist())) == 1
+    return int(lengths[0]) * len(micro.rows)
+
+
+@settings(deadline=None)
+@given(lengths_and_budget, st.one_of(st.none(), st.integers(1, 6)))
+def test_a_padded_schedule_obeys_the_cap_and_loses_nothing(case: tuple[list[int], int], samples: int | None) -> None:
+    lengths, budget = case
+    micro_batches = MicroSizing(samples is None, budget, samples, packing=False).schedule(lengths)
+    assert sorted(flat(micro_batches)) == list(range(len(lengths)))
+    padded = [len(rows) * max(lengths[row] for row in rows) for rows in micro_batches]
+    assert padded == sorted(padded, reverse=True)
+    assert all(rows == sorted(rows) for rows in micro_batches)
+    if samples is None:
+        assert all(tokens <= budget or len(rows) == 1 for tokens, rows in zip(padded, micro_batches, strict=True))
+    else:
+        assert sorted(micro_batches) == sorted(schedule.fixed(lengths, samples))
+
+
+def test_a_padded_schedule_puts_like_lengths_together() -> None:
+    assert fill_padded([5, 9, 4, 3], 8) == [[1], [2, 3], [0]]
+    assert schedule.fill([1, 8, 1, 8, 1, 1], 10) == [[0, 1, 2], [3, 4, 5]] and fill_padded([1, 8, 1, 8, 1, 1], 10) == [
+        [1],
+        [3],
+        [0, 2, 4, 5],
+    ]
+    assert fill_padded([], 8) == []
+    # 2 x 9 tokens are more than 4 + 9, which alone would say otherwise.
+    assert MicroSizing(False, 0, 2, packing=False).schedule([7, 7, 4, 9]) == [[2, 3], [0, 1]]
+    assert MicroSizing(False, 0, 2).schedule([7, 7, 4, 9]) == [[0, 1], [2, 3]]
+
+
+def test_padding_is_a_tail_of_each_row() -> None:
+    rows = [
+        Row(np.array([5, 6, 7, 2]), np.array([0, 0, 1, 1], dtype=bool), advantages=np.array([0, 0, 1, 2], dtype=np.float32)),
+        Row(np.array([8, 2]), np.array([0, 1], dtype=bool), advantages=np.array([0, 3], dtype=np.float32)),
+    ]
+    micro = pack(rows, [1, 0], [0.25, 0.5], packing=False)
+    assert micro.ids.tolist() == [8, 2, 0, 0, 5, 6, 7, 2] and micro.positions.tolist() == [0, 1, 2, 3] * 2
+    assert micro.cu_seqlens.tolist() == [0, 4, 8] and micro.pad_tokens == 2
+    assert micro.trained.tolist() == [1, 6, 7] and micro.trained_row.tolist() == [0, 1, 1]
+    assert micro.advantages is not None and micro.advantages.tolist() == [3, 1, 2] and micro.weights.tolist() == [0.5, 0.25, 0.25]
+    assert pack(rows, [1, 0], [0.25, 0.5]).pad_tokens == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10_000), budget=st.integers(1, 60), samples=st.one_of(st.none(), st.integers(1, 5)))
+def test_padded_rows_are_the_same_rows(seed: int, budget: int, samples: int | None) -> None:
+    rows = make_rows(seed)
+    micro_batches = forward_micro_batches(rows, MicroSizing(samples is None, budget, samples, packing=False))
+    assert sum(computed(micro) - micro.pad_tokens for micro in micro_batches) == sum(row.tokens for row in rows)
+    for micro in micro_batches:
+        assert len(micro.ids) == len(micro.positions) == computed(micro)
+        assert samples is not None or len(micro.ids) <= budget or len(micro.rows) == 1
+        assert micro.ids[micro.trained].tolist() == [token for row in micro.rows for token in rows[row].ids[rows[row].mask]]
+    back = scatter(rows, micro_batches, [m.rollout_logprobs for m in micro_batches if m.rollout_logprobs is not None], "old_logprobs")
+    for row, returned in zip(rows, back, strict=True):
+        np.testing.assert_array_equal(returned.old_logprobs, row.rollout_logprobs)
+
+
+def trained_rows(count: int = 9) -> list[Row]:
+    """Longer than the windows of the tests' models, with holes in their masks."""
+    random = np.random.default_rng(3)
+    rows = []
+    for number in range(count):
+        tokens = int(random.integers(4, 40))
+        mask = (np.arange(tokens) >= 2) & ((random.random(tokens) < 0.8) | (np.arange(tokens) == tokens - 1))
+
+        def numbers(tokens: int = tokens, mask: np.ndarray = mask) -> np.ndarray:
+            return (random.normal(0, 1, tokens) * mask).astype(np.float32)
+
+        per_token = {name: numbers() for name in ("values", "returns")} | {"rollout_logprobs": (numbers() - 5) * mask}
+        rows.append(Row(random.integers(0, models.VOCABULARY, tokens), mask, number // 3, float(random.normal()), **per_token))
+    return presets.build(grpo()).advantage(rows)
+
+
+def grpo(**sections: dict[str, Any]) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
+
+
+def gradients(trainer: Trainer[Any], model: torch.nn.Module, rows: list[Row], sizing: MicroSizing) -> tuple[torch.Tensor, int]:
+    """Of the whole mini-batch, and the pads that were computed for it."""
+    trainer.optimizer.zero_grad()
+    batch = minibatch(rows, "token-mean", 1, sizing)
+    trainer.accumulate(batch)
+    found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    return found, sum(micro.pad_tokens for micro in batch.micro_batches)
+
+
+def assert_same_gradients(trainer: Trainer[Any], model: torch.nn.Module, rows: list[Row], tolerance: float = 1e-9) -> None:
+    whole, none = gradients(trainer, model, rows, MicroSizing(True, 10_000))
+    assert none == 0 and whole.abs().max() > 1e-4
+    for sizing in (MicroSizing(True, 10_000, packing=False), MicroSizing(True, 90, packing=False), MicroSizing(False, 0, 4, packing=False)):
+        padded, pads = gradients(trainer, model, rows, sizing)
+        assert pads > 0
+        assert (padded - whole).abs().max() < tolerance * whole.abs().max()
+
+
+# A window, experts, which pads are sent to as well, and a cap on scores. Gemma's norm is computed in float32 whatever the model is: packed
+# micro-batches of another size differ as much.
+@pytest.mark.parametrize(("family", "tolerance"), [("llama-tied", 1e-9), ("mistral", 1e-9), ("qwen3-moe", 1e-9), ("gemma2", 1e-6)])
+def test_padding_changes_neither_logprobs_nor_gradients(family: str, tolerance: float, model_folders: ModelFolders) -> None:
+    model = load_model(ModelConfig(path=str(model_folders(family)), dtype="float64"), CPU)
+    policy = Policy("actor", model, 0.8, Optimizer(model, TrainConfig(), 10), entropy_gradient=True)
+    rows = trained_rows()
+    found = []
+    for packing in (True, False):
+        with torch.no_grad():
+            micro_batches = forward_micro_batches(rows, MicroSizing(True, 100, packing=packing))
+            logprobs = [policy.run(micro)[0].numpy() for micro in micro_batches]
+        by_row = {
+            row: numbers[micro.trained_row == place]
+            for micro, numbers in zip(micro_batches, logprobs, strict=True)
+            for place, row in enumerate(micro.rows)
+        }
+        found.append(np.concatenate([by_row[row] for row in range(len(rows))]))
+    np.testing.assert_allclose(found[1], found[0], atol=1e-9, rtol=0)
+    assert_same_gradients(Trainer(policy, presets.build(grpo(algorithm={"entropy_coef": 0.05})).loss), model, rows, tolerance)
+
+
+def scalar_model(folder: Path) -> ScalarModel:
+    model = load_scalar(ModelConfig(path=str(folder), dtype="float64"), CPU, key="critic.path", head="new")
+    with torch.no_grad():  # a new head is 0, and nothing behind it would have a gradient
+        torch.nn.init.normal_(model.score.weight, std=0.3, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def test_padding_changes_no_gradient_of_a_critic_and_no_score_of_a_reward_model(model_folders: ModelFolders) -> None:
+    model = scalar_model(model_folders("llama"))
+    value_loss = presets.build(grpo(algorithm={"name": "ppo"})).value_loss
+    assert value_loss is not None
+    rows = trained_rows()
+    assert_same_gradients(Trainer(Critic("critic", model, Optimizer(model, TrainConfig(), 10)), value_loss), model, rows)
+    texts = [replace(row, mask=np.arange(row.tokens) == row.tokens - 1, values=None) for row in rows]  # read at its last token
+    role, scores = Scorer("reward_model", model), []
+    for packing in (True, False):
+        micro_batches = forward_micro_batches(texts, MicroSizing(True, 10_000, packing=packing))
+        judged = scatter(texts, micro_batches, [role.annotate(micro) for micro in micro_batches], "values")
+        scores.append([float(row.values[-1]) for row in judged if row.values is not None])
+    assert scores[0] == pytest.approx(scores[1], abs=1e-6) and len(set(scores[0])) == len(rows)  # annotate gives float32
+
+
+# ------------------------------------------------------------------------------------------------------------------------- whose sizes
+
+
+def sizes(**sections: dict[str, Any]) -> dict[str, MicroSizing]:
+    config = grpo(**sections)
+    facts = Facts(
+        device="cuda", free_bytes=2**40, parameters=10, cores=1, threads_given=True, context_limit=None, kv_bytes_per_token=1, longest=8,
+        steps_per_epoch=1,
+    )  # fmt: skip
+    budgets = make_budgets(config, facts, samples=4)
+    updates, forwards = local.update_sizes(config, budgets), local.forward_sizes(config, budgets)
+    return {f"update {role}": size for role, size in updates.items()} | {f"forward {role}": size for role, size in forwards.items()}
+
+
+def test_every_role_has_its_budgets_with_gradient_and_without() -> None:
+    given = sizes(
+        actor={"token_budget": 11, "forward_token_budget": 12},
+        ref={"forward_token_budget": 13},
+        critic={"token_budget": 14, "forward_token_budget": 15},
+        reward_model={"forward_token_budget": 16},
+    )
+    assert {name: size.token_budget for name, size in given.items()} == {
+        "update actor": 11, "update critic": 14, "forward actor": 12, "forward ref": 13, "forward critic": 15, "forward reward_model": 16,
+    }  # fmt: skip
+    assert all(size.dynamic and size.packing for size in given.values())
+    # Without gradient more fits, and so it does without a vocabulary head.
+    auto = {name: size.token_budget for name, size in sizes(actor={"token_budget": 100}).items()}
+    assert auto == {
+        "update actor": 100, "update critic": 200, "forward actor": 200, "forward ref": 200, "forward critic": 400,
+        "forward reward_model": 400,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["actor", "ref", "critic", "reward_model"])
+def test_a_role_without_dynamic_batching_counts_samples(role: str) -> None:
+    found = sizes(**{role: {"dynamic_batch": False, "micro_batch": 3}})
+    for name, size in found.items():
+        own = name.split()[1] == role
+        assert size.dynamic != own and size.micro_batch == (3 if own else None)
+        if own:
+            assert size.schedule([5, 1, 1, 900, 900]) == [[3, 4], [0, 1, 2]]
+
+
+def test_a_role_is_packed_as_its_key_says_or_as_train_says() -> None:
+    unpacked = {name for name, size in sizes(train={"packing": False}, critic={"packing": True}).items() if not size.packing}
+    assert unpacked == {"update actor", "forward actor", "forward ref", "forward reward_model"}
+    unpacked = {name for name, size in sizes(reward_model={"packing": False}).items() if not size.packing}
+    assert unpacked == {"forward reward_model"}
 
 
 def test_batching_does_not_import_torch() -> None:

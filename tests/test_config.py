@@ -162,6 +162,14 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
         ("train.lr=nan", "train.lr: must be a number greater than 0, got nan (not a finite number)"),
         ("train.betas=[0.9]", "train.betas: must be a list of 2, each a number at least 0 and less than 1, got [0.9]"),
         ("train.schedule=cosin", 'train.schedule: must be "constant", "linear" or "cosine", got "cosin"'),
+        (
+            "train.recompute=true",
+            'train.recompute: must be "auto", "none", "selective" or "full", got true. enable_gradient_checkpointing is a switch: true is '
+            '"full", false is "none".',
+        ),
+        ("train.recompute_layers=0", 'train.recompute_layers: must be "auto" or a whole number greater than 0, got 0'),
+        ("train.offload_params=1", 'train.offload_params: must be "auto" or true or false, got 1'),
+        ("critic.offload_params=some", 'critic.offload_params: must be "auto" or true or false, got "some"'),
         ("run.eval_before=2", "run.eval_before: must be true or false, got 2"),
         ("run.dir=5", "run.dir: must be text that is not empty, got 5"),
         ("algorithm.clip_low=2", "algorithm.clip_low: must be a number at least 0 and at most 1, got 2"),
@@ -195,7 +203,8 @@ def test_missing_keys_say_what_they_mean() -> None:
         ("lr", "train.lr"),
         ("algorithm.temperature", "rollout.temperature"),
         ("run.stepz", "run.steps"),
-        ("train.recomputed", "train.recompute, which is a knob not built in this version: remove it"),
+        ("train.recomputed", "train.recompute"),
+        ("train.sequence_paralel", "train.sequence_parallel, which is a knob not built in this version: remove it"),
     ],
 )
 def test_unknown_keys_name_the_nearest(run: dict[str, dict[str, Any]], key: str, nearest: str) -> None:
@@ -276,6 +285,14 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         (["log.val_samples=4"], "log.val_samples: there is no validation data."),
         (["health.stop=false", "health.patience=3"], "health.patience: health.stop is off"),
         (['health.ignore=["logprob-gap"]', "health.max_logprob_gap=0.5"], "health.max_logprob_gap: health.ignore leaves logprob-gap out."),
+        (["train.recompute_layers=2"], 'train.recompute_layers: train.recompute is "auto", which names no layers to recompute.'),
+        (["train.recompute=none", "train.recompute_layers=2"], 'train.recompute_layers: train.recompute is "none"'),
+        (["train.recompute=none", "train.recompute_method=uniform"], 'train.recompute_method: train.recompute is "none"'),
+        (
+            ["train.recompute=full", "train.recompute_method=uniform"],
+            'train.recompute_method: "uniform" has no effect while all layers are recomputed one by one. Remove it, or set',
+        ),
+        (["train.fused_head=false", "ref.entropy_chunk=8"], "ref.entropy_chunk: 8 has no effect while train.fused_head is off"),
         (["train.min_lr_ratio=0.1"], 'train.min_lr_ratio: train.schedule is "constant"'),
         (["reward.error_score=-1.0"], 'reward.error_score: reward.on_error is "exclude"'),
         (["reward.function=gsm9k"], 'reward.function: "gsm9k" names no reward.'),
@@ -297,6 +314,8 @@ def test_rules(run: dict[str, dict[str, Any]], overrides: list[str], begins: str
         ["rollout.temperature=0.0001", "data.val=train.jsonl", "eval.temperature=10000"],
         ["rollout.temperature=1e4", "data.val=train.jsonl", "eval.temperature=1e-4"],
         ["actor.dynamic_batch=false", "actor.micro_batch=2"],
+        ["critic.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform"],
+        ["train.fused_head=false", "train.entropy_chunk=8"],
         ["run.eval_every=5", "data.val=train.jsonl"],
         ["algorithm.prompts_per_step=4", "algorithm.minibatches_per_step=4"],
         ["rollout.max_seqs=8", "rollout.max_batched_tokens=8"],
@@ -366,7 +385,9 @@ def test_every_mistake_is_reported_at_once(run: dict[str, dict[str, Any]]) -> No
         "nonsense",
         "rollout.max_seq=4",
         "actor_rollout_ref.rollout.n=4",
-        "train.recompute=full",
+        "train.sequence_parallel=2",
+        "train.recompute=some",
+        "train.recompute_layers=2",
         "train.lr=-1",
         "run.epochs=2",
         "actor.micro_batch=2",
@@ -375,8 +396,9 @@ def test_every_mistake_is_reported_at_once(run: dict[str, dict[str, Any]]) -> No
         "nonsense:",
         "rollout.max_seq:",
         "actor_rollout_ref.rollout.n:",
-        "train.recompute:",
+        "train.sequence_parallel:",
         "train.lr:",
+        "train.recompute:",
         "data.train:",
         "actor.micro_batch:",
         "run.steps:",
@@ -439,6 +461,8 @@ def test_differences_leave_out_what_may_change(run: dict[str, dict[str, Any]]) -
     run["data"]["val"] = run["data"]["train"]
     assert changed("eval.temperature=1", "eval.max_prompts=3") == []
     assert changed("reward.timeout_s=1", "reward.workers=1", "rollout.log_stats=false") == []
+    assert changed("train.recompute=full", "train.offload_optimizer=true", "critic.offload_params=true") == []
+    assert changed("train.packing=false", "train.entropy_chunk=4") == ["train.packing", "train.entropy_chunk"]  # other roundings
     assert set(configuration.FREE_ON_RESUME) <= set(configuration.keys())
 
 

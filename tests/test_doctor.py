@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import torch
 
 from fulltilt import doctor
 from fulltilt.doctor import Finding, Report, examine, in_range
+from fulltilt.observe import health
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,6 +73,82 @@ def test_devices_as_torch_sees_them(report: Report) -> None:
         assert "CPU" in devices[0].detail
         assert finding(report, "varlen_attn").status == "ok"
     assert finding(report, "bfloat16").detail
+
+
+def test_how_much_can_be_pinned(report: Report) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.1f} MiB"
+    assert f"ulimit -l: {words}" in finding(report, "pinned memory").detail
+    if not torch.cuda.is_available():
+        broken = doctor.examine_pinning()  # tried where there is really nothing to pin for
+        assert broken.status == "broken" and not broken.core
+        assert "64.0 MiB could not be pinned" in broken.detail and "train.offload_" in broken.remedy
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        ({}, (None, None)),
+        ({"memory.max": "max", "memory.current": "1000"}, (None, 1000)),
+        ({"memory.max": "2000", "memory.current": "1000"}, (2000, 1000)),
+        ({"memory/memory.limit_in_bytes": "3000", "memory/memory.usage_in_bytes": "700"}, (3000, 700)),
+        ({"memory/memory.limit_in_bytes": "3000"}, (3000, None)),
+    ],
+)
+def test_the_containers_limit_under_both_kinds_of_kernel(tmp_path: Path, files: dict[str, str], found: tuple[int | None, ...]) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert doctor.container_memory(tmp_path) == found
+
+
+def test_a_limit_is_told_where_it_is_less_than_the_machine_has(report: Report) -> None:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit, _ = doctor.container_memory(Path("/sys/fs/cgroup"))
+    assert ("limited to" in finding(report, "memory").detail) == (limit is not None and limit < total)
+
+
+LINE = {
+    "step": 7, "critic/score/mean": 0.5, "memory_gib/gen/parameters": 14.2, "memory_gib/gen/kv": 40.0, "memory_gib/gen/peak": 71.25,
+    "memory_gib/update_actor/parameters": 14.2, "memory_gib/update_actor/optimizer": 0.0, "memory_gib/update_actor/host": 84.9,
+    "memory_gib/process": 91.0,
+}  # fmt: skip
+
+
+def test_the_memory_of_a_run_by_phase(tmp_path: Path) -> None:
+    """The newest step that measured it, although validation and a half-written line come behind."""
+    assert doctor.MEMORY == health.MEMORY
+    lines = [{**LINE, "step": 6}, LINE, {"step": 8, "val/reward/mean": 0.1, "memory_gib/process": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "memory_gib/gen/k')
+    assert [(found.name, found.status, found.detail) for found in doctor.examine_memory_of(tmp_path)] == [
+        ("memory/gen", "ok", "GiB in step 7: parameters 14.20, kv 40.00, peak 71.25"),
+        ("memory/update_actor", "ok", "GiB in step 7: parameters 14.20, optimizer 0.00, host 84.90"),
+        ("memory", "ok", "GiB in step 7: process 91.00"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (None, "cannot be read: "),
+        ("{]}\n", "cannot be read: "),
+        ('{"step": 1, "actor/lr": 1.0}\n', "has no step whose memory was measured"),
+    ],
+)
+def test_a_run_without_measured_memory_is_said_to_have_none(tmp_path: Path, text: str | None, reason: str) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    (found,) = doctor.examine_memory_of(tmp_path)
+    assert (found.status, found.core) == ("missing", False)
+    assert str(tmp_path / "metrics.jsonl") in found.detail and reason in found.detail and "run.dir" in found.remedy
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_gpus_memory_and_pinning(report: Report) -> None:
+    total = torch.cuda.get_device_properties(0).total_memory / 2**30
+    assert re.search(rf"\d+\.\d GiB free of {total:.1f} GiB", finding(report, "cuda:0").detail)
+    assert finding(report, "pinned memory").detail.startswith("64.0 MiB were pinned; ulimit -l: ")
 
 
 @pytest.mark.gpu

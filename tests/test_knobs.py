@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fulltilt import knobs
-from fulltilt.config import flatten, keys, parse
+from fulltilt.config import FEATURES, flatten, keys, parse, toml_value
 from fulltilt.records import UserError
 
 BUILT = {
@@ -36,6 +36,27 @@ BUILT = {
     "ref.forward_token_budget": 2048,
     "algorithm.prompts_per_round": 8,
     "train.fused_layers": True,
+    "train.compile": True,
+    "train.packing": False,
+    "train.recompute": "selective",
+    "train.recompute_layers": 2,
+    "train.recompute_method": "uniform",
+    "train.offload_activations": True,
+    "train.offload_params": True,
+    "train.offload_optimizer": True,
+    "train.offload_grads": True,
+    "train.fused_head": False,
+    "train.entropy_chunk": 64,
+    "train.entropy_recompute": False,
+    "ref.offload_params": True,
+    "ref.entropy_chunk": 64,
+    "critic.packing": False,
+    "critic.recompute": "full",
+    "critic.offload_activations": True,
+    "critic.offload_params": True,
+    "critic.offload_optimizer": True,
+    "reward_model.packing": False,
+    "reward_model.offload_params": True,
     "critic.dynamic_batch": False,
     "critic.micro_batch": 2,
     "critic.token_budget": 1024,
@@ -45,6 +66,8 @@ BUILT = {
     "reward_model.forward_token_budget": 2048,
 }
 NEEDED_WITH = {
+    "train.recompute_layers": {"train.recompute": "full"},
+    "train.recompute_method": {"train.recompute": "full", "train.recompute_layers": 2},
     "actor.dynamic_batch": {"actor.micro_batch": 2},
     "actor.micro_batch": {"actor.dynamic_batch": False},
     "ref.dynamic_batch": {"ref.micro_batch": 2},
@@ -120,7 +143,14 @@ def test_an_alias_of_a_built_knob_says_what_to_write(run: dict[str, Any], knob: 
 
 
 def test_aliases_are_refused_in_a_file_as_well(run: dict[str, Any]) -> None:
-    made = {**run, "actor_rollout_ref": {"rollout": {"n": 4, "enforce_eager": True}, "model": {"use_fused_kernels": True}}}
+    made = {
+        **run,
+        "actor_rollout_ref": {
+            "rollout": {"n": 4, "enforce_eager": True},
+            "model": {"use_fused_kernels": True},
+            "ref": {"ulysses_sequence_parallel_size": 2},
+        },
+    }
     with pytest.raises(UserError) as error:
         parse(made)
     assert "actor_rollout_ref.rollout.n: verl's name for algorithm.samples_per_prompt: write algorithm.samples_per_prompt = 4" in str(
@@ -129,13 +159,13 @@ def test_aliases_are_refused_in_a_file_as_well(run: dict[str, Any]) -> None:
     assert "rollout.enforce_eager: verl's name for rollout.cuda_graphs: write rollout.cuda_graphs = ... (enforce_eager has" in str(
         error.value
     )
-    assert "model.use_fused_kernels: verl's name for train.fused_head, a known knob, not built" in str(error.value)
+    assert "model.use_fused_kernels: verl's name for train.fused_head: write train.fused_head = ..." in str(error.value)
+    assert "ref.ulysses_sequence_parallel_size: verl's name for ref.sequence_parallel, a known knob, not built" in str(error.value)
 
 
 def test_a_shared_alias_names_all_its_knobs(run: dict[str, Any]) -> None:
     told = refusal(run, "models.policy_trainer.packing=true")
-    assert "ChatLearn's name for actor.dynamic_batch and train.packing: write actor.dynamic_batch = ..." in told
-    assert "train.packing is a known knob, not built in this version" in told
+    assert "ChatLearn's name for actor.dynamic_batch and train.packing: write actor.dynamic_batch = ..., train.packing = ..." in told
     told = refusal(run, "models.policy_trainer.max_token_in_packing=8192")
     assert "write actor.token_budget = ..., actor.forward_token_budget = ..." in told
 
@@ -143,6 +173,56 @@ def test_a_shared_alias_names_all_its_knobs(run: dict[str, Any]) -> None:
 def test_no_name_stands_for_two_knobs_unless_it_is_meant_to() -> None:
     names = Counter(name for knob in knobs.LEDGER for name in (knob.name, *knob.verl, *knob.chatlearn))
     assert {name for name, count in names.items() if count > 1} == knobs.SHARED
+
+
+# -- what goes together -----------------------------------------------------------------------------------------------------------------
+
+
+def test_every_two_features_are_in_the_table_once() -> None:
+    pairs = [frozenset((pair.one, pair.other)) for pair in knobs.TOGETHER]
+    names = list(knobs.FEATURES)
+    expected = {frozenset((one, other)) for one in names for other in names if one != other} - {frozenset(("selective", "full"))}
+    assert len(pairs) == len(set(pairs)) and set(pairs) == expected
+    assert names == list(FEATURES)
+
+
+# How each feature is switched on. fused_head is on by default.
+SWITCHES: dict[str, dict[str, Any]] = {
+    "compile": {"train.compile": True},
+    "fused_layers": {"train.fused_layers": True},
+    "lora": {"lora.rank": 2},
+    "fused_head": {"train.fused_head": True},
+    "cuda_graphs": {"rollout.cuda_graphs": True},
+    "selective": {"train.recompute": "selective"},
+    "full": {"train.recompute": "full"},
+    "offload_activations": {"train.offload_activations": True},
+    "offload_params": {"train.offload_params": True},
+}
+
+
+@pytest.mark.parametrize("pair", knobs.TOGETHER, ids=lambda pair: f"{pair.one}-{pair.other}")
+def test_what_does_not_go_together_is_refused_and_all_else_is_not(run: dict[str, Any], pair: knobs.Pair) -> None:
+    both = tables(run, {**SWITCHES[pair.one], **SWITCHES[pair.other]})
+    if pair.allowed:
+        config = parse(both)
+        assert FEATURES[pair.one](config) and FEATURES[pair.other](config)
+        return
+    with pytest.raises(UserError) as error:
+        parse(both)
+    (key, value) = next(iter(SWITCHES[pair.one].items()))
+    head, line = str(error.value).splitlines()
+    assert head == "configuration: 1 mistake"
+    assert line.startswith(f"  1. {key}: {key} = {toml_value(value)} does not go with ") and pair.why in line
+    for feature in (pair.one, pair.other):
+        assert parse(tables(run, SWITCHES[feature]))
+
+
+def test_what_the_critic_recomputes_counts_too(run: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r'train.compile: train.compile = true does not go with critic.recompute = "selective": '):
+        parse(tables(run, {"train.compile": True, "critic.recompute": "selective"}))
+
+
+# -- the ledger -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_entries_are_complete_and_spelt_out() -> None:

@@ -11,7 +11,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -39,6 +39,29 @@ Overrides = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON for machines on standard output, words for people on standard error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
+
+BenchModel = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SHAPE|PATH",
+        help="0.5B, 1.5B, 7B (Qwen2.5's shapes) or small, with random weights; or a model folder. Default: 0.5B on cuda, small on cpu.",
+        show_default=False,
+    ),
+]
+BenchDevice = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="Default: cuda where there is one.", show_default=False)]
+BenchWorkload = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="design, long, tail or small: see docs/bench.md. Default: design on cuda, small on cpu.",
+        show_default=False,
+    ),
+]
+BenchPrompts = Annotated[int | None, typer.Option(min=1, help="As many prompts instead of the workload's.", show_default=False)]
+BenchSamples = Annotated[
+    int | None, typer.Option(min=1, help="As many samples of each prompt instead of the workload's.", show_default=False)
+]
+BenchOut = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON document here too.", show_default=False)]
 
 
 def main() -> None:
@@ -166,30 +189,14 @@ def doctor(as_json: Json = False) -> None:
 
 @bench.command()
 def rollout(
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SHAPE|PATH",
-            help="0.5B, 1.5B, 7B (Qwen2.5's shapes) or small, with random weights; or a model folder. Default: 0.5B on cuda, small on cpu.",
-            show_default=False,
-        ),
-    ] = None,
+    model: BenchModel = None,
     against: Annotated[
         str, typer.Option(metavar="PEERS", help="Who is measured beside us: vllm, hf (transformers), or both: vllm,hf", show_default=False)
     ] = "",
-    device: Annotated[str | None, typer.Option(metavar="cuda|cpu", help="Default: cuda where there is one.", show_default=False)] = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="design, long, tail or small: see docs/bench.md. Default: design on cuda, small on cpu.",
-            show_default=False,
-        ),
-    ] = None,
-    prompts: Annotated[int | None, typer.Option(min=1, help="As many prompts instead of the workload's.", show_default=False)] = None,
-    samples: Annotated[
-        int | None, typer.Option(min=1, help="As many samples of each prompt instead of the workload's.", show_default=False)
-    ] = None,
+    device: BenchDevice = None,
+    workload: BenchWorkload = None,
+    prompts: BenchPrompts = None,
+    samples: BenchSamples = None,
     kv_bytes: Annotated[
         str | None,
         typer.Option(
@@ -213,7 +220,7 @@ def rollout(
         typer.Option(help="Bytes/s of the device's memory, for the roofline of a device that is not known.", show_default=False),
     ] = None,
     flops: Annotated[float | None, typer.Option(help="FLOP/s of the device, likewise.", show_default=False)] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON document here too.", show_default=False)] = None,
+    out: BenchOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -241,10 +248,86 @@ def rollout(
         options.check_writable("--out", out)
     with report.progress(quiet=quiet) as say:
         found = benchmark.run(job, say)
+    deliver(found, report.table(found), as_json=as_json, out=out)
+
+
+@bench.command()
+def update(
+    model: BenchModel = None,
+    device: BenchDevice = None,
+    workload: BenchWorkload = None,
+    prompts: BenchPrompts = None,
+    samples: BenchSamples = None,
+    token_budget: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of a micro-batch. Default: what a run takes, 16384 on cuda.", show_default=False),
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(metavar="none|selective|full", help="What the backward computes again instead of keeping it.", show_default=False),
+    ] = None,
+    recompute_layers: Annotated[int | None, typer.Option(min=1, help="In so many layers, the first ones.", show_default=False)] = None,
+    offload_activations: Annotated[
+        bool, typer.Option("--offload-activations", help="Keep activations on the host until the backward.")
+    ] = False,
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Keep the optimizer's states on the host outside its step.")
+    ] = False,
+    no_fused_layers: Annotated[bool, typer.Option("--no-fused-layers", help="Layers as transformers has them.")] = False,
+    no_fused_head: Annotated[bool, typer.Option("--no-fused-head", help="The head without its kernel.")] = False,
+    no_packing: Annotated[bool, typer.Option("--no-packing", help="Pad every sample to the longest of its micro-batch.")] = False,
+    compile_layers: Annotated[bool, typer.Option("--compile", help="Compile the layers with torch.compile.")] = False,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Measured passes. Default: 2 on cuda, 3 on cpu.", show_default=False)] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of tokens, order of lengths and advantages.")] = 0,
+    flops: Annotated[
+        float | None, typer.Option(help="FLOP/s of the device, for the MFU of one that is not known.", show_default=False)
+    ] = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure an update: tokens/s and MFU of forward and backward, seconds of the optimizer step, memory, and where the time goes."""
+    from fulltilt.bench import options, report
+    from fulltilt.bench import update as benchmark
+
+    given = {
+        "--token-budget": token_budget,
+        "--recompute": recompute,
+        "--recompute-layers": recompute_layers,
+        "--offload-activations": offload_activations or None,
+        "--offload-optimizer": offload_optimizer or None,
+        "--no-fused-layers": False if no_fused_layers else None,
+        "--no-fused-head": False if no_fused_head else None,
+        "--no-packing": False if no_packing else None,
+        "--compile": compile_layers or None,
+    }
+    job = benchmark.prepare(
+        benchmark.Options(
+            model=model,
+            device=device,
+            workload=workload,
+            prompts=prompts,
+            samples=samples,
+            repeats=repeats,
+            seed=seed,
+            flops=flops,
+            knobs={option: value for option, value in given.items() if value is not None},
+        )
+    )
+    if out is not None:
+        options.check_writable("--out", out)
+    with report.progress(quiet=quiet) as say:
+        found = benchmark.run(job, say)
+    deliver(found, benchmark.table(found), as_json=as_json, out=out)
+
+
+def deliver(found: dict[str, Any], table: str, *, as_json: bool, out: Path | None) -> None:
+    """What a benchmark found. Neither a disk that filled up meanwhile nor a reader that went away may cost what was measured."""
+    from fulltilt.bench import options
+
     written = json.dumps(found, indent=1)
-    # Neither a disk that filled up meanwhile nor a reader that went away may cost what was measured.
     try:
-        print(written if as_json else report.table(found), flush=True)
+        print(written if as_json else table, flush=True)
     finally:
         if out is not None:
             options.write("--out", out, written + "\n")

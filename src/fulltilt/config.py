@@ -31,6 +31,7 @@ from fulltilt.records import UserError
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Auto = Literal["auto"]
+Recompute = Literal["auto", "none", "selective", "full"]
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
 
 
@@ -178,7 +179,7 @@ class RolloutConfig(Section):
     beginning, and a sample that was put back finds again those of its blocks that are still there."""
     cuda_graphs: bool | Auto = "auto"
     """Decode by replaying captured CUDA graphs, so that a step costs no launches on the host. `auto`: on CUDA, where a graph can
-    hold the model; `true` is an error where none can."""
+    hold the model and `train.offload_params` is not on; `true` is an error where none can."""
     release_memory: bool | Auto = "auto"
     """Give the KV cache's memory back between rollouts, for the update. Off: it is kept, and `auto` sizes it smaller. `auto`: on."""
     log_stats: bool = True
@@ -227,7 +228,38 @@ class TrainConfig(Section):
     fused_layers: bool | Auto = "auto"
     """Run each layer with few kernels: one product for queries, keys and values, one for gate and up, and one kernel for each norm, rotary
     embedding and gated product. Rollout and update run the same layers. `auto`: on CUDA, for families that are known, once values and
-    gradients were found to agree with transformers' own."""
+    gradients were found to agree with transformers' own; off where `compile` is on."""
+    compile: bool | Auto = "auto"
+    """Run the layers through torch.compile, in updates and in passes without gradient; rollout runs them as they are. Once values and
+    gradients were found to agree. `auto`: off."""
+    packing: bool = True
+    """Put samples side by side, for the actor and the reference role. Off: each is padded to the longest of its micro-batch, and the token
+    budget counts the padding: to see what packing gains."""
+    recompute: Recompute = "auto"
+    """What is computed again in the backward pass instead of being kept: nothing; all that is cheap, which is all but matrix products and
+    attention ("selective"); or whole layers ("full"). `auto`: the least with which a micro-batch is estimated to fit; on the CPU none."""
+    recompute_layers: Positive | Auto = "auto"
+    """With `recompute_method` "block": the first so many layers are recomputed, the others keep everything. With "uniform": all are, so
+    many at a time, from what the first of these was given. `auto`: all, one by one."""
+    recompute_method: Literal["block", "uniform"] = "block"
+    """What `recompute_layers` counts."""
+    offload_activations: bool | Auto = "auto"
+    """Keep what the backward pass needs on the host until it is needed, with `recompute` or alone. `auto`: where recompute does not save
+    enough."""
+    offload_params: bool | Auto = "auto"
+    """The actor's parameters are on the host while another role works. Not together with CUDA graphs. `auto`: off."""
+    offload_optimizer: bool | Auto = "auto"
+    """Masters and moments are on the host, and pass through the device in pieces when the optimizer steps. `auto`: where parameters,
+    gradients and optimizer would leave less than a fifth of the device free."""
+    offload_grads: bool | Auto = "auto"
+    """Gradients hold memory only from the first micro-batch of an optimizer step to its end. `auto`: with `offload_optimizer`."""
+    fused_head: bool = True
+    """Log-probs and entropy without the logits of a whole micro-batch, forward and backward. Off: with them, in float32."""
+    entropy_chunk: Positive | Auto = "auto"
+    """Most tokens whose entropy is computed at a time; where the head is fused, the log-probs too. `auto`: as many as stay within a
+    bounded piece of memory; all where the head is not fused."""
+    entropy_recompute: bool = True
+    """Compute the entropy again in the backward pass instead of keeping what its gradient needs. For algorithms with an entropy bonus."""
 
 
 class ActorConfig(Section):
@@ -244,6 +276,11 @@ class ActorConfig(Section):
 class RefConfig(Section):
     path: str | None = None
     """Model of the reference role; left out: `model.path` as it was at the start of the run."""
+    offload_params: bool | Auto = "auto"
+    """Its parameters are on the host while another role works. `auto`: where the roles' parameters and gradients would leave less than a
+    fifth of the device free."""
+    entropy_chunk: Positive | Auto = "auto"
+    """As for the actor: most tokens whose log-probs are computed at a time. It computes no entropy."""
     dynamic_batch: bool = True
     """As for the actor."""
     micro_batch: Positive | None = None
@@ -258,6 +295,16 @@ class CriticConfig(Section):
     `model.path`."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic; the rest of its optimizer is as `[train]` says."""
+    packing: bool | None = None
+    """As `[train]` has it, if left out."""
+    recompute: Recompute | None = None
+    """As `[train]` has it, if left out; `recompute_layers` and `recompute_method` are those of `[train]`."""
+    offload_activations: bool | Auto | None = None
+    """As `[train]` has it, if left out."""
+    offload_params: bool | Auto | None = None
+    """Its parameters are on the host while another role works. As `[train]` has it, if left out; `auto` as for the reference role."""
+    offload_optimizer: bool | Auto | None = None
+    """As `[train]` has it, if left out."""
     dynamic_batch: bool = True
     """As for the actor."""
     micro_batch: Positive | None = None
@@ -273,6 +320,10 @@ class RewardModelConfig(Section):
     """Folder or hub name of a sequence classification model with one label; its own tokenizer and chat template are used."""
     chat_template: str | None = None
     """File with a chat template that replaces the one of the reward model's tokenizer."""
+    packing: bool | None = None
+    """As `[train]` has it, if left out."""
+    offload_params: bool | Auto = "auto"
+    """Its parameters are on the host while another role works. `auto`: as for the reference role."""
     dynamic_batch: bool = True
     """As for the actor."""
     micro_batch: Positive | None = None
@@ -318,9 +369,9 @@ class HealthConfig(Section):
     """A rule that holds for so many steps in a row stops the run. It warns at the first."""
     stop: bool = True
     """Off: only warn."""
-    ignore: list[Literal["no-variance", "not-finite", "entropy-collapse", "all-clipped", "reward-errors", "logprob-gap"]] = Field(
-        default_factory=list
-    )
+    ignore: list[
+        Literal["no-variance", "not-finite", "entropy-collapse", "all-clipped", "reward-errors", "logprob-gap", "memory-growth"]
+    ] = Field(default_factory=list)
     """Rules that are not looked at."""
     entropy_floor: float = Field(default=0.005, ge=0)
     """`entropy-collapse`: mean entropy per token below this, in nats."""
@@ -413,6 +464,11 @@ FREE_ON_RESUME: frozenset[str] = frozenset(
     | {f"health.{key}" for key in HealthConfig.model_fields}
     | {f"log.{key}" for key in LogConfig.model_fields}
     | {"lora.export"}
+    # What is kept where, and what is computed again, changes no bit of a run.
+    | {f"train.{key}" for key in ("recompute", "recompute_layers", "recompute_method")}
+    | {f"train.offload_{kind}" for kind in ("activations", "params", "optimizer", "grads")}
+    | {f"critic.{key}" for key in ("recompute", "offload_activations", "offload_params", "offload_optimizer")}
+    | {"ref.offload_params", "reward_model.offload_params"}
 )
 """Keys that may differ between a checkpoint and the run that resumes it."""
 
@@ -971,6 +1027,59 @@ def _no_effect(config: Config) -> Iterator[str]:
         yield 'reward.error_score: reward.on_error is "exclude", so a failed sample has no score. Remove the key, or set on_error = "score"'
 
 
+def _recompute_used(config: Config) -> Iterator[str]:
+    train = config.train
+    recomputes = {train.recompute, config.critic.recompute} & {"selective", "full"}
+    for key in ("recompute_layers", "recompute_method"):
+        if key in train.model_fields_set and not recomputes:
+            yield (
+                f"train.{key}: train.recompute is {_shown(train.recompute)}, which names no layers to recompute. Remove the key, or set "
+                'train.recompute to "selective" or "full"'
+            )
+    if "recompute_method" in train.model_fields_set and recomputes and train.recompute_layers == "auto":
+        yield (
+            f"train.recompute_method: {_shown(train.recompute_method)} has no effect while all layers are recomputed one by one. Remove "
+            "it, or set train.recompute_layers"
+        )
+
+
+def _entropy_of_ref(config: Config) -> Iterator[str]:
+    if config.ref.entropy_chunk != "auto" and not config.train.fused_head:
+        yield (
+            f"ref.entropy_chunk: {config.ref.entropy_chunk} has no effect while train.fused_head is off, since the reference role computes "
+            "no entropy. Remove one of them"
+        )
+
+
+# What a feature of knobs.TOGETHER is in a configuration: the key as a user wrote it where it is on, None where it is off or left to auto.
+FEATURES: Mapping[str, Callable[[Config], str | None]] = {
+    "compile": lambda config: "train.compile = true" if config.train.compile is True else None,
+    "fused_layers": lambda config: "train.fused_layers = true" if config.train.fused_layers is True else None,
+    "lora": lambda config: f"lora.rank = {config.lora.rank}" if config.lora.rank else None,
+    "fused_head": lambda config: "train.fused_head = true" if config.train.fused_head else None,
+    "cuda_graphs": lambda config: "rollout.cuda_graphs = true" if config.rollout.cuda_graphs is True else None,
+    "selective": lambda config: _recomputes(config, "selective"),
+    "full": lambda config: _recomputes(config, "full"),
+    "offload_activations": lambda config: _switched_on(config, "offload_activations"),
+    "offload_params": lambda config: "train.offload_params = true" if config.train.offload_params is True else None,
+}
+
+
+def _recomputes(config: Config, kind: str) -> str | None:
+    return next((f"{name}.recompute = {_shown(kind)}" for name in ("train", "critic") if getattr(config, name).recompute == kind), None)
+
+
+def _switched_on(config: Config, key: str) -> str | None:
+    return next((f"{name}.{key} = true" for name in ("train", "critic") if getattr(getattr(config, name), key) is True), None)
+
+
+def _together(config: Config) -> Iterator[str]:
+    for pair in knobs.TOGETHER:
+        one, other = FEATURES[pair.one](config), FEATURES[pair.other](config)
+        if not pair.allowed and one and other:
+            yield f"{one.partition(' ')[0]}: {one} does not go with {other}: {pair.why}. Remove one of them"
+
+
 def _lora_used(config: Config) -> Iterator[str]:
     if config.lora.rank:
         return
@@ -1007,6 +1116,15 @@ RULES: tuple[Rule, ...] = (
     Rule(("data.val",), _validation_used),
     Rule(("health.stop", "health.ignore"), _health_used),
     Rule(("train.schedule", "reward.on_error"), _no_effect),
+    Rule(("train.recompute", "train.recompute_layers", "train.recompute_method", "critic.recompute"), _recompute_used),
+    Rule(("ref.entropy_chunk", "train.fused_head"), _entropy_of_ref),
+    Rule(
+        (
+            *(f"train.{key}" for key in ("compile", "fused_layers", "fused_head", "recompute", "offload_activations", "offload_params")),
+            *("critic.recompute", "critic.offload_activations", "lora.rank", "rollout.cuda_graphs"),
+        ),
+        _together,
+    ),
     Rule(("actor.dynamic_batch", "actor.micro_batch", "actor.token_budget", "actor.forward_token_budget"), _batching_of("actor")),
     Rule(("ref.dynamic_batch", "ref.micro_batch", "ref.forward_token_budget"), _batching_of("ref")),
     Rule(("ref.path",), lambda config: _model_folder("ref.path", config.ref.path)),

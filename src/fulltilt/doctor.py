@@ -1,8 +1,9 @@
 """What is installed and usable on this computer, and why not.
 
-Enters: nothing but this computer. Leaves: a `Report` of findings, each with a status, what was found and the remedy. Guaranteed: no
-network, nothing written, and no exception: a part that cannot even be imported is a finding. torch and transformers are imported here
-only while examining, so that the report comes out when they are what is broken.
+Enters: nothing but this computer, and the folder of a run whose memory is to be shown, if one is given. Leaves: a `Report` of findings,
+each with a status, what was found and the remedy. Guaranteed: no network, nothing written, and no exception: a part that cannot even be
+imported is a finding. torch and transformers are imported here only while examining, so that the report comes out when they are what is
+broken.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import json
 import os
 import platform
 import shutil
@@ -64,6 +66,8 @@ EXTRAS = (
     Extra("peft", "peft", "peft", "LoRA adapters"),
 )
 PROBE_SECONDS = 60
+PROBE_BYTES = 64 << 20  # of pinned memory
+MEMORY = "memory_gib/"  # as in observe/health.py, which cannot be imported where pydantic is broken
 
 
 @dataclass(frozen=True)
@@ -98,11 +102,13 @@ class Report:
         return lines
 
 
-def examine() -> Report:
+def examine(run: Path | None = None) -> Report:
+    """`run`: a run's folder, to show what its newest step has measured."""
     core = tuple(examine_core(package, limits) for package, limits in CORE.items())
     devices = tuple(examine_devices()) if imports("torch") is None else ()
     extras = needed_on(devices, tuple(examine_extra(extra) for extra in EXTRAS))
-    return Report((examine_python(), *examine_computer(), *core, *devices, *extras))
+    measured = examine_memory_of(run) if run else ()
+    return Report((examine_python(), *examine_computer(), *core, *devices, *extras, *measured))
 
 
 def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -163,6 +169,7 @@ def examine_devices() -> Iterator[Finding]:
     if not torch.cuda.is_available():
         yield no_cuda()
         yield examine_varlen_on_cpu()
+        yield Finding("pinned memory", "ok", f"of use with a CUDA device only ({locked_in_words()})")
         yield Finding("bfloat16", "ok", "works on CPU, slower than float32; model.dtype = auto takes float32 here")
         return
     driver = driver_version()
@@ -170,13 +177,15 @@ def examine_devices() -> Iterator[Finding]:
         name = f"cuda:{index}"
         try:
             facts = torch.cuda.get_device_properties(index)
-            detail = f"{facts.name}, {gibibytes(facts.total_memory)}, compute capability {facts.major}.{facts.minor}, {driver}"
             torch.ones(8, device=name).sum().item()
+            memory = f"{gibibytes(torch.cuda.mem_get_info(index)[0])} free of {gibibytes(facts.total_memory)}"
+            detail = f"{facts.name}, {memory}, compute capability {facts.major}.{facts.minor}, {driver}"
             yield Finding(name, "ok", detail, core=True)
             yield examine_varlen_on_cuda(name)
         except Exception as error:
             remedy = "free the device (nvidia-smi shows who holds it), or set run.device = cpu"
             yield Finding(name, "broken", f"a first computation failed: {first_line(error)}", remedy, core=True)
+    yield examine_pinning()
     if torch.cuda.is_bf16_supported():
         yield Finding("bfloat16", "ok", "on CUDA; model.dtype = auto takes it")
     else:
@@ -234,6 +243,41 @@ def varlen_gap(device: str) -> float:
         plain = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
         gap = max(gap, (found[start:end].transpose(0, 1).float() - plain).abs().max().item())
     return gap
+
+
+def examine_pinning() -> Finding:
+    """Offloaded tensors lie in memory that the device reads by itself, which the system must not move."""
+    import torch
+
+    try:
+        torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True)
+    except Exception as error:
+        remedy = "raise the limit on locked memory (ulimit -l) or the container's on memory; or leave train.offload_* off"
+        detail = f"{mebibytes(PROBE_BYTES)} could not be pinned ({locked_in_words()}): {first_line(error)}"
+        return Finding("pinned memory", "broken", detail, remedy)
+    return Finding("pinned memory", "ok", f"{mebibytes(PROBE_BYTES)} were pinned; {locked_in_words()}")
+
+
+def examine_memory_of(run: Path) -> Iterator[Finding]:
+    """What the run's newest step has measured, one finding a phase."""
+    path, remedy = run / "metrics.jsonl", "give the folder of a run (its run.dir) that has made a step"
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    except (OSError, ValueError) as error:
+        yield Finding("memory of the run", "missing", f"{path} cannot be read: {first_line(error)}", remedy)
+        return
+    measured = next((line for line in reversed(lines) if any(name.count("/") == 2 for name in line if name.startswith(MEMORY))), None)
+    if measured is None:
+        yield Finding("memory of the run", "missing", f"{path} has no step whose memory was measured", remedy)
+        return
+    phases: dict[str, dict[str, float]] = {}
+    for name, value in measured.items():
+        if name.startswith(MEMORY) and value is not None:
+            *phase, what = name.removeprefix(MEMORY).split("/")
+            phases.setdefault(phase[0] if phase else "", {})[what] = value
+    for phase, numbers in phases.items():
+        words = ", ".join(f"{what} {number:.2f}" for what, number in numbers.items())
+        yield Finding(f"memory/{phase}".rstrip("/"), "ok", f"GiB in step {measured['step']}: {words}")
 
 
 def imports(module: str) -> str | None:
@@ -304,9 +348,31 @@ def memory_in_words() -> str:
         available = next((line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:")), None)
         words = f"{gibibytes(int(available.split()[1]) * 1024)} available of {words}" if available else words
     # A container's limit is what the kernel enforces, whatever the machine has.
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.exists() else "max"
-    return f"{words}, limited to {gibibytes(int(text))} here" if text.isdigit() and int(text) < total else words
+    limit, used = container_memory(Path("/sys/fs/cgroup"))
+    taken = "" if used is None else f" ({gibibytes(used)} used)"
+    return f"{words}, limited to {gibibytes(limit)} here{taken}" if limit is not None and limit < total else words
+
+
+def container_memory(root: Path) -> tuple[int | None, int | None]:
+    """Limit and use in bytes, from the first of the kernel's two sets of files that is there; None: no limit, or not told."""
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        if (root / limit).exists():
+            return number_in(root / limit), number_in(root / used)
+    return None, None
+
+
+def number_in(path: Path) -> int | None:
+    text = path.read_text().strip() if path.exists() else ""
+    return int(text) if text.isdigit() else None
+
+
+def locked_in_words() -> str:
+    try:
+        import resource
+    except ImportError:  # it is for Unix
+        return "the limit on locked memory is not known"
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return f"ulimit -l: {'unlimited' if limit == resource.RLIM_INFINITY else mebibytes(limit)}"
 
 
 def driver_version() -> str:
@@ -324,6 +390,10 @@ def driver_version() -> str:
 
 def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"
 
 
 def first_line(error: BaseException) -> str:

@@ -1,6 +1,7 @@
 """The ledger of performance knobs: every one that verl's and ChatLearn's tuning guides name, as data.
 
-Enters: nothing. Leaves: `LEDGER`, one `Knob` per native name, and `find`, which knows a key in any of the three spellings. Guaranteed: an
+Enters: nothing. Leaves: `LEDGER`, one `Knob` per native name, `find`, which knows a key in any of the three spellings, and `TOGETHER`:
+which of the features that touch layers and head may be on at once. Guaranteed: an
 alias stands with one knob only, or is listed in `SHARED`; a knob with `built` false is not a key of the configuration, and setting it is an
 error. What a run computes must not change with a knob of the sections "Rollout" and "Training memory and speed", nor with a role's
 batching; the knobs under `algorithm` are part of the algorithm and no tuner touches them.
@@ -131,7 +132,7 @@ _ROLLOUT_KNOBS = (
         chatlearn=("models.policy.enforce_eager",),
         legal=_AUTO_SWITCH,
         must_change="kernel launches per decode step",
-        auto="on for CUDA, where a graph can hold the model",
+        auto="on for CUDA, where a graph can hold the model and train.offload_params is not on",
         built=True,
         note="enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false.",
     ),
@@ -454,7 +455,10 @@ _OFFLOAD_PROOF = "GPU bytes of that kind outside the phase that needs it"
 _ULYSSES_PROOF = "tokens per rank in the layers = tokens / size"
 _ULYSSES_NOTE = "Ulysses; sizes that a model's heads do not allow are refused with the legal ones."
 _PADDING_PROOF = "pad tokens computed (0 when on)"
-_AS_NEEDED = "only if it must"
+_RECOMPUTE = '"auto", "none", "selective" or "full"'
+_AS_TRAIN = "as in [train]"
+_WHEN_CROWDED = "on where parameters, gradients and optimizer would leave less than a fifth of the device free"
+_WHEN_STILL_CROWDED = "on where they would even with the optimizer on the host"
 _AS_LONG = "1 unless a sample does not fit"
 _SHARD_PROOF = "parameter or activation bytes per GPU"
 
@@ -466,49 +470,75 @@ _MEMORY_KNOBS = (
         _PADDING_PROOF,
         "on",
         chatlearn=("models.policy_trainer.packing", "packing"),
-        note="Batches are always packed in this version. " + _PACKING_NOTE,
+        note=_PACKING_NOTE,
+        built=True,
     ),
-    _training("critic.packing", ("critic.model.use_remove_padding",), _SWITCH, _PADDING_PROOF, "on"),
-    _training("reward_model.packing", ("reward_model.model.use_remove_padding",), _SWITCH, _PADDING_PROOF, "on"),
+    _training("critic.packing", ("critic.model.use_remove_padding",), _SWITCH, _PADDING_PROOF, _AS_TRAIN, built=True),
+    _training("reward_model.packing", ("reward_model.model.use_remove_padding",), _SWITCH, _PADDING_PROOF, _AS_TRAIN, built=True),
     _training(
         "train.recompute",
         (
             "actor_rollout_ref.model.enable_gradient_checkpointing",
             "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity",
         ),
-        '"auto", "none", "selective" or "full"',
+        _RECOMPUTE,
         _RECOMPUTE_PROOF,
-        "the least that fits",
+        "the least with which a micro-batch is estimated to fit; none on CPU",
         chatlearn=("models.policy_trainer.recompute_granularity",),
+        note='enable_gradient_checkpointing is a switch: true is "full", false is "none".',
+        built=True,
     ),
     _training(
         "train.recompute_layers",
-        (
-            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method",
-            "actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers",
-        ),
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_num_layers",),
         _COUNT,
         _RECOMPUTE_PROOF,
-        "as few as fit",
+        "all, one by one",
+        built=True,
+    ),
+    _training(
+        "train.recompute_method",
+        ("actor_rollout_ref.actor.megatron.override_transformer_config.recompute_method",),
+        '"block" or "uniform"',
+        _RECOMPUTE_PROOF,
+        "block",
+        note="What recompute_layers counts, as in Megatron.",
+        built=True,
     ),
     _training(
         "critic.recompute",
         ("critic.model.enable_gradient_checkpointing",),
-        '"auto", "none", "selective" or "full"',
+        _RECOMPUTE,
         _RECOMPUTE_PROOF,
-        "the least that fits",
+        _AS_TRAIN,
+        note='enable_gradient_checkpointing is a switch: true is "full", false is "none".',
+        built=True,
     ),
     _training(
-        "train.offload_activations", ("actor_rollout_ref.model.enable_activation_offload",), _AUTO_SWITCH, _ACTIVATION_PROOF, _AS_NEEDED
+        "train.offload_activations",
+        ("actor_rollout_ref.model.enable_activation_offload",),
+        _AUTO_SWITCH,
+        _ACTIVATION_PROOF,
+        "where recompute does not save enough",
+        built=True,
     ),
-    _training("critic.offload_activations", ("critic.model.enable_activation_offload",), _AUTO_SWITCH, _ACTIVATION_PROOF, _AS_NEEDED),
+    _training(
+        "critic.offload_activations",
+        ("critic.model.enable_activation_offload",),
+        _AUTO_SWITCH,
+        _ACTIVATION_PROOF,
+        _AS_TRAIN,
+        built=True,
+    ),
     _training(
         "train.offload_params",
         ("actor_rollout_ref.actor.fsdp_config.param_offload", "actor_rollout_ref.actor.megatron.param_offload"),
         _AUTO_SWITCH,
         _OFFLOAD_PROOF,
-        _AS_NEEDED,
+        "off: CUDA graphs would have to be",
         chatlearn=("free_gpu_memory.offload_weights", "models.policy_trainer.free_gpu_memory.offload_weights"),
+        note="On one device the actor's parameters leave only while another role works.",
+        built=True,
     ),
     _training(
         "train.offload_optimizer",
@@ -519,29 +549,43 @@ _MEMORY_KNOBS = (
         ),
         _AUTO_SWITCH,
         _OFFLOAD_PROOF,
-        _AS_NEEDED,
+        _WHEN_CROWDED,
         chatlearn=("free_gpu_memory.offload_optimizer_states", "models.policy_trainer.free_gpu_memory.offload_optimizer_states"),
         note="The reference role has no optimizer: verl's key of that name there does nothing.",
+        built=True,
     ),
     _training(
         "train.offload_grads",
         ("actor_rollout_ref.actor.megatron.grad_offload", "actor_rollout_ref.ref.megatron.grad_offload"),
         _AUTO_SWITCH,
         _OFFLOAD_PROOF,
-        _AS_NEEDED,
+        "with offload_optimizer",
         chatlearn=("free_gpu_memory.free_grad_buffers", "models.policy_trainer.free_gpu_memory.free_grad_buffers"),
-        note="verl reads grad_offload nowhere.",
+        note="verl reads grad_offload nowhere. Between updates gradients are not moved, for they are zero: their memory is given back. The "
+        "critic's go the same way.",
+        built=True,
     ),
     _training(
         "ref.offload_params",
         ("actor_rollout_ref.ref.fsdp_config.param_offload", "actor_rollout_ref.ref.megatron.param_offload"),
         _AUTO_SWITCH,
         _OFFLOAD_PROOF,
-        _AS_NEEDED,
+        _WHEN_STILL_CROWDED,
         chatlearn=("models.ref_policy.free_gpu_memory.offload_weights",),
+        built=True,
     ),
-    _training("critic.offload_params", ("critic.model.fsdp_config.param_offload",), _AUTO_SWITCH, _OFFLOAD_PROOF, _AS_NEEDED),
-    _training("critic.offload_optimizer", ("critic.model.fsdp_config.optimizer_offload",), _AUTO_SWITCH, _OFFLOAD_PROOF, _AS_NEEDED),
+    _training(
+        "critic.offload_params",
+        ("critic.model.fsdp_config.param_offload",),
+        _AUTO_SWITCH,
+        _OFFLOAD_PROOF,
+        f"{_AS_TRAIN}; auto: {_WHEN_STILL_CROWDED}",
+        built=True,
+    ),
+    _training(
+        "critic.offload_optimizer", ("critic.model.fsdp_config.optimizer_offload",), _AUTO_SWITCH, _OFFLOAD_PROOF, _AS_TRAIN, built=True
+    ),
+    _training("reward_model.offload_params", (), _AUTO_SWITCH, _OFFLOAD_PROOF, _WHEN_STILL_CROWDED, built=True),
     _training(
         "train.sequence_parallel",
         (
@@ -591,6 +635,8 @@ _SPEED_KNOBS = (
         _SWITCH,
         "largest temporary of the head",
         "on",
+        note="There is one implementation for each device: fused_kernel_options.impl_backend has no counterpart.",
+        built=True,
     ),
     _training(
         "train.entropy_chunk",
@@ -600,16 +646,18 @@ _SPEED_KNOBS = (
         ),
         _COUNT,
         "largest temporary of the entropy, on every path",
-        "on",
-        note="verl's key is a switch.",
+        "as many tokens as stay within a bounded piece of memory; all where the head is not fused",
+        note="A number of tokens; verl's key is a switch.",
+        built=True,
     ),
     _training(
         "ref.entropy_chunk",
         ("actor_rollout_ref.ref.entropy_from_logits_with_chunking", "actor_rollout_ref.ref.fsdp_config.entropy_from_logits_with_chunking"),
         _COUNT,
-        "largest temporary of the entropy, on every path",
-        "on",
-        note="verl's key is a switch.",
+        "largest temporary of the head",
+        "as many tokens as stay within a bounded piece of memory",
+        note="A number of tokens; verl's key is a switch. The reference role has no entropy: its log-probs come in such chunks.",
+        built=True,
     ),
     _training(
         "train.entropy_recompute",
@@ -617,6 +665,7 @@ _SPEED_KNOBS = (
         _SWITCH,
         "bytes saved for the entropy's backward",
         "on",
+        built=True,
     ),
     _training(
         "train.fused_layers",
@@ -629,7 +678,7 @@ _SPEED_KNOBS = (
         ),
         _AUTO_SWITCH,
         "kernels per layer; memory; never two owners of one forward",
-        "on for CUDA, where triton is installed and the model's family is known",
+        "on for CUDA, where triton is installed, the model's family is known and compile is not on",
         note="For SFT and RL, with kernels of our own. use_liger_kernel is one guide's spelling; verl's key is use_liger.",
         built=True,
     ),
@@ -644,8 +693,10 @@ _SPEED_KNOBS = (
         "train.compile",
         ("actor_rollout_ref.actor.use_torch_compile", "actor_rollout_ref.actor.fsdp_config.use_torch_compile"),
         _AUTO_SWITCH,
-        "step time",
-        "measured",
+        "kernels per layer; step time",
+        "off",
+        note="Of the layers, in passes over packed samples: updates, log-probs, values. Rollout runs them as they are.",
+        built=True,
     ),
     _training(
         "train.overlap_and_fusion",
@@ -683,6 +734,69 @@ def _shards() -> tuple[Knob, ...]:
         for section, role, model in roles
     )
 
+
+@dataclass(frozen=True)
+class Pair:
+    """Whether two features that both touch how layers and head run may be on at once."""
+
+    one: str
+    other: str
+    allowed: bool
+    why: str  # why not; or how they share the work
+
+
+# What each feature is: the setting that switches it on.
+FEATURES = {
+    "compile": "`train.compile`",
+    "fused_layers": "`train.fused_layers`",
+    "lora": "`lora.rank` above 0",
+    "fused_head": "`train.fused_head`",
+    "cuda_graphs": "`rollout.cuda_graphs`",
+    "selective": '`train.recompute = "selective"`',
+    "full": '`train.recompute = "full"`',
+    "offload_activations": "`train.offload_activations`",
+    "offload_params": "`train.offload_params`",
+}
+
+TOGETHER: tuple[Pair, ...] = (
+    Pair("compile", "fused_layers", False, "a layer's forward has one owner"),
+    Pair("compile", "lora", True, "adapters are compiled with their layers"),
+    Pair("compile", "fused_head", True, "the head is no part of a layer"),
+    Pair("compile", "cuda_graphs", True, "graphs hold the layers as they are; only passes over packed samples are compiled"),
+    Pair("compile", "selective", False, "selective recompute looks at single operations, and torch runs layers uncompiled to show them"),
+    Pair("compile", "full", True, "compiled layers run twice"),
+    Pair("compile", "offload_activations", True, "what compiled code saves is moved like anything else"),
+    Pair("compile", "offload_params", True, "compiled code reads parameters where they are when it runs"),
+    Pair("fused_layers", "lora", True, "projections with an adapter run one by one, all else fused"),
+    Pair("fused_layers", "fused_head", True, "the head is no part of a layer"),
+    Pair("fused_layers", "cuda_graphs", True, "rollout and update run the same layers"),
+    Pair("fused_layers", "selective", True, "kernels of norms and products are run again"),
+    Pair("fused_layers", "full", True, "fused layers run twice"),
+    Pair("fused_layers", "offload_activations", True, "what kernels save is moved like anything else"),
+    Pair("fused_layers", "offload_params", True, "joined weights are joined again when they come back"),
+    Pair("lora", "fused_head", True, "no adapter is on the head"),
+    Pair("lora", "cuda_graphs", True, "adapters are captured with their layers"),
+    Pair("lora", "selective", True, "an adapter's products are kept like the others"),
+    Pair("lora", "full", True, "layers and adapters run twice"),
+    Pair("lora", "offload_activations", True, "what an adapter saves is moved like anything else"),
+    Pair("lora", "offload_params", True, "adapters leave with the weights that they belong to"),
+    Pair("fused_head", "cuda_graphs", True, "rollout reads its logits by itself"),
+    Pair("fused_head", "selective", True, "the head is no part of a layer"),
+    Pair("fused_head", "full", True, "the head is no part of a layer"),
+    Pair("fused_head", "offload_activations", True, "the head keeps its hidden states on the device"),
+    Pair("fused_head", "offload_params", True, "the head's weight leaves with the others"),
+    Pair("cuda_graphs", "selective", True, "only passes with a gradient recompute"),
+    Pair("cuda_graphs", "full", True, "only passes with a gradient recompute"),
+    Pair("cuda_graphs", "offload_activations", True, "only passes with a gradient keep activations"),
+    Pair("cuda_graphs", "offload_params", False, "graphs read weights by their address, and weights come back to another one"),
+    Pair("selective", "offload_activations", True, "what is kept is moved"),
+    Pair("selective", "offload_params", True, "layers are recomputed while their role works"),
+    Pair("full", "offload_activations", True, "the inputs of layers are moved"),
+    Pair("full", "offload_params", True, "layers are recomputed while their role works"),
+    Pair("offload_activations", "offload_params", True, "activations are there while their role works"),
+)
+"""Every two features, once; selective and full recompute are values of one key. What is not allowed is refused when the configuration is
+read, and a test builds and runs what is."""
 
 LEDGER: tuple[Knob, ...] = _ROLLOUT_KNOBS + _ALGORITHM_KNOBS + _BATCH_KNOBS + _MEMORY_KNOBS + _SPEED_KNOBS + _shards()
 

@@ -7,8 +7,9 @@ taken as it is or refused with the reason; `auto` becomes a number here and nowh
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from fulltilt.config import Config
 from fulltilt.records import UserError
@@ -20,6 +21,8 @@ BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
+RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
+SLACK = 1 / 16  # of the device, for workspaces, inputs and pieces of memory that fit nothing
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Facts:
     graph_sizes: int = 0  # batch sizes that CUDA graphs are captured for
     not_captured: str | None = None  # why no graph can hold the model, as far as is known
     layers: str = ""  # whether the roles' layers run fused, in words
+    settings: tuple[str, ...] = ()  # how roles run where that is not the default, in words
+    returning_bytes: int = 0  # what comes back to the device in phases other than the rollout, and is not counted as taken
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,75 @@ class Budgets:
     critic_token_budget: int
     critic_forward_token_budget: int
     reward_model_token_budget: int
+
+
+@dataclass(frozen=True)
+class RoleSettings:
+    """How one role runs, every `auto` and every key taken over from `[train]` resolved. What a key does not touch stays at its default."""
+
+    packing: bool = True
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_layers: int | None = None  # None: all, each by itself
+    recompute_method: Literal["block", "uniform"] = "block"
+    offload_activations: bool = False
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    offload_grads: bool = False
+    fused_head: bool = True
+    entropy_chunk: int | None = None  # None: by memory
+    entropy_recompute: bool = True
+
+
+@dataclass(frozen=True)
+class RoleFacts:
+    """A role's model, as far as its memory goes."""
+
+    parameter_bytes: int
+    trained: int = 0  # numbers that learn; 0: the role does not
+    itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
+    layers: int = 0
+    width: int = 0  # of hidden states
+    inner: int = 0  # of the gated product; of all experts that a token goes to
+    heads_width: int = 0  # of queries, keys and values together
+    fused: bool = False  # whether its layers run fused
+
+    @property
+    def gradient_bytes(self) -> int:
+        return max(4, self.itemsize) * self.trained
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Two moments, and masters where the parameters are not their own."""
+        return (12 if self.itemsize < 4 else 2 * self.itemsize) * self.trained
+
+    def token_bytes(self, recompute: str) -> int:
+        """About what a token of a micro-batch holds until its backward pass. In a layer of its own operations (fused ones in brackets) that
+        is 8 (5) numbers of the width, 3 (2) of the heads' and 4 (3) of the inner width: inputs and results of norms, of rotary embedding,
+        attention and the gated product. Results of products and attention are 2 of each, the layer's input is 1 of the width."""
+        unfused = 0 if self.fused else 1
+        whole = (5 + 3 * unfused) * self.width + (2 + unfused) * self.heads_width + (3 + unfused) * self.inner
+        each = {"none": whole, "selective": 2 * (self.width + self.heads_width + self.inner), "full": self.width}[recompute]
+        again = 0 if recompute == "none" else whole  # one layer at a time
+        return self.itemsize * (self.layers * each + again)
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the roles have to fit."""
+
+    device: str  # "cuda" or "cpu"
+    device_bytes: int  # all that it has
+    host_bytes: int  # free there
+    longest: int  # tokens of the longest sample
+    roles: Mapping[str, RoleFacts]  # those with a model of their own
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The settings of each role, and in words what `auto` has switched on and why."""
+
+    roles: Mapping[str, RoleSettings]
+    words: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -144,7 +218,7 @@ def uses_graphs(config: Config, device: str) -> bool:
             "rollout.cuda_graphs: true, but this run is on the CPU, and only a CUDA device has graphs. Remove the key (auto is on where "
             "there is one), or set run.device = cuda"
         )
-    return device == "cuda" and config.rollout.cuda_graphs is not False
+    return device == "cuda" and config.rollout.cuda_graphs is not False and config.train.offload_params is not True
 
 
 def releases_memory(config: Config) -> bool:
@@ -158,10 +232,10 @@ def most_seqs(config: Config, device: str, samples: int) -> int:
 
 def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
     rollout, actor = config.rollout, config.actor
-    token_budget = TOKEN_BUDGET[facts.device] if actor.token_budget == "auto" else actor.token_budget
+    token_budget = update_budget(config, facts.device, "actor")
     forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
     max_seqs = most_seqs(config, facts.device, samples)
-    critic = 2 * token_budget if config.critic.token_budget == "auto" else config.critic.token_budget
+    critic = update_budget(config, facts.device, "critic")
     of_reward_model = config.reward_model.forward_token_budget
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
     return Budgets(
@@ -201,7 +275,8 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
         source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(facts.free_bytes)} free"
     else:
         share = KV_SHARE[facts.device] if releases_memory(config) else KEPT_SHARE[facts.device]
-        room = int(share * max(0, facts.free_bytes - facts.decode_bytes))
+        others = facts.decode_bytes + (0 if releases_memory(config) else facts.returning_bytes)
+        room = int(share * max(0, facts.free_bytes - others))
         # One more than a sample needs: newcomers wait until those that run have a block each to grow by.
         blocks = min(room // block_bytes, (per_sample + 1) * max_seqs)
         source = f"the {in_bytes(facts.free_bytes)} free on this device, {in_bytes(facts.decode_bytes)} of them for decoding,"
@@ -214,9 +289,205 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
     return blocks
 
 
+# ---- how roles run ---------------------------------------------------------------------------------------------------------------------
+
+OF_TRAIN = ("packing", "recompute", "offload_activations", "offload_params", "offload_optimizer")  # that the critic may have of its own
+OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offload_grads")
+
+
+def settle(config: Config, room: Room) -> Settled:
+    """The settings of every role. What `auto` becomes depends on all that the device has and not on what happens to be free, so that a
+    resumed run decides alike."""
+    given = {role: given_settings(config, role) for role in room.roles}
+    if room.device != "cuda":  # there is no second memory, and time is shorter than memory
+        return with_words(room, {role: resolved(keys) for role, keys in given.items()}, {})
+    reasons: dict[tuple[str, str], str] = {}
+    decide_states(given, room, reasons)
+    decide_params(given, room, reasons)
+    for role, facts in room.roles.items():
+        if facts.trained:
+            decide_activations(config, given, room, role, reasons)
+    settings = {role: resolved(keys) for role, keys in given.items()}
+    check_host(room, settings)
+    return with_words(room, settings, reasons)
+
+
+def given_settings(config: Config, role: str) -> dict[str, Any]:
+    """What the user said of a role, `auto` included; the critic and the reward model take from [train] what they have not of their own."""
+    train = config.train
+    if role == "reward_model":
+        packing = train.packing if config.reward_model.packing is None else config.reward_model.packing
+        return {"packing": packing, "offload_params": config.reward_model.offload_params}
+    if role == "ref":
+        head = {"fused_head": train.fused_head, "entropy_chunk": number(config.ref.entropy_chunk)}
+        return {"packing": train.packing, "offload_params": config.ref.offload_params, **head}
+    shared = {
+        **{key: getattr(train, key) for key in (*OF_TRAIN, "offload_grads", "recompute_method")},
+        "recompute_layers": number(train.recompute_layers),
+    }
+    if role == "critic":
+        return shared | {key: own for key in OF_TRAIN if (own := getattr(config.critic, key)) is not None}
+    head = {"fused_head": train.fused_head, "entropy_chunk": number(train.entropy_chunk), "entropy_recompute": train.entropy_recompute}
+    return shared | head
+
+
+def number(given: int | str) -> int | None:
+    return given if isinstance(given, int) else None
+
+
+def resolved(keys: Mapping[str, Any]) -> RoleSettings:
+    """Every `auto` that nothing has decided otherwise is off."""
+    off: dict[str, Any] = {"recompute": "none"}
+    return RoleSettings(**{key: off.get(key, False) if value == "auto" else value for key, value in keys.items()})
+
+
+def resident(given: Mapping[str, Mapping[str, Any]], room: Room, working: str) -> int:
+    """Bytes of parameters, gradients and optimizers on the device while a role is updated."""
+    total = 0
+    for role, facts in room.roles.items():
+        away = {key: given[role].get(key) is True for key in OFFLOADS}
+        total += facts.parameter_bytes if role == working or not away["offload_params"] else 0
+        total += facts.gradient_bytes if role == working or not away["offload_grads"] else 0
+        total += 0 if away["offload_optimizer"] else facts.optimizer_bytes
+    return total
+
+
+def returning(room: Room, settings: Mapping[str, RoleSettings]) -> int:
+    """The most that a role brings to the device when its phase comes: parameters that were away, gradients that were not there."""
+    brought = (
+        (facts.parameter_bytes if settings[role].offload_params and role != "actor" else 0)
+        + (facts.gradient_bytes if settings[role].offload_grads else 0)
+        for role, facts in room.roles.items()
+    )
+    return max(brought, default=0) if room.device == "cuda" else 0
+
+
+def crowded(given: Mapping[str, Mapping[str, Any]], room: Room) -> str | None:
+    """Why something has to leave the device, in words."""
+    needed = max((resident(given, room, role) for role, facts in room.roles.items() if facts.trained), default=0)
+    if needed <= (1 - RESERVE) * room.device_bytes:
+        return None
+    return f"parameters, gradients and optimizer would take {in_bytes(needed)} of the device's {in_bytes(room.device_bytes)}"
+
+
+def switch_on(given: dict[str, dict[str, Any]], role: str, key: str, why: str, reasons: dict[tuple[str, str], str]) -> None:
+    if given[role].get(key) == "auto":
+        given[role][key] = True
+        reasons[role, key] = why
+
+
+def decide_states(given: dict[str, dict[str, Any]], room: Room, reasons: dict[tuple[str, str], str]) -> None:
+    """Optimizer states first: they are needed for the shortest time, and are the most."""
+    why = crowded(given, room)
+    for role, facts in room.roles.items():
+        if facts.trained and why:
+            switch_on(given, role, "offload_optimizer", why, reasons)
+        if given[role].get("offload_optimizer") is True:
+            switch_on(given, role, "offload_grads", "with the optimizer", reasons)
+
+
+def decide_params(given: dict[str, dict[str, Any]], room: Room, reasons: dict[tuple[str, str], str]) -> None:
+    """Then the parameters of roles that wait. Never the actor's: CUDA graphs would have to go for it."""
+    for role in ("reward_model", "ref", "critic"):
+        if role in room.roles and room.roles[role].parameter_bytes and (why := crowded(given, room)):
+            switch_on(given, role, "offload_params", why, reasons)
+    if given.get("actor", {}).get("offload_params") == "auto":
+        given["actor"]["offload_params"] = False
+
+
+def decide_activations(
+    config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, reasons: dict[tuple[str, str], str]
+) -> None:
+    """Recompute by the least that fits, and what does not fit even so goes to the host."""
+    keys, facts = given[role], room.roles[role]
+    left = int((1 - SLACK) * room.device_bytes) - resident(given, room, role)
+    left = left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
+    tokens = micro_batch_tokens(config, room, role)
+    if keys["recompute"] == "auto":
+        levels = ("none", "full") if config.train.compile is True else ("none", "selective", "full")  # as knobs.TOGETHER has it
+        fits = (level for level in levels if tokens * facts.token_bytes(level) <= left)
+        keys["recompute"] = "none" if keys["offload_activations"] is True else next(fits, "full")
+        if keys["recompute"] != "none":
+            reasons[role, "recompute"] = shortage(tokens, facts.token_bytes("none"), left)
+    if tokens * facts.token_bytes(keys["recompute"]) > left:
+        switch_on(given, role, "offload_activations", shortage(tokens, facts.token_bytes(keys["recompute"]), left), reasons)
+
+
+def shortage(tokens: int, token_bytes: int, left: int) -> str:
+    held, room = in_bytes(tokens * token_bytes), in_bytes(max(0, left))
+    return f"{many(tokens, 'token')} would hold about {held} until the backward pass, and {room} are left"
+
+
+def micro_batch_tokens(config: Config, room: Room, role: str) -> int:
+    """Of the largest micro-batch of an update."""
+    section = config.critic if role == "critic" else config.actor
+    if not section.dynamic_batch and section.micro_batch:
+        return section.micro_batch * room.longest
+    return max(update_budget(config, room.device, role), room.longest)
+
+
+def update_budget(config: Config, device: str, role: str) -> int:
+    """Tokens of a role's micro-batch in an update. The critic has no vocabulary head."""
+    actor = TOKEN_BUDGET[device] if config.actor.token_budget == "auto" else config.actor.token_budget
+    if role == "actor":
+        return actor
+    return 2 * actor if config.critic.token_budget == "auto" else config.critic.token_budget
+
+
+def check_host(room: Room, settings: Mapping[str, RoleSettings]) -> None:
+    moved = {
+        f"the {role}'s {kind}": count
+        for role, own in settings.items()
+        for kind, away, count in (
+            ("optimizer", own.offload_optimizer, room.roles[role].optimizer_bytes),
+            ("parameters", own.offload_params, room.roles[role].parameter_bytes),
+        )
+        if away and count
+    }
+    if sum(moved.values()) > room.host_bytes:
+        what = " and ".join(f"{kind} ({in_bytes(count)})" for kind, count in moved.items())
+        raise UserError(
+            f"offload: {what} do not fit into the host's memory, of which {in_bytes(room.host_bytes)} are free. Use "
+            "a smaller model or LoRA (lora.rank), or a computer with more memory"
+        )
+
+
+def with_words(room: Room, settings: Mapping[str, RoleSettings], reasons: Mapping[tuple[str, str], str]) -> Settled:
+    words = []
+    for role, own in settings.items():
+        if not room.roles[role].parameter_bytes:  # it is the actor, or there is no such role
+            continue
+        parts = [text + (f" (auto: {reasons[role, key]})" if (role, key) in reasons else "") for key, text in not_default(own)]
+        if parts:
+            words.append(f"{role}: {'; '.join(parts)}")
+    return Settled(dict(settings), tuple(words))
+
+
+def not_default(own: RoleSettings) -> Iterator[tuple[str, str]]:
+    """What differs from the defaults of a role: the key, and what it means in words."""
+    of_layers = {"block": " of the first {}", "uniform": ", {} at a time"}[own.recompute_method]
+    layers = of_layers.format(many(own.recompute_layers, "layer")) if own.recompute_layers else ""
+    texts = {
+        "packing": "samples padded to the longest of their micro-batch",
+        "recompute": f"{own.recompute} recompute{layers}",
+        "offload_activations": "activations on the host until the backward pass",
+        "offload_params": "parameters on the host while another role works",
+        "offload_optimizer": "optimizer on the host",
+        "offload_grads": "gradients only while an optimizer step is made",
+        "fused_head": "whole logits",
+        "entropy_chunk": f"entropy of {many(own.entropy_chunk or 0, 'token')} at a time",
+        "entropy_recompute": "softmax kept for the entropy's gradient",
+    }
+    default = RoleSettings()
+    yield from ((key, text) for key, text in texts.items() if getattr(own, key) != getattr(default, key))
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------------------------
+
+
 def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list[str]:
     algorithm, budgets = config.algorithm, plan.budgets
-    layers = [f"layers: {facts.layers}"] if facts.layers else []
+    layers = [*facts.settings, *([f"layers: {facts.layers}"] if facts.layers else [])]
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     if not rollout:
         return [
@@ -243,7 +514,9 @@ def cache_in_words(config: Config) -> str:
 
 def graphs_in_words(config: Config, facts: Facts) -> str:
     if not uses_graphs(config, facts.device):
-        return "no CUDA graphs: " + ("rollout.cuda_graphs is off" if config.rollout.cuda_graphs is False else "the run is on the CPU")
+        away = "train.offload_params moves the weights that they would read" if config.train.offload_params is True else ""
+        on_cpu = "the run is on the CPU" if facts.device == "cpu" else away
+        return "no CUDA graphs: " + ("rollout.cuda_graphs is off" if config.rollout.cuda_graphs is False else on_cpu)
     if facts.not_captured:
         return f"no CUDA graphs: {facts.not_captured}"
     return f"CUDA graphs of {many(facts.graph_sizes, 'batch size')}, {in_bytes(facts.decode_bytes)} for decoding"

@@ -97,7 +97,8 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows packed into one stream of tokens: one forward (and backward). There is no padding and no padded twin.
+    """Rows packed into one stream of tokens: one forward (and backward). There is no padded twin: where rows are padded, to see what
+    packing gains, the pads are in the stream, behind their row's tokens.
 
     Example, rows [5 6 7 2] and [5 8 2] with masks [0 0 1 1] and [0 1 1]:
     ids [5 6 7 2 5 8 2], positions [0 1 2 3 0 1 2], cu_seqlens [0 4 7], trained [2 3 5 6], trained_row [0 0 1 1]
@@ -105,7 +106,7 @@ class MicroBatch:
 
     ids: np.ndarray  # int64 [T]
     positions: np.ndarray  # int64 [T], starting from 0 in each row
-    cu_seqlens: np.ndarray  # int32 [rows + 1]
+    cu_seqlens: np.ndarray  # int32 [rows + 1]: where each row begins, and the end
     rows: tuple[int, ...]  # which rows of the list that was packed, in this order
     trained: np.ndarray  # int64 [R]: where in ids the trained tokens are; token trained[i] is predicted at trained[i] - 1
     trained_row: np.ndarray  # int64 [R]: which row of this micro-batch each belongs to
@@ -117,6 +118,7 @@ class MicroBatch:
     values: np.ndarray | None = None  # float32 [R]
     advantages: np.ndarray | None = None  # float32 [R]
     returns: np.ndarray | None = None  # float32 [R]
+    pad_tokens: int = 0  # of the T: computed and read by nothing
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """The reference page of every key and every knob, written from the code: `python -m fulltilt.reference > docs/reference.md`.
 
-Enters: the schema of `config` and the ledger of `knobs`. Leaves: Markdown. Guaranteed: it depends on nothing else, so a test can compare it
-with the page in the repository.
+Enters: the schema of `config`, the ledger of `knobs` and its table of what goes together. Leaves: Markdown. Guaranteed: it depends on
+nothing else, so a test can compare it with the page in the repository.
 """
 
 from __future__ import annotations
@@ -32,9 +32,17 @@ an error too, which says what to write instead.
 """
 
 
+_TOGETHER_HEAD = """\
+### What goes together
+
+Features that touch how layers and head run, two by two. What does not go together is refused when the configuration is read; where one of
+the two is left to `auto`, it gives way. More than two go together where each two do.
+"""
+
+
 def page() -> str:
     """The whole page."""
-    return "\n".join([_HEAD, *_sections(), _KNOBS_HEAD, *_ledger()])
+    return "\n".join([_HEAD, *_sections(), _KNOBS_HEAD, *_ledger(), _TOGETHER_HEAD, *_together()])
 
 
 def _sections() -> Iterator[str]:
@@ -69,6 +77,16 @@ def _ledger() -> Iterator[str]:
                 if knob.section == section
             ],
         )
+
+
+def _together() -> Iterator[str]:
+    yield from _table(
+        ("", "and", "", "because"),
+        [
+            (knobs.FEATURES[pair.one], knobs.FEATURES[pair.other], "yes" if pair.allowed else "**no**", _cell(pair.why))
+            for pair in knobs.TOGETHER
+        ],
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

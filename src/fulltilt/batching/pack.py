@@ -1,8 +1,12 @@
 """Rows into packed micro-batches and per-token numbers back into rows.
 
-Enters: rows. Leaves: `MicroBatch` streams without padding, each trained token with its share of the mini-batch's loss. Guaranteed: shares
-are float64 and computed over the whole mini-batch before it is cut, so a sum of share times number is the same for every cut and every
-order of rows; a row without trained tokens is packed, weighs nothing and divides nothing by zero; no row is lost or repeated.
+Enters: rows. Leaves: `MicroBatch` streams, each trained token with its share of the mini-batch's loss. Guaranteed: shares are float64 and
+computed over the whole mini-batch before it is cut, so a sum of share times number is the same for every cut and every order of rows; a
+row without trained tokens is packed, weighs nothing and divides nothing by zero; no row is lost or repeated.
+
+There is no padding, unless packing is switched off to see what it gains. Then every row of a micro-batch gets a tail of pad tokens up to
+the longest: part of its document and behind all its tokens, so that causal attention lets none of them see it. Pads are computed, counted
+in `pad_tokens` and held to the budget, and change no result.
 """
 
 from __future__ import annotations
@@ -16,25 +20,51 @@ import numpy as np
 from fulltilt.batching.schedule import fill, fixed
 from fulltilt.records import MicroBatch, MiniBatch, Row
 
+PAD = 0  # a token that every vocabulary has; nothing reads what becomes of it
 PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 @dataclass(frozen=True)
 class MicroSizing:
-    """How large a micro-batch may be: by tokens (dynamic), or by samples."""
+    """How large a micro-batch may be, by tokens (dynamic) or by samples, and whether its rows lie side by side or are padded."""
 
     dynamic: bool
-    token_budget: int
+    token_budget: int  # pads included
     micro_batch: int | None = None  # samples of each, when not dynamic
+    packing: bool = True  # False: every row is padded to the longest of its micro-batch
 
     def __post_init__(self) -> None:
         assert self.dynamic or self.micro_batch, "without dynamic batching micro_batch must be given"
 
     def schedule(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Which rows go together, with what batching/schedule.py guarantees; without packing a micro-batch has its longest row's tokens
+        once for each of its rows."""
         if self.dynamic:
-            return fill(lengths, self.token_budget)
+            return (fill if self.packing else fill_padded)(lengths, self.token_budget)
         assert self.micro_batch is not None
-        return fixed(lengths, self.micro_batch)
+        micro_batches = fixed(lengths, self.micro_batch)
+        return micro_batches if self.packing else largest_padded_first(micro_batches, lengths)
+
+
+def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Micro-batches under a hard cap of `budget` tokens, pads included; a longer row is alone. Rows of like length go together, which
+    needs the fewest pads.
+
+    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
+    """
+    assert budget > 0, f"a budget of {budget} tokens"
+    assert all(length > 0 for length in lengths), "a row without tokens"
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    micro_batches = []
+    while longest_first:
+        count = max(1, budget // lengths[longest_first[0]])
+        micro_batches.append(sorted(longest_first[:count]))
+        longest_first = longest_first[count:]
+    return largest_padded_first(micro_batches, lengths)
+
+
+def largest_padded_first(micro_batches: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    return sorted(micro_batches, key=lambda rows: (-len(rows) * max(lengths[row] for row in rows), rows[0]))
 
 
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
@@ -60,26 +90,33 @@ def weights(rows: Sequence[Row], aggregation: str, length_norm: int) -> list[flo
     return [float(share) for share in shares]
 
 
-def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[float]) -> MicroBatch:
-    """The rows at `indices`, in that order, as one stream; `row_weights` has one number for each of `rows`."""
+def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[float], *, packing: bool = True) -> MicroBatch:
+    """The rows at `indices`, in that order, as one stream; `row_weights` has one number for each of `rows`. Without packing each is padded
+    to the longest of them."""
     chosen = [rows[index] for index in indices]
     assert chosen, "a micro-batch without rows"
     for row in chosen:
         assert len(row.mask) == len(row.ids), f"{len(row.mask)} mask entries for {len(row.ids)} tokens"
         assert not row.mask[:1].any(), "the first token of a row has nothing before it to be predicted from"
-    lengths = np.array([row.tokens for row in chosen], dtype=np.int64)
-    trained = np.flatnonzero(np.concatenate([row.mask for row in chosen])).astype(np.int64)
+    tokens = np.array([row.tokens for row in chosen], dtype=np.int64)
+    lengths = tokens if packing else np.full_like(tokens, tokens.max())
+    positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
+    places = np.flatnonzero(positions < np.repeat(tokens, lengths))  # of all that is no pad
+    ids = np.full(len(positions), PAD, dtype=np.int64)
+    ids[places] = np.concatenate([row.ids for row in chosen])
+    trained = places[np.concatenate([row.mask for row in chosen])].astype(np.int64)
     trained_row = np.repeat(np.arange(len(chosen), dtype=np.int64), lengths)[trained]
     per_token: dict[str, Any] = {name: _gather(chosen, name) for name in PER_TOKEN_FIELDS}
     return MicroBatch(
-        ids=np.concatenate([row.ids for row in chosen]).astype(np.int64),
-        positions=np.concatenate([np.arange(length, dtype=np.int64) for length in lengths]),
+        ids=ids,
+        positions=positions,
         cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32),
         rows=tuple(int(index) for index in indices),
         trained=trained,
         trained_row=trained_row,
         weights=np.array([row_weights[index] for index in indices], dtype=np.float64)[trained_row],
         fresh=np.array([row.lag == 0 for row in chosen], dtype=np.bool_)[trained_row],
+        pad_tokens=int((lengths - tokens).sum()),
         **per_token,
     )
 
@@ -101,14 +138,16 @@ def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: Mi
     Rows without a single trained token among them give trained_tokens 0 and micro-batches with empty weights: a loss of 0.
     """
     row_weights = weights(rows, aggregation, length_norm)
-    micro_batches = tuple(pack(rows, indices, row_weights) for indices in micro.schedule([row.tokens for row in rows]))
+    micro_batches = tuple(
+        pack(rows, indices, row_weights, packing=micro.packing) for indices in micro.schedule([row.tokens for row in rows])
+    )
     return MiniBatch(micro_batches, trained_tokens=sum(len(batch.trained) for batch in micro_batches))
 
 
 def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[MicroBatch]:
     """Micro-batches for a pass without gradient, which reads log-probs and no weights: all weights are 0."""
     nothing = [0.0] * len(rows)
-    return [pack(rows, indices, nothing) for indices in sizing.schedule([row.tokens for row in rows])]
+    return [pack(rows, indices, nothing, packing=sizing.packing) for indices in sizing.schedule([row.tokens for row in rows])]
 
 
 def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Sequence[np.ndarray], field: str) -> list[Row]:
@@ -124,7 +163,8 @@ def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Se
         stream[batch.trained] = numbers
         for place, row in enumerate(batch.rows):
             assert row not in found, f"row {row} was packed twice"
-            found[row] = stream[batch.cu_seqlens[place] : batch.cu_seqlens[place + 1]].copy()
+            start = batch.cu_seqlens[place]
+            found[row] = stream[start : start + rows[row].tokens].copy()
     assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
     arrays: list[dict[str, Any]] = [{field: found[index]} for index in range(len(rows))]
     return [replace(row, **array) for row, array in zip(rows, arrays, strict=True)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,41 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing
-from fulltilt.config import ActorConfig, Config, CriticConfig, LoraConfig, RefConfig, RewardModelConfig, uses_reward_model
+from fulltilt.config import ActorConfig, Config, CriticConfig, LoraConfig, RefConfig, RewardModelConfig, TrainConfig, uses_reward_model
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.kernels import dispatch
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import Progress, Workspace
+from fulltilt.memory.account import Account, gradients_of, weights_of
+from fulltilt.memory.activations import offload_activations
+from fulltilt.memory.offload import OffloadSetting, Residence, why_not, why_not_params
+from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
+from fulltilt.model.compiled import WrongCompile, compile_and_compare
 from fulltilt.model.experts import why_not_captured
-from fulltilt.model.fuse import WrongFusion, fuse_and_compare, saved_tensors
-from fulltilt.model.heads import Head
-from fulltilt.model.scalar import load_scalar
+from fulltilt.model.fuse import WrongFusion, check_fused, fuse_and_compare, saved_tensors
+from fulltilt.model.heads import Head, HeadOptions
+from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import packed_logprobs, random_documents, verify, verify_body
 from fulltilt.plan import (
+    OFFLOADS,
     Budgets,
     Facts,
     Plan,
+    RoleFacts,
+    RoleSettings,
+    Room,
     count_steps,
+    given_settings,
     longest_response,
     make_plan,
     most_seqs,
     releases_memory,
+    returning,
+    settle,
     updates_per_step,
     uses_graphs,
 )
@@ -84,6 +96,8 @@ class Parts:
     trainer: Trainer[TokenTerms] | None  # None: only evaluation
     critic_trainer: Trainer[ValueTerms] | None
     engine: Engine | None  # None: nothing is sampled (SFT)
+    residents: Residents
+    account: Account
     release_memory: bool  # whether the engine gives the KV cache's memory back after sampling
     reward: RewardPool | None
     update_sizes: Mapping[str, MicroSizing]  # of each role's micro-batches
@@ -94,14 +108,20 @@ class Parts:
     notes: tuple[str, ...]  # what was read and found, for the console
 
     def role(self, name: str) -> Annotator:
-        roles: dict[str, Annotator | None] = {"actor": self.actor, "ref": self.ref, "critic": self.critic}
+        judge = self.reward_model.role if self.reward_model else None
+        roles: dict[str, Annotator | None] = {"actor": self.actor, "ref": self.ref, "critic": self.critic, "reward_model": judge}
         role = roles[name]
         assert role is not None, f"the run has no {name}"
         return role
 
+    def owner(self, name: str) -> str:
+        """The role whose model a role runs: the reference may be the actor without its adapters."""
+        return "actor" if name == "ref" and self.ref and self.ref.model is self.actor.model else name
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of the roles that learn, beside the exported model."""
         assert self.trainer
+        self.residents.need("actor", "critic")
         found = self.trainer.optimizer.tensors()
         if self.critic_trainer:
             found |= {f"{CRITIC_TENSORS}{name}": tensor for name, tensor in self.critic_trainer.optimizer.tensors().items()}
@@ -112,6 +132,40 @@ class Parts:
             self.reward.close()
         if self.engine:
             self.engine.close()
+
+
+class Residents:
+    """Whose parameters are on the device, of the roles that may leave it: those that work."""
+
+    def __init__(self) -> None:
+        self._residences: dict[str, Residence] = {}
+        self._changed: set[str] = set()
+
+    def add(self, role: str, model: torch.nn.Module, *, learns: bool) -> None:
+        self._residences[role] = Residence(model, role, learns=learns)
+
+    def need(self, *roles: str, update: bool = False) -> None:
+        """From here on these work, and no others. Who leaves does so first, to make room. `update`: their parameters change. A role
+        without a residence is always there."""
+        for role, residence in self._residences.items():
+            if role not in roles:
+                residence.to_host(unchanged=role not in self._changed)
+                self._changed.discard(role)
+        for role in roles:
+            if role in self._residences:
+                self._residences[role].to_device()
+                self._changed |= {role} if update else set()
+
+    def settle_down(self, models: Models, settings: Mapping[str, RoleSettings]) -> None:
+        """Once the roles that learn have their optimizers and what a checkpoint knows."""
+        for role in ("critic", "actor"):
+            if role in models.own() and settings[role].offload_params:
+                self.add(role, models.own()[role], learns=True)
+        self.need("actor")
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        for residence in self._residences.values():
+            yield from residence.memory()
 
 
 def choose_device(name: str) -> torch.device:
@@ -144,6 +198,8 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
     algorithm = build(config)
     device = choose_device(config.run.device)
     uses_graphs(config, device.type)  # refused before anything loads
+    if training:
+        check_settings(config, algorithm, device.type)
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
     rollout = "rollout" in algorithm.needs
@@ -177,6 +233,7 @@ def find_mistakes(config: Config) -> list[str]:
         chosen = choose_device(config.run.device)
         uses_graphs(config, chosen.type)
         Fusing(config, chosen)
+        check_settings(config, algorithm, chosen.type)
 
     found = []
     for look in (rewards, data, packages, device):
@@ -194,43 +251,40 @@ def _assemble(
     if config.lora.rank:
         lora.require_peft()
     tokenizer, ends, train_data, val_data, steps_per_epoch = read_and_check(config, algorithm, rollout=rollout, training=training)
-    # The reward model first: its tokenizer and template may not fit the data.
-    sets = prompt_sets(train_data, val_data)
-    fusing = Fusing(config, device)
-    reward_model = load_reward_model(config, device, sets, fusing) if rollout and uses_reward_model(config) else None
-    model, layers = load_actor(config, tokenizer, device, resume, fusing)
-
-    total_updates = count_steps(config, steps_per_epoch) * updates_per_step(config)
-    actor_updates = total_updates - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    temperature = config.rollout.temperature if rollout and training else 1.0
-    # All that holds memory comes before memory is looked at.
-    optimizer = Optimizer(model, config.train, actor_updates, keeps_parameters=config.lora.rank > 0) if training else None
-    actor = Policy("actor", model, temperature, optimizer, algorithm.entropy_gradient)
-    critic = load_critic(config, tokenizer, device, total_updates, fusing) if training and algorithm.value_loss else None
-    ref = load_ref(config, model, tokenizer, device, temperature, fusing) if training and "ref_logprobs" in algorithm.needs else None
-    fresh = restore(resume, actor, critic, training=training, adapters=config.lora.rank > 0) if resume else ()
-    if device.type == "cuda":
-        take_workspaces(actor)
-
-    models = [model, *([ref.model] if ref else []), *([critic.model.body] if critic else [])]
     longest = max(train_data.longest, val_data.longest if val_data else 0)
-    facts = find_facts(config, device, models, layers, longest, steps_per_epoch, fusing)
+    fusing = Fusing(config, device)
+    models = load_models(config, algorithm, tokenizer, device, prompt_sets(train_data, val_data), resume, fusing, training=training)
+    room = find_room(device, models, longest + (longest_response(config) if rollout else 0), training=training)
+    settled = settle(config, room)
+    # All that holds memory comes before memory is looked at.
+    roles = make_roles(config, algorithm, models, settled.roles, steps_per_epoch, training=training)
+    fresh = restore(resume, roles.actor, roles.critic, training=training, adapters=config.lora.rank > 0) if resume else ()
+    if device.type == "cuda":
+        take_workspaces(roles.actor)
+    if training:
+        roles.residents.settle_down(models, settled.roles)
+
+    facts = find_facts(config, device, models.readers(), models.layers, longest, steps_per_epoch, fusing)
+    facts = replace(facts, settings=settled.words, returning_bytes=returning(room, settled.roles) if training else 0)
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
-    export, export_bytes = exporter(config, model, tokenizer)
+    export, export_bytes = exporter(config, models.actor, tokenizer)
+    engine = NativeEngine(models.actor, tokenizer, ends, models.layers, limits(config, plan.budgets, device, longest)) if rollout else None
     return Parts(
         algorithm=algorithm,
         plan=plan,
         tokenizer=tokenizer,
         train_data=train_data,
         val_data=val_data,
-        actor=actor,
-        ref=ref,
-        critic=critic,
-        reward_model=reward_model,
-        trainer=Trainer(actor, algorithm.loss) if training else None,
-        critic_trainer=Trainer(critic, algorithm.value_loss) if critic and algorithm.value_loss else None,
-        engine=NativeEngine(model, tokenizer, ends, layers, limits(config, plan.budgets, device, longest)) if rollout else None,
+        actor=roles.actor,
+        ref=roles.ref,
+        critic=roles.critic,
+        reward_model=models.reward_model,
+        trainer=Trainer(roles.actor, algorithm.loss) if training else None,
+        critic_trainer=Trainer(roles.critic, algorithm.value_loss) if roles.critic and algorithm.value_loss else None,
+        engine=engine,
+        residents=roles.residents,
+        account=make_account(device, models, roles, engine),
         release_memory=releases_memory(config),
         reward=reward,
         update_sizes=update_sizes(config, plan.budgets),
@@ -238,7 +292,189 @@ def _assemble(
         data_digest=train_data.digest(),
         export=export,
         export_bytes=export_bytes,
-        notes=(*notes(config, algorithm, train_data, val_data, reward, actor, training=training), *fresh),
+        notes=(*notes(config, algorithm, train_data, val_data, reward, roles.actor, training=training), *fresh),
+    )
+
+
+# ---- models and roles ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """What was loaded and verified, with fused or compiled layers."""
+
+    actor: PreTrainedModel
+    layers: dict[int, LayerShape]  # of the actor
+    critic: ScalarModel | None
+    ref: PreTrainedModel | None  # None: there is no such role, or it is the actor without its adapters
+    reward_model: RewardModel | None
+
+    def own(self) -> dict[str, torch.nn.Module]:
+        """The roles that have a model of their own."""
+        judge = self.reward_model.role.model if self.reward_model else None
+        models = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward_model": judge}
+        return {role: model for role, model in models.items() if model is not None}
+
+    def readers(self) -> list[PreTrainedModel]:
+        """Those that read whole samples, the actor first."""
+        return [self.actor, *([self.ref] if self.ref else []), *([self.critic.body] if self.critic else [])]
+
+
+def load_models(
+    config: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, device: torch.device, sets: list[PromptSet],
+    resume: Checkpoint | None, fusing: Fusing, *, training: bool,
+) -> Models:  # fmt: skip
+    # The reward model first: its tokenizer and template may not fit the data.
+    judged = "rollout" in algorithm.needs and uses_reward_model(config)
+    reward_model = load_reward_model(config, device, sets, fusing) if judged else None
+    actor, layers = load_actor(config, tokenizer, device, resume, fusing)
+    critic = load_critic(config, tokenizer, device, fusing) if training and algorithm.value_loss else None
+    wants_ref = training and "ref_logprobs" in algorithm.needs and not shares_model(config)
+    return Models(actor, layers, critic, load_ref(config, tokenizer, device, fusing) if wants_ref else None, reward_model)
+
+
+@dataclass(frozen=True, eq=False)
+class Roles:
+    actor: Policy
+    ref: Policy | None
+    critic: Critic | None
+    residents: Residents
+
+
+def make_roles(
+    config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int, *, training: bool
+) -> Roles:
+    temperature = config.rollout.temperature if "rollout" in algorithm.needs and training else 1.0
+    options = head_options(settings["actor"])
+    if not training:
+        return Roles(Policy("actor", models.actor, temperature, options=options), None, None, Residents())
+    residents = Residents()
+    for role in ("reward_model", "ref"):  # they make room before the optimizers take theirs
+        if role in models.own() and settings[role].offload_params:
+            residents.add(role, models.own()[role], learns=False)
+    residents.need("actor", "critic")
+    total = count_steps(config, steps_per_epoch) * updates_per_step(config)
+    of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
+    optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0)
+    actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
+    critic = None
+    if models.critic:
+        of_critic = config.train.model_copy(update={"lr": config.critic.lr})
+        critic = Critic("critic", models.critic, make_optimizer(models.critic, of_critic, total, settings["critic"], keeps_parameters=True))
+    return Roles(actor, make_ref(algorithm, models, settings, temperature), critic, residents)
+
+
+def make_ref(algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], temperature: float) -> Policy | None:
+    if "ref_logprobs" not in algorithm.needs:
+        return None
+    options = head_options(settings["ref"])
+    if models.ref is None:
+        return Policy("ref", models.actor, temperature, as_role=partial(lora.without_adapters, models.actor), options=options)
+    return Policy("ref", models.ref, temperature, options=options)
+
+
+def make_optimizer(
+    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool
+) -> Optimizer:
+    """The optimizer of a role that learns, whose layers from here on keep what its settings say."""
+    keep_less(model, settings)
+    offload = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads)
+    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload)
+
+
+def keep_less(model: torch.nn.Module, settings: RoleSettings) -> None:
+    """When the layers are fused or compiled: what goes first onto a layer stays inside."""
+    if settings.recompute != "none":
+        apply_recompute(model, Recompute(settings.recompute, settings.recompute_layers, settings.recompute_method))
+    if settings.offload_activations:
+        offload_activations(model)
+
+
+def head_options(settings: RoleSettings) -> HeadOptions:
+    return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute)
+
+
+def make_account(device: torch.device, models: Models, roles: Roles, engine: NativeEngine | None) -> Account:
+    own = list(models.own().values())
+    optimizers = [role.optimizer for role in (roles.actor, roles.critic) if role and role.optimizer]
+    return Account(
+        device,
+        {
+            "parameters": [*(partial(weights_of, model) for model in own), roles.residents.memory],
+            **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
+            **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
+            **({"kv": [lambda: (cache for caches in engine.runner.caches for cache in caches)]} if engine else {}),
+        },
+    )
+
+
+# ---- settings that cannot take effect ----------------------------------------------------------------------------------------------------
+
+
+def shares_model(config: Config) -> bool:
+    """Whether the reference role is the actor without its adapters: they start at nothing, and no second model is held."""
+    return config.lora.rank > 0 and config.lora.path is None and config.ref.path is None
+
+
+def check_settings(config: Config, algorithm: Algorithm, device: str) -> None:
+    """What cannot take effect on this device, or with these roles, all of it at once."""
+    mistakes = [*refused_offloads(config, algorithm, device)]
+    if not config.train.entropy_recompute and not algorithm.entropy_gradient:
+        mistakes.append(
+            "train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. Remove the key, or set "
+            "algorithm.entropy_coef above 0"
+        )
+    if mistakes:
+        raise UserError("\n".join(mistakes))
+
+
+def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    shared = "ref_logprobs" in algorithm.needs and shares_model(config)
+    others = algorithm.value_loss or uses_reward_model(config) or ("ref_logprobs" in algorithm.needs and not shared)
+    sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
+    for section, role in sections.items():
+        for key in OFFLOADS:
+            if getattr(getattr(config, section), key, None) is not True:
+                continue
+            reason = why_not(device)
+            if key == "offload_params":
+                reason = why_not_params(role, device, alone=not others, shared=role == "ref" and shared)
+            if reason:
+                yield f"{section}.{key}: true, but {reason}. Remove the key"
+
+
+# ---- facts -----------------------------------------------------------------------------------------------------------------------------
+
+
+def find_room(device: torch.device, models: Models, longest: int, *, training: bool = True) -> Room:
+    """What `auto` is decided by."""
+    roles = {"ref": RoleFacts(0)} | {role: role_facts(model) for role, model in models.own().items()}
+    return Room(
+        device=device.type,
+        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
+        host_bytes=free_bytes(torch.device("cpu")),
+        longest=longest,
+        roles=roles if training else {role: replace(facts, trained=0) for role, facts in roles.items()},
+    )
+
+
+def role_facts(model: torch.nn.Module) -> RoleFacts:
+    body = model.body if isinstance(model, ScalarModel) else model
+    assert isinstance(body, PreTrainedModel)
+    text = body.config.get_text_config()
+    heads = text.num_attention_heads
+    head_width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    experts = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    parameters = list(model.parameters())
+    return RoleFacts(
+        parameter_bytes=sum(parameter.nbytes for parameter in parameters),
+        trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        itemsize=body.dtype.itemsize,
+        layers=text.num_hidden_layers,
+        width=text.hidden_size,
+        inner=experts * (getattr(text, "num_experts_per_tok", None) or 1),
+        heads_width=head_width * (heads + 2 * (getattr(text, "num_key_value_heads", None) or heads)),
+        fused=check_fused(body).left_alone is None,
     )
 
 
@@ -297,13 +533,17 @@ def notes(
 
 
 class Fusing:
-    """Fuses the layers of each role's model as `train.fused_layers` says, and keeps what came of it for the plan's words."""
+    """Fuses or compiles the layers of each role's model as `train.fused_layers` and `train.compile` say, and keeps what came of it for the
+    plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.wanted = config.train.fused_layers
+        self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
         self.found: dict[str, str] = {}  # role -> what came of it
-        if self.wanted is False:
+        if self.compiles:
+            self.off = "train.compile is on"
+        elif self.wanted is False:
             self.off = "train.fused_layers is off"
         elif self.wanted == "auto" and device.type != "cuda":
             self.off = "the run is on the CPU and train.fused_layers is auto"
@@ -314,6 +554,8 @@ class Fusing:
 
     def fuse(self, role: str, model: PreTrainedModel) -> None:
         """When the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
+        if self.compiles:
+            self._compile(role, model)
         if self.off is not None:
             return
         try:
@@ -326,6 +568,12 @@ class Fusing:
             if report.left_alone is not None and role == "actor":
                 self._refuse(role, report.left_alone)
 
+    def _compile(self, role: str, model: PreTrainedModel) -> None:
+        try:
+            self.found[role] = compile_and_compare(model)
+        except WrongCompile as error:
+            raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
+
     def _refuse(self, role: str, reason: str) -> None:
         if self.wanted is True:
             raise UserError(
@@ -333,7 +581,7 @@ class Fusing:
             )
 
     def words(self) -> str:
-        if self.off is not None:
+        if self.off is not None and not self.compiles:
             return f"not fused: {self.off}"
         roles = {text: [role for role, other in self.found.items() if other == text] for text in self.found.values()}
         return "; ".join(f"{text} ({', '.join(names)})" for text, names in roles.items())
@@ -344,6 +592,7 @@ def take_workspaces(actor: Policy) -> None:
     of its own: taken at the first update, it would lie in what the KV cache has lent, which could never be taken back whole."""
     if actor.optimizer is None:
         return
+    actor.optimizer.prepare()
     logprobs, _ = packed_logprobs(actor.model, random_documents(actor.model))
     torch.cat(logprobs).sum().backward()  # type: ignore[no-untyped-call]
     actor.optimizer.zero_grad()
@@ -389,7 +638,7 @@ def load_actor(
     return model, layers
 
 
-def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, total_updates: int, fusing: Fusing) -> Critic:
+def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
     model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
     verify_body(model.body)
@@ -399,8 +648,7 @@ def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torc
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
     fusing.fuse("critic", model.body)
-    settings = config.train.model_copy(update={"lr": config.critic.lr})
-    return Critic("critic", model, Optimizer(model, settings, total_updates, keeps_parameters=True))
+    return model
 
 
 def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
@@ -425,13 +673,8 @@ def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet
     return RewardModel(Scorer("reward_model", model), encoder)
 
 
-def load_ref(
-    config: Config, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, device: torch.device, temperature: float, fusing: Fusing
-) -> Policy:
-    """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint. With adapters that start
-    at nothing it is the actor without them, and no second model is held."""
-    if config.lora.rank and config.lora.path is None and config.ref.path is None:
-        return Policy("ref", actor, temperature, as_role=partial(lora.without_adapters, actor))
+def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> PreTrainedModel:
+    """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
     model = load.load_model(config.model, device, path=config.ref.path, key="ref.path" if config.ref.path else "model.path")
     verify(model)
     load.check_vocabulary(model, tokenizer)
@@ -441,7 +684,7 @@ def load_ref(
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
     model.requires_grad_(False)
     fusing.fuse("ref", model)
-    return Policy("ref", model, temperature)
+    return model
 
 
 def same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
@@ -488,7 +731,7 @@ def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 def update_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
     of_role = {"actor": budgets.token_budget, "critic": budgets.critic_token_budget}
-    return {name: sizing(getattr(config, name), budget) for name, budget in of_role.items()}
+    return {name: sizing(config, name, budget) for name, budget in of_role.items()}
 
 
 def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
@@ -498,11 +741,12 @@ def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
         "critic": budgets.critic_forward_token_budget,
         "reward_model": budgets.reward_model_token_budget,
     }
-    return {name: sizing(getattr(config, name), budget) for name, budget in of_role.items()}
+    return {name: sizing(config, name, budget) for name, budget in of_role.items()}
 
 
-def sizing(section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig, budget: int) -> MicroSizing:
-    return MicroSizing(section.dynamic_batch, budget, section.micro_batch)
+def sizing(config: Config, role: str, budget: int) -> MicroSizing:
+    section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig = getattr(config, role)
+    return MicroSizing(section.dynamic_batch, budget, section.micro_batch, packing=given_settings(config, role)["packing"])
 
 
 def read_and_check(

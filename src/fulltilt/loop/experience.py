@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.batching.pack import MicroSizing, forward_micro_batches, scatter
+from fulltilt.batching.pack import forward_micro_batches, scatter
 from fulltilt.cluster.local import Parts
 from fulltilt.config import Config
 from fulltilt.observe.console import Console
@@ -22,7 +22,6 @@ from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import Kept, collect
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.train.roles import Annotator
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -56,6 +55,7 @@ def greedy_sampling(config: Config) -> Sampling:
 def sample_groups(parts: Parts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
     assert parts.engine and parts.reward
+    parts.residents.need("actor")
     groups = collect(parts.engine, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
     if parts.release_memory:
         parts.engine.release()
@@ -86,20 +86,22 @@ def score_groups(parts: Parts, console: Console, config: Config, groups: Sequenc
     readable = [row for row in written if isinstance(row, Row)]
     if unread := [row for row in written if isinstance(row, str)]:
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
-    rows = annotate(readable, parts.reward_model.role, parts.forward_sizes["reward_model"], "values", console)
+    rows = annotate(readable, parts, "reward_model", "values", console)
     found = iter(float(row.values[-1]) for row in rows if row.values is not None)
     numbers = iter([row if isinstance(row, str) else next(found) for row in written])
     of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
     return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
 
 
-def annotate(rows: list[Row], role: Annotator, sizing: MicroSizing, field: str, console: Console) -> list[Row]:
+def annotate(rows: list[Row], parts: Parts, name: str, field: str, console: Console) -> list[Row]:
     """The rows with what the role says of each trained token, as `field`."""
-    micro_batches = forward_micro_batches(rows, sizing)
+    role, micro_batches = parts.role(name), forward_micro_batches(rows, parts.forward_sizes[name])
+    parts.residents.need(parts.owner(name))
     found = []
-    for number, micro in enumerate(micro_batches, 1):
-        found.append(role.annotate(micro))
-        console.phase_progress(number, len(micro_batches))
+    with parts.account.passes(role.head_bytes(micro_batches, learns=False)):
+        for number, micro in enumerate(micro_batches, 1):
+            found.append(role.annotate(micro))
+            console.phase_progress(number, len(micro_batches))
     return scatter(rows, micro_batches, found, field)
 
 

@@ -7,8 +7,9 @@ would have written, timings aside; Ctrl-C leaves a checkpoint of the last whole 
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -109,7 +110,7 @@ class Run:
     # -- the steps ------------------------------------------------------------------------------------------------------------------
 
     def rl_step(self, step: int) -> Metrics:
-        config, parts, phase = self.config, self.parts, self.console.phase
+        config, parts, phase = self.config, self.parts, self._phase
         assert parts.engine and parts.reward
         before, self._engine_stats = parts.reward.stats(), NO_STATS
         filled, cursor = self._sample(step)
@@ -118,7 +119,7 @@ class Run:
         for need in sorted(parts.algorithm.needs & ANNOTATIONS.keys()):
             name, role = ANNOTATIONS[need]
             with phase(name):
-                rows = annotate(rows, parts.role(role), parts.forward_sizes[role], need, self.console)
+                rows = annotate(rows, parts, role, need, self.console)
         with phase("advantage"):
             rows, coef, penalty = self._penalise(rows)
             rows = parts.algorithm.advantage(rows)
@@ -155,7 +156,7 @@ class Run:
     def sft_step(self, step: int) -> Metrics:
         taken, cursor = self._take(cast("InEpochs[Row]", self.parts.train_data), self.progress.cursor)
         rows = [replace(row, group=place) for place, row in enumerate(taken)]
-        with self.console.phase("update-actor"):
+        with self._phase("update-actor"):
             updated = self._update(rows, self._trainer, step - 1)
         self.interrupts.hold()
         self.progress = replace(self.progress, step=step, cursor=cursor)
@@ -163,6 +164,12 @@ class Run:
         return {**updated, **self._times(trained, total)}
 
     # -- their parts ----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """Timed, shown, and its memory measured."""
+        with self.console.phase(name), self.parts.account.phase(name):
+            yield
 
     @property
     def _exclude_errors(self) -> bool:
@@ -186,10 +193,10 @@ class Run:
         def ask(number: int) -> list[Kept]:
             nonlocal cursor
             prompts, cursor = self._take(cast("InEpochs[Prompt]", parts.train_data), cursor, prompts_per_round)
-            with self.console.phase("rollout"):
+            with self._phase("rollout"):
                 seed = int(sample_seed(config.run.seed, number, step))
                 groups = self._generate(prompts, training_sampling(config), seed)
-            with self.console.phase("reward"):
+            with self._phase("reward"):
                 scores = score_groups(parts, self.console, config, groups)
             return [Kept(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
 
@@ -213,9 +220,9 @@ class Run:
     def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
         prompts = [entry.group.prompt for entry in kept]
-        with self.console.phase("rollout"):
+        with self._phase("rollout"):
             groups = self._generate(prompts, greedy_sampling(self.config), self.config.run.seed)
-        with self.console.phase("reward"):
+        with self._phase("reward"):
             scores = score_groups(self.parts, self.console, self.config, groups)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
         return [replace(of_group[0], value=shape(of_group[0], group.samples[0])) for group, of_group in zip(groups, scores, strict=True)]
@@ -235,13 +242,15 @@ class Run:
 
     def _update(self, rows: Sequence[Row], trainer: Trainer[Any], steps_before: int) -> Metrics:
         """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
-        algorithm, name = self.config.algorithm, trainer.role.name
+        algorithm, name, account = self.config.algorithm, trainer.role.name, self.parts.account
+        self.parts.residents.need(name, update=True)
         trainer.optimizer.begin(steps_before * self.parts.plan.updates_per_step)
         found: list[Metrics] = []
         for epoch in range(algorithm.epochs):
             batches = self._minibatches(rows, self.parts.update_sizes[name])
             for number, batch in enumerate(batches, 1):
-                metrics = trainer.accumulate(batch)
+                with account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
+                    metrics = trainer.accumulate(batch)
                 self.interrupts.hold()
                 found.append(metrics | trainer.apply())
                 self.console.phase_progress(epoch * len(batches) + number, algorithm.epochs * len(batches))
@@ -280,10 +289,10 @@ class Run:
         self._tokens += total_tokens
         phases = self.console.phases
         times = measure.summarise_time(phases.seconds, phases.total, response_tokens=response_tokens, total_tokens=total_tokens)
-        if self.parts.actor.device.type == "cuda":
-            times["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / 2**30
+        if peak := self.parts.account.peak_bytes:
+            times["perf/max_memory_allocated_gb"] = peak / 2**30
         carried, self._carried = self._carried, {}
-        return {**times, **carried}
+        return {**times, **carried, **self.parts.account.metrics()}
 
     # -- the run --------------------------------------------------------------------------------------------------------------------
 
@@ -397,7 +406,8 @@ class Run:
             "config": configuration.snapshot(self.config),
         }
         tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
-        self.store.save(self.progress.step, tensors, state, export=self.parts.export, export_bytes=self.parts.export_bytes)
+        with self.parts.account.phase("save"):
+            self.store.save(self.progress.step, tensors, state, export=self.parts.export, export_bytes=self.parts.export_bytes)
         self._saved_step, self._saved_well = self.progress.step, not self.progress.streaks
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
 

@@ -35,6 +35,11 @@ class Validated:
 
 
 def validate(config: Config, parts: Parts, console: Console) -> Validated:
+    with parts.account.phase("eval"):
+        return _validate(config, parts, console)
+
+
+def _validate(config: Config, parts: Parts, console: Console) -> Validated:
     if isinstance(parts.val_data, RowSet):
         return Validated({"val/loss": validation_loss(parts.val_data, parts)})
     assert isinstance(parts.val_data, PromptSet)
@@ -48,8 +53,11 @@ def validate(config: Config, parts: Parts, console: Console) -> Validated:
 def validation_loss(data: RowSet, parts: Parts) -> float:
     """Mean negative log-likelihood of the trained tokens."""
     total, tokens = 0.0, 0
-    for micro in forward_micro_batches(data.rows, parts.forward_sizes["actor"]):
-        logprobs = parts.actor.annotate(micro)
-        total -= float(logprobs.sum(dtype=np.float64))
-        tokens += len(logprobs)
+    parts.residents.need("actor")
+    micro_batches = forward_micro_batches(data.rows, parts.forward_sizes["actor"])
+    with parts.account.passes(parts.actor.head_bytes(micro_batches, learns=False)):
+        for micro in micro_batches:
+            logprobs = parts.actor.annotate(micro)
+            total -= float(logprobs.sum(dtype=np.float64))
+            tokens += len(logprobs)
     return total / max(1, tokens)

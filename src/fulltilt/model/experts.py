@@ -4,16 +4,23 @@ Enters: hidden states of T tokens, and for each token the experts that its route
 interface hands them over; every choice is an expert that exists. Leaves: for each token the weighted sum of what its experts make of it.
 Guaranteed: a token's result depends on no other token but for the rounding of a matrix product, whoever is empty, padded or not finite
 beside it; sums run in a fixed order, forward and backward, never through atomics; experts without tokens cost nothing and have a gradient
-of zero. Tokens are sorted by expert and counted on the device, and torch multiplies all experts in one call. In bfloat16 on a GPU that has
-the kernel the host waits for nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
+of zero. Tokens are sorted by expert and counted on the device, once a layer, and torch multiplies all experts in one call: two calls a
+layer forward and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel sums are in float32 and the host
+waits for nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
+
+An adapter on a stack of weights (`run_adapter`) runs as two thin grouped products beside the stack's own. The stack itself is only read:
+no pass makes a tensor of its size, forward or backward, and in bfloat16 no change is too small for the weight that it is added to.
+
+Routers are the model's own, and so are their gradients, which come through the weights of the choices. The load-balancing loss is a part of
+transformers' own language-model head, through which no training here goes.
 
     AutoModelForCausalLM.from_pretrained(path, experts_implementation=register())
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from fulltilt.kernels.gated import gated
 
 NAME = "fulltilt"
+ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: of each parameter that has one, what reads it
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
 ALIGNED = 16  # bytes of which a row has to be a multiple in that call
 MOST_EXPERTS = 1023  # of that call on CUDA
@@ -48,12 +56,21 @@ class Route:
         return Route(experts, order, places, torch.searchsorted(experts, numbers, right=True, out_int32=True))
 
 
+@dataclass(frozen=True, eq=False)
+class LowRank:
+    """What an adapter adds to a stack of weights [experts, in, out]: scale * inward @ outward."""
+
+    inward: torch.Tensor  # [experts, in, rank]
+    outward: torch.Tensor  # [experts, rank, out]
+    scale: float
+
+
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    """`self` is a module with transformers' experts interface. Each of its parameters is read once: an adapter on one adds to it then."""
+    """`self` is a module with transformers' experts interface. Each of its parameters is read once."""
     route = Route.of(top_k_index, self.num_experts)
     tokens = _Spread.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])  # type: ignore[no-untyped-call]
-    inner = project(self, "gate_up_proj" if self.has_gate else "up_proj", tokens, route)
-    outer = project(self, "down_proj", activate(self, inner), route)
+    first, last = projections(self)
+    outer = project(self, last, activate(self, project(self, first, tokens, route)), route)
     chosen = _Reorder.apply(outer, route.places, route.order).view(*top_k_index.shape, -1)  # type: ignore[no-untyped-call]
     return (chosen * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)  # torch adds up in float32 or better
 
@@ -64,9 +81,17 @@ def register() -> str:
     return NAME
 
 
+def projections(module: Any) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
 def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.Tensor:
     weight = getattr(module, name)
     out = grouped_product(rows, weight if module.is_transposed else weight.transpose(1, 2), route.ends)
+    read = getattr(module, ADAPTERS, {}).get(name)
+    adapter = read() if read else None
+    if adapter is not None:
+        out = torch.add(out, adapter_product(rows, adapter, route.ends), alpha=adapter.scale)
     return out + getattr(module, f"{name}_bias")[route.experts.long()] if module.has_bias else out
 
 
@@ -81,8 +106,17 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     """Rows [S, in], sorted by expert, each times its expert's weight [experts, in, out]."""
     if why_one_by_one(weights) is None:
         return F.grouped_mm(rows, weights, offs=ends)
-    bounds = pairwise([0, *ends.tolist()])
-    return torch.cat([rows[start:end] @ weight for (start, end), weight in zip(bounds, weights, strict=True)])
+    counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([group @ weight for group, weight in zip(rows.split(counts), weights, strict=True)])
+
+
+def adapter_product(rows: torch.Tensor, adapter: LowRank, ends: torch.Tensor) -> torch.Tensor:
+    """Ranks that torch's call does not take are filled up with zeros, and both factors are laid out as it wants them: they are thin."""
+    missing = -adapter.inward.shape[-1] % (ALIGNED // adapter.inward.itemsize)
+    inward, outward = adapter.inward, adapter.outward
+    if missing:
+        inward, outward = F.pad(inward, (0, missing)), F.pad(outward, (0, 0, 0, missing))
+    return grouped_product(grouped_product(rows, inward, ends), outward.contiguous(), ends)
 
 
 def why_one_by_one(weights: torch.Tensor) -> str | None:
@@ -97,13 +131,37 @@ def why_one_by_one(weights: torch.Tensor) -> str | None:
     return None
 
 
+# ---- adapters ----------------------------------------------------------------------------------------------------------------------
+
+
+def takes_adapter(module: torch.nn.Module, name: str) -> bool:
+    """Whether an adapter on this parameter of the module can run through `run_experts`."""
+    return has_interface(module) and name in projections(module)
+
+
+def run_adapter(module: torch.nn.Module, name: str, read: Callable[[], LowRank | None]) -> None:
+    """From now on `run_experts` adds to the product with the parameter what `read` returns. It is called in every pass; None: nothing is
+    added in this one."""
+    assert takes_adapter(module, name)
+    setattr(module, ADAPTERS, {**getattr(module, ADAPTERS, {}), name: read})
+
+
+def runs_here(module: Any) -> bool:
+    """Whether the module runs through `run_experts` and not through another implementation."""
+    return has_interface(module) and module.config._experts_implementation == NAME
+
+
+def has_interface(module: torch.nn.Module) -> bool:
+    return hasattr(module, "is_concatenated")  # what transformers' experts interface gives to every module that uses it
+
+
 # ---- CUDA graphs -------------------------------------------------------------------------------------------------------------------
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Why a CUDA graph cannot hold a pass of the model, as far as its experts tell; None: nothing is known against it."""
     for name, module in model.named_modules():
-        if not hasattr(module, "is_concatenated"):  # what transformers' experts interface gives to every module that uses it
+        if not has_interface(module):
             continue
         reason = why_host_counts(module)
         if reason is not None:

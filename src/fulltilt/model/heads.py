@@ -1,23 +1,29 @@
-"""From hidden states to log-probs and entropy, without keeping logits.
+"""From hidden states to log-probs and entropy.
 
-Enters: hidden states [R, width], the output embedding, what the model does to its logits, target ids [R]. Leaves: log-prob and entropy of
-each row in float32 (float64 when the model is). Guaranteed: at most `CHUNK_NUMBERS` logits exist at a time, forward and backward; they are
-computed with float32 accumulation and results; the gradient of the weight goes straight into its float32 accumulator (`main_grad`) when it
-has one. A head that does more than scale and cap is not read wrongly in silence: `model/verify.py` compares with the model's own logits.
+Enters: hidden states [R, width], the output embedding, what the model does to its logits, target ids [R], and the options of the head.
+Leaves: log-prob and entropy of each row in float32 (float64 when the model is). Guaranteed: the same numbers and gradients with all options
+but for the order of sums; logits have float32 accumulation and results; the gradient of the weight goes straight into its float32
+accumulator (`main_grad`) when it has one; fused, the largest temporary is what `head_bytes` says however many rows there are. A head that
+does more than scale and cap is not read wrongly in silence: `model/verify.py` compares with the model's own logits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal, overload
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
+from fulltilt.kernels.token_logprobs import Call, Entropy, Rows, linear_product, product
+from fulltilt.kernels.token_logprobs import token_logprobs as fused_logprobs
 from fulltilt.records import UserError
 
-CHUNK_NUMBERS = 1 << 26
+CHUNK_NUMBERS = 1 << 26  # logits at a time where torch reads them, in several passes with temporaries of their size
+CUDA_BYTES = 960 << 20  # logits, and in the backward pass their gradient beside them, at a time where the kernels read them
+TILE = 128  # chunks are of whole tiles of a matrix product, where they are that large
 
 
 # Configuration key -> factor on the logits.
@@ -43,11 +49,6 @@ class LogitShape:
         scaled = product if self.scale == 1.0 else product * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
-    def gradient(self, of_logits: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Of the product, given the gradient of the logits; tanh' = 1 - tanh^2."""
-        of_scaled = of_logits if self.cap is None else of_logits * (1.0 - (logits / self.cap).square())
-        return of_scaled if self.scale == 1.0 else of_scaled * self.scale
-
 
 @dataclass(frozen=True, eq=False)
 class Head:
@@ -66,106 +67,155 @@ class Head:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocabulary], in float32 or better."""
-        return project(hidden, self.weight, self.bias, self.shape)
+        return self.shape.logits(self.product(hidden))
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
         """The same before scale and cap."""
-        return project(hidden, self.weight, self.bias, LogitShape())
+        return product(hidden, self.weight, self.bias)
 
 
-def project(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: LogitShape) -> torch.Tensor:
-    if hidden.dtype in (torch.float32, torch.float64):
-        product = hidden @ weight.t()
-    elif hidden.is_cuda:
-        product = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    else:
-        product = hidden.float() @ weight.float().t()
-    return shape.logits(product if bias is None else product + bias)
+@dataclass(frozen=True)
+class HeadOptions:
+    """How log-probs and entropy are computed; never what they are."""
+
+    fused: bool = True
+    """In chunks of rows, forward and backward. False: logits of all rows in float32, with autograd."""
+    entropy_chunk: int | None = None
+    """Most rows at a time: of the entropy where it is not fused, of everything where it is. None: by memory."""
+    entropy_recompute: bool = True
+    """False: what the backward pass of the entropy needs is kept from the forward pass, the softmax of all rows; fused, the products of all
+    rows, in float32, so that neither the entropy's nor the log-prob's backward pass makes them again: one matrix product of four less."""
+
+    def __post_init__(self) -> None:
+        assert self.entropy_chunk is None or self.entropy_chunk > 0
 
 
-def token_logprobs(hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-prob of each target and entropy of each row, at the sampling temperature; both differentiable."""
-    return _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, 1.0 / temperature, head.shape)  # type: ignore[no-untyped-call]
+@overload
+def token_logprobs(
+    hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions = ...,
+    entropy: Literal["gradient", "value"] = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 
 
-class _TokenLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, sharpness: float,
-        shape: LogitShape,
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
-        entropy, normaliser = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        for part in chunks(len(hidden), len(weight)):
-            logits = project(hidden[part], weight, bias, shape) * sharpness
-            normaliser[part] = torch.logsumexp(logits, dim=-1)
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser[part]
-            entropy[part] = normaliser[part] - (torch.exp(logits - normaliser[part, None]) * logits).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.sharpness, ctx.shape = sharpness, shape
-        ctx.set_materialize_grads(False)
-        return logprobs, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        of_logprobs, of_entropy = grads
-        if of_logprobs is None and of_entropy is None:
-            return (None,) * 6
-        accumulator = getattr(weight, "main_grad", None)
-        of_weight = None
-        if ctx.needs_input_grad[1]:
-            of_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if accumulator is None else accumulator
-        of_hidden = torch.empty_like(hidden)
-        of_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if bias is not None and ctx.needs_input_grad[2] else None
-        for part in chunks(len(hidden), len(weight)):
-            logits = project(hidden[part], weight, bias, ctx.shape)
-            of_logits = logits_gradient(
-                logits * ctx.sharpness - normaliser[part, None], targets[part], entropy[part],
-                None if of_logprobs is None else of_logprobs[part], None if of_entropy is None else of_entropy[part],
-            ) * ctx.sharpness  # fmt: skip
-            of_product = ctx.shape.gradient(of_logits, logits)
-            rounded = of_product.to(hidden.dtype)
-            of_hidden[part] = rounded @ weight
-            if of_weight is not None:
-                add_product(of_weight, rounded.t(), hidden[part])
-            if of_bias is not None:
-                of_bias += of_product.sum(0)
-        return (
-            of_hidden,
-            of_weight.to(weight.dtype) if of_weight is not None and accumulator is None else None,
-            None if of_bias is None else of_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+@overload
+def token_logprobs(
+    hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions = ..., *, entropy: Entropy
+) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
-def logits_gradient(
-    log_p: torch.Tensor, targets: torch.Tensor, entropy: torch.Tensor, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None
-) -> torch.Tensor:
-    """d log p[target] / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
-    p = log_p.exp()
-    gradient = torch.zeros_like(p)
-    if of_entropy is not None:
-        gradient -= of_entropy[:, None] * p * (log_p + entropy[:, None])
-    if of_logprobs is not None:
-        gradient -= of_logprobs[:, None] * p
-        gradient[torch.arange(len(targets), device=targets.device), targets] += of_logprobs
-    return gradient
+def token_logprobs(
+    hidden: torch.Tensor,  # [R, width]
+    head: Head,
+    targets: torch.Tensor,  # int64 [R]
+    temperature: float,  # of the sampling
+    options: HeadOptions = HeadOptions(),  # noqa: B008 (frozen)
+    entropy: Entropy = "gradient",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-prob of each target, differentiable, and entropy of each row: with its gradient, without it, or None."""
+    if not options.fused:
+        return plain_logprobs(hidden, head, targets, temperature, options, entropy)
+    rows = rows_at_once(len(hidden), len(head.weight), options, hidden.dtype, hidden.device.type)
+    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, keep=not options.entropy_recompute)
+    return fused_logprobs(hidden, head.weight, head.bias, targets, call)
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, accumulated in total's type."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        total += torch.mm(left, right, out_dtype=total.dtype)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+def plain_logprobs(
+    hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions, entropy: Entropy
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The same from the logits of all rows."""
+    logits = head.shape.logits(linear_product(hidden, head.weight, head.bias)) * (1.0 / temperature)
+    logprobs = logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
+    if entropy == "none":
+        return logprobs, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
+        return logprobs, plain_entropy(logits, options)
 
 
-def chunks(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_NUMBERS // vocabulary)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+def plain_entropy(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
+    again = options.entropy_recompute and torch.is_grad_enabled() and logits.requires_grad
+    found = [
+        checkpoint(entropy_of, part, use_reentrant=False, preserve_rng_state=False) if again else entropy_of(part)
+        for part in logits.split(options.entropy_chunk or max(1, len(logits)))
+    ]
+    return torch.cat(found)
+
+
+def entropy_of(logits: torch.Tensor) -> torch.Tensor:
+    """Of each row. The softmax is all that autograd keeps of it beside the logits."""
+    return torch.logsumexp(logits, dim=-1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+# ---- sizes -------------------------------------------------------------------------------------------------------------------------
+
+
+def rows_at_once(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str) -> Rows:
+    """Of the fused head, for so many rows in all."""
+    most = options.entropy_chunk or max(1, rows)
+    if device != "cuda":
+        size = even(rows, min(most, CHUNK_NUMBERS // vocabulary))
+        return Rows(size, size, size)
+    wide = wide_bytes(dtype) * vocabulary
+    logits = even(rows, min(most, CUDA_BYTES // (3 * wide)))
+    gradient = even(rows, min(most, (CUDA_BYTES - logits * wide) // (dtype.itemsize * vocabulary)))
+    return Rows(even(rows, min(most, CUDA_BYTES // wide)), min(logits, gradient), gradient)
+
+
+def even(rows: int, most: int) -> int:
+    """Rows of a chunk: as few chunks as possible, and as even as tiles allow."""
+    tile = TILE if most >= TILE else 1
+    most = max(1, most // tile * tile)
+    chunks = max(1, -(-rows // most))
+    return max(1, min(most, -(-rows // (chunks * tile)) * tile))
+
+
+def wide_bytes(dtype: torch.dtype) -> int:
+    return 8 if dtype == torch.float64 else 4
+
+
+@dataclass(frozen=True)
+class HeadBytes:
+    """Of the temporaries of the head, beside its inputs and their gradients."""
+
+    largest: int  # one tensor, forward or backward
+    entropy: int  # the largest that the entropy is computed through
+    saved: int  # for the backward pass of the entropy alone, until it
+    peak: int  # all that exist at one time, at most; where torch reads capped logits, one tensor of the same size more
+
+
+def head_bytes(
+    rows: int, vocabulary: int, width: int, options: HeadOptions = HeadOptions(), *,  # noqa: B008 (frozen)
+    dtype: torch.dtype = torch.bfloat16, device: str = "cuda", entropy: Entropy = "gradient",
+) -> HeadBytes:  # fmt: skip
+    """By formula, for so many trained rows, at a forward and a backward pass."""
+    found = (fused_bytes if options.fused else plain_bytes)(rows, vocabulary, options, dtype, device, entropy)
+    if device == "cuda" or dtype.itemsize >= 4:
+        return found
+    widened = 4 * vocabulary * width  # there is no product that widens: the weight is widened before it
+    return replace(found, largest=max(found.largest, widened), peak=found.peak + widened)
+
+
+def fused_bytes(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str, entropy: Entropy) -> HeadBytes:
+    size = rows_at_once(rows, vocabulary, options, dtype, device)
+    kept = entropy == "gradient" and not options.entropy_recompute
+    wide = wide_bytes(dtype) * vocabulary
+    forward, logits, gradient = (min(rows, given) for given in (size.forward, size.logits, size.gradient))
+    of_gradient = dtype.itemsize * vocabulary * gradient
+    beside = 0 if device == "cuda" else 2 * wide * logits  # the reference holds values and probabilities beside the logits
+    largest = max(wide * (gradient if kept else forward), of_gradient)
+    return HeadBytes(
+        largest,
+        entropy=0 if entropy == "none" else largest,
+        saved=rows * ((wide if kept else 0) + wide_bytes(dtype)) if entropy == "gradient" else 0,
+        peak=rows * wide + of_gradient + beside if kept else max(wide * forward, wide * logits + of_gradient + beside),
+    )
+
+
+def plain_bytes(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str, entropy: Entropy) -> HeadBytes:
+    wide, differentiable = wide_bytes(dtype) * vocabulary, entropy == "gradient"
+    return HeadBytes(
+        largest=wide * rows,
+        entropy=0 if entropy == "none" else wide * min(rows, options.entropy_chunk or rows),
+        saved=rows * (wide + wide_bytes(dtype)) if differentiable and not options.entropy_recompute else 0,
+        # In the backward pass of the log-probs: the logits, three tensors on the way to their gradient, and that of the entropy.
+        peak=wide * rows * (5 if differentiable else 4),
+    )

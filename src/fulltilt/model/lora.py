@@ -13,6 +13,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulltilt.config import LoraConfig, ModelConfig
+from fulltilt.model import experts
 from fulltilt.model.load import export, first_line
 from fulltilt.records import UserError
 
@@ -58,6 +60,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
     refuse_other_layers(model, layers, parameters)
     if path:
         read_adapter(model, path)
+    run_with_experts(model)
 
 
 @contextlib.contextmanager
@@ -118,6 +121,35 @@ def with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
         delta = layer.lora_B[NAME].weight.to(wide) @ layer.lora_A[NAME].weight.to(wide)
         merged = weight.to(wide) + layer.scaling[NAME] * (delta.t() if layer.fan_in_fan_out else delta)
     return merged.to(weight.dtype).cpu()
+
+
+# ---- stacked experts ---------------------------------------------------------------------------------------------------------------
+
+# peft adds an adapter on a stacked parameter to a copy of the parameter, anew in every pass, and that copy is kept for the backward pass.
+
+
+def run_with_experts(model: torch.nn.Module) -> None:
+    """Let the function that runs the experts run the adapters on them, as products of their own."""
+    for _, layer in adapted(model):
+        module = layer.get_base_layer()
+        if experts.takes_adapter(module, target_of(layer)):
+            experts.run_adapter(module, target_of(layer), MethodType(low_rank, layer))
+            layer.forward = MethodType(pass_through, layer)
+
+
+def low_rank(layer: Any) -> experts.LowRank | None:
+    if layer.disable_adapters or layer.merged:
+        return None
+    left, right, scale = layer.get_delta_factors(NAME)
+    if not layer.get_base_layer().is_transposed:
+        left, right = right.transpose(1, 2), left.transpose(1, 2)
+    return experts.LowRank(left, right, scale)
+
+
+def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of such an adapter. Where the experts run through another implementation, peft's."""
+    run = self.base_layer if experts.runs_here(self.get_base_layer()) else MethodType(type(self).forward, self)
+    return run(*args, **kwargs)
 
 
 # ---- what the settings name --------------------------------------------------------------------------------------------------------

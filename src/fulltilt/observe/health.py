@@ -1,12 +1,13 @@
 """Whether a run is still worth its electricity: rules over the metrics of one step.
 
 Enters: the metrics of each step, under the names of docs/metrics.md. Leaves: for each step a `Verdict`: which rules hold, what to tell the
-user, and whether to stop. Guaranteed: a verdict is a function of the metrics and of how often each rule has held in a row, which
+user, and whether to stop. Guaranteed: whether to stop is a function of the metrics and of how often each rule has held in a row, which
 `streaks` gives to checkpoints and takes from them, so that a resumed run stops at the step where an uninterrupted one does; a metric
-that a step does not have makes no rule hold. Free of torch.
+that a step does not have makes no rule begin to hold. Free of torch.
 
 What the loop does with it: while a rule holds, `Verdict.may_save` is false and no checkpoint is written, so that the newest one is from
-before; a run that has none yet saves the state it stops in. Where `health.stop` is off, checkpoints are written as ever.
+before; a run that has none yet saves the state it stops in. Where `health.stop` is off, checkpoints are written as ever. A rule that only
+warns keeps no checkpoint back and is not in `streaks`: what it looks at, the memory of this process, ends with the process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,11 @@ from fulltilt.config import HealthConfig
 from fulltilt.records import UserError
 
 Metrics = Mapping[str, float]
+MEMORY = "memory_gib/"  # what the names of measured memory begin with: then the phase, then what
+PASSING = ("peak", "activations", "head", "reserved")  # not held: they go with the lengths of the samples
+WARM_UP_STEPS = 2  # in which caches fill and graphs are captured
+GROWTH_STEPS = 10  # in a row: a number that goes up and down by chance does not do so much
+GROWTH_GIB = 1 / 16
 
 
 class Unhealthy(UserError):
@@ -27,14 +33,27 @@ class Unhealthy(UserError):
 
 
 @dataclass(frozen=True)
+class Climb:
+    """A number that has grown in each of the last `steps` steps that have it."""
+
+    steps: int
+    begin: float  # before the first of them
+    now: float
+
+
+Climbs = Mapping[str, Climb]
+
+
+@dataclass(frozen=True)
 class Rule:
     name: str
-    holds: Callable[[Metrics, HealthConfig], str | None]  # what was measured, in words; None: the rule does not hold
+    holds: Callable[[Metrics, Climbs, HealthConfig], str | None]  # what was measured, in words; None: the rule does not hold
     cause: str
     remedy: str
+    stops: bool = True  # False: it only ever warns
 
 
-def _no_variance(metrics: Metrics, config: HealthConfig) -> str | None:
+def _no_variance(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
     """Groups of one, and groups that differ only from one another, still teach an algorithm whose baseline is not the group's mean."""
     learns = metrics.get("critic/advantages/max", 0.0) != 0 or metrics.get("critic/advantages/min", 0.0) != 0
     # A critic's errors, or a KL penalty, make advantages out of any rewards. Failed samples and groups carried over are not in the scores.
@@ -47,7 +66,7 @@ def _no_variance(metrics: Metrics, config: HealthConfig) -> str | None:
     return f"no group of this step has two different rewards{everywhere}"
 
 
-def _not_finite(metrics: Metrics, config: HealthConfig) -> str | None:
+def _not_finite(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
     skipped = {role: metrics.get(f"{role}/skipped_updates", 0) for role in ("actor", "critic")}
     found = [
         f"{count:.0f} of the {role}'s optimizer steps left out for a gradient that is not finite"
@@ -61,7 +80,7 @@ def _not_finite(metrics: Metrics, config: HealthConfig) -> str | None:
     return "; ".join(found) or None
 
 
-def _entropy_collapse(metrics: Metrics, config: HealthConfig) -> str | None:
+def _entropy_collapse(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
     # SFT has an entropy too, but samples nothing: there a low one only says that the data is learned.
     entropy = metrics.get("actor/entropy") if "response_length/mean" in metrics else None
     if entropy is None or not entropy < config.entropy_floor:
@@ -69,25 +88,38 @@ def _entropy_collapse(metrics: Metrics, config: HealthConfig) -> str | None:
     return f"actor/entropy is {entropy:.4g} nats per token, below health.entropy_floor = {config.entropy_floor:g}"
 
 
-def _all_clipped(metrics: Metrics, config: HealthConfig) -> str | None:
+def _all_clipped(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
     share = metrics.get("response_length/clip_ratio")
     if share is None or not share > config.max_clip_ratio:
         return None
     return f"{share:.1%} of the responses were cut, more than health.max_clip_ratio = {config.max_clip_ratio:g}"
 
 
-def _reward_errors(metrics: Metrics, config: HealthConfig) -> str | None:
+def _reward_errors(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
     errors, samples = metrics.get("reward/errors"), metrics.get("reward/samples")
     if errors is None or not samples or not errors / samples > config.max_reward_errors:
         return None
     return f"the reward of {errors:.0f} of {samples:.0f} samples failed, more than health.max_reward_errors = {config.max_reward_errors:g}"
 
 
-def _logprob_gap(metrics: Metrics, config: HealthConfig) -> str | None:
+def _logprob_gap(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
     gap = metrics.get("rollout_corr/logprob_abs_gap")
     if gap is None or not gap > config.max_logprob_gap:
         return None
     return f"rollout_corr/logprob_abs_gap is {gap:.4g}, above health.max_logprob_gap = {config.max_logprob_gap:g}"
+
+
+def _memory_growth(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+    grown = {name: climb for name, climb in climbs.items() if climb.steps >= GROWTH_STEPS and climb.now - climb.begin > GROWTH_GIB}
+    by_kind: dict[str, tuple[float, str]] = {}
+    for name, climb in grown.items():
+        *phase, kind = name.removeprefix(MEMORY).split("/")
+        where = f" at the end of {phase[0]}" if phase else ""
+        words = f"{kind}{where} by {climb.now - climb.begin:.2f} to {climb.now:.2f} GiB in {climb.steps} steps"
+        by_kind[kind] = max(by_kind.get(kind, (0.0, "")), (climb.now - climb.begin, words))
+    if not by_kind:
+        return None
+    return f"memory held has grown in every step: {', '.join(words for _, words in sorted(by_kind.values(), reverse=True))}"
 
 
 RULES: tuple[Rule, ...] = (
@@ -131,7 +163,33 @@ RULES: tuple[Rule, ...] = (
         remedy="compute in float32 (model.dtype, in another run.dir): if the gap goes, it was rounding, and health.max_logprob_gap may be "
         "raised; if it stays, one of the two computes this model wrongly",
     ),
+    Rule(
+        "memory-growth",
+        _memory_growth,
+        cause="something keeps what each step makes, and at this rate the memory runs out",
+        remedy="look for what a reward, loss or advantage of your own keeps from step to step (`process`: all that this process has in the "
+        "computer's own memory; `other`: on the device, of no known kind); until then, stop and resume now and then: a new process starts "
+        "with nothing",
+        stops=False,
+    ),
 )
+
+
+class Growth:
+    """Follows what is held at the end of each phase over the steps of this process, and all that the process has."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self.climbs: dict[str, Climb] = {}
+
+    def follow(self, metrics: Metrics) -> Climbs:
+        self._steps += 1
+        for name, value in metrics.items():
+            if not name.startswith(MEMORY) or name.split("/")[-1] in PASSING or self._steps <= WARM_UP_STEPS:
+                continue
+            before = self.climbs.get(name, Climb(0, value, value))
+            self.climbs[name] = Climb(before.steps + 1, before.begin, value) if value > before.now else Climb(0, value, value)
+        return self.climbs
 
 
 @dataclass(frozen=True)
@@ -149,34 +207,37 @@ class Health:
         """`streaks`: those of the checkpoint that the run resumes from."""
         self.config = config
         self._rules = tuple(rule for rule in RULES if rule.name not in config.ignore)
-        looked_at = {rule.name for rule in self._rules}
+        looked_at = {rule.name for rule in self._rules if rule.stops}
         self._streaks = {name: count for name, count in (streaks or {}).items() if name in looked_at and count > 0}
+        self._growth = Growth()
         self._told: set[str] = set()  # not saved: who resumes a run in the middle of a streak is told once more
 
     @property
     def streaks(self) -> dict[str, int]:
-        """For how many steps in a row each rule that holds has held."""
-        return dict(self._streaks)
+        """For how many steps in a row each rule that holds, and may stop the run, has held."""
+        return {rule.name: self._streaks[rule.name] for rule in self._rules if rule.stops and rule.name in self._streaks}
 
     def look(self, step: int, metrics: Metrics) -> Verdict:
         warnings, stops = [], []
         before, self._streaks = self._streaks, {}
+        climbs = self._growth.follow(metrics)
         for rule in self._rules:
-            measured, streak = rule.holds(metrics, self.config), before.get(rule.name, 0)
+            measured, streak = rule.holds(metrics, climbs, self.config), before.get(rule.name, 0)
             if measured is None:
                 if streak:
                     warnings.append(f"step {step}: {rule.name} has passed, after {_steps(streak)}")
                 self._told.discard(rule.name)
                 continue
             streak = self._streaks[rule.name] = streak + 1
-            if self.config.stop and streak >= self.config.patience:
+            if self.config.stop and rule.stops and streak >= self.config.patience:
                 stops.append(f"  {rule.name} for {_steps(streak)} in a row: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
             elif rule.name not in self._told:
-                warnings.append(f"step {step}: {rule.name}: {measured}; {rule.cause}. {self._outlook(streak)}. Remedy: {rule.remedy}.")
+                outlook = self._outlook(streak) if rule.stops else "The run goes on: this rule only warns"
+                warnings.append(f"step {step}: {rule.name}: {measured}; {rule.cause}. {outlook}. Remedy: {rule.remedy}.")
             self._told.add(rule.name)
         sick = tuple(self._streaks)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        return Verdict(sick, tuple(warnings), stop, may_save=not (sick and self.config.stop))
+        return Verdict(sick, tuple(warnings), stop, may_save=not (self.streaks and self.config.stop))
 
     def _outlook(self, streak: int) -> str:
         if not self.config.stop:

@@ -2,21 +2,25 @@
 
 Enters: gradients accumulated on a model's parameters. Leaves: changed parameters. Guaranteed: masters, moments and accumulated gradients
 are float32 or better whatever type computes (a tied weight's two gradients are summed there too); a non-finite gradient changes nothing
-and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit.
+and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit; a step that has begun to change parameters ends,
+for it takes no more memory. Masters and moments are on the device, or on the host and streamed through it in buckets: the same arithmetic
+on the same numbers, so the same bits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch.optim.adamw import adamw
 
 from fulltilt.config import TrainConfig
+from fulltilt.memory.offload import ON_DEVICE, Entry, Layout, OffloadSetting, Part, States, absent, aligned
 from fulltilt.records import UserError
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -37,38 +41,78 @@ def learning_rate(config: TrainConfig, update: int, total: int) -> float:
     return config.lr * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * fall)
 
 
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Some numbers of a parameter with their states, all flat and where AdamW changes them."""
+
+    name: str
+    numbers: slice
+    parameter: torch.Tensor
+    weights: torch.Tensor  # of the master; of the parameter where it is its own
+    moments: tuple[torch.Tensor, torch.Tensor]
+    step: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OptimizerBytes:
+    """What an optimizer takes, beside the parameters."""
+
+    gradients: int  # accumulators on the device: always there, or during updates only (`OffloadSetting.grads`)
+    device: int  # masters and moments, or the buckets through which they are streamed
+    host: int
+
+
 class Optimizer:
     """Over all parameters of `model` that require a gradient.
 
     `keeps_parameters`: their values go into checkpoints with the moments, because nothing else there holds them (a critic, adapters).
+    `offload`: what is on the device only when it is needed. It changes no bit of any step, and checkpoints fit all settings.
     """
 
-    def __init__(self, model: torch.nn.Module, config: TrainConfig, total_updates: int, *, keeps_parameters: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: TrainConfig, total_updates: int, *, keeps_parameters: bool = False,
+        offload: OffloadSetting = ON_DEVICE,
+    ) -> None:  # fmt: skip
         self.config = config
         self.keeps_parameters = keeps_parameters
+        self.offload = offload
         self.total_updates = total_updates
         self.updates = 0  # place in the schedule: updates tried, and those that steps with too few samples left out
         self.skipped = 0
-        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._masters = {name: self._master(p) for name, p in self._parameters.items()}
-        matrices = [master for master in self._masters.values() if master.ndim >= 2]
-        others = [master for master in self._masters.values() if master.ndim < 2]
-        on_cuda = all(master.is_cuda for master in self._masters.values())  # fused there: no temporaries of the size of the masters
-        self._adam = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.lr, betas=config.betas, eps=config.eps, fused=on_cuda,
-        )  # fmt: skip
-        for master in self._masters.values():
-            # Taken now rather than at the first step, so that memory measured at the start of a run stays true.
-            step = torch.zeros((), dtype=torch.float32, device=master.device if on_cuda else "cpu")
-            self._adam.state[master] = {"step": step} | {name: torch.zeros_like(master) for name in MOMENTS}
+        self._parameters = trained(model)
+        self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
+        self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step fails for want of memory
+        layout = states_layout(self._parameters, offload)
+        # Taken now rather than at the first step, so that memory measured at the start of a run stays true.
+        self._states = States(layout, self._device, offload.buckets if offload.optimizer else 0)
+        self._masters: dict[str, torch.Tensor] = dict(self._parameters)
+        self._moments: dict[str, dict[str, torch.Tensor]] = {moment: {} for moment in MOMENTS}
+        for entry in layout.entries:
+            parameter = self._parameters[entry.name]
+            for moment in MOMENTS:
+                self._moments[moment][entry.name] = shaped(self._states.home(entry, moment), parameter)
+            if MASTER in entry.kinds:
+                self._masters[entry.name] = shaped(self._states.home(entry, MASTER), parameter)
+                parameter.register_post_accumulate_grad_hook(accumulate)
+        # Parts of one parameter count the same steps, each for itself, for AdamW adds to the counters that it is given.
+        count_on = self._device if self._fused else torch.device("cpu")
+        self._shares = [
+            [self._share(part, torch.zeros((), dtype=torch.float32, device=count_on)) for part in bucket] for bucket in self._states.buckets
+        ]
+        self._steps: dict[str, list[torch.Tensor]] = {name: [] for name in self._parameters}
+        for share in (share for shares in self._shares for share in shares):
+            self._steps[share.name].append(share.step)
+        for number in self._states.stream(read=(), written=(MASTER,)):
+            copy_all([(s.weights, s.parameter) for s in self._shares[number] if s.weights is not s.parameter])
+        self._gradients: torch.Tensor | None = None  # all accumulators, in one memory
+        if not offload.grads:
+            self.prepare()
 
-    def _master(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        if parameter.dtype in (torch.float32, torch.float64):
-            return parameter
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-        parameter.register_post_accumulate_grad_hook(accumulate)
-        return parameter.detach().float().clone()
+    @torch.no_grad()
+    def _share(self, part: Part, step: torch.Tensor) -> Share:
+        parameter = flat(self._parameters[part.name])[part.numbers]
+        first, second = (part.states[moment] for moment in MOMENTS)
+        return Share(part.name, part.numbers, parameter, part.states.get(MASTER, parameter), (first, second), step)
 
     def begin(self, update: int) -> None:
         """A step begins, whose first update is the run's `update`-th (from 0). Earlier steps may have made fewer than they could: the
@@ -76,42 +120,73 @@ class Optimizer:
         self.updates = update
         self.zero_grad()
 
+    def prepare(self) -> None:
+        """Before the first pass of a mini-batch: take the accumulators' memory, unless it is there."""
+        if self._gradients is not None:
+            return
+        lows = [parameter for parameter in self._parameters.values() if is_low(parameter)]
+        self._gradients = torch.zeros(sum(room_of(parameter) for parameter in lows), dtype=torch.float32, device=self._device)
+        for parameter, room in zip(lows, self._gradients.split([room_of(parameter) for parameter in lows]), strict=True):
+            parameter.main_grad = shaped(room, parameter)  # type: ignore[attr-defined]
+
     def zero_grad(self) -> None:
+        """Forget the gradients; where they are offloaded, their memory is given back."""
         for parameter in self._parameters.values():
             parameter.grad = None
-            if hasattr(parameter, "main_grad"):
-                parameter.main_grad.zero_()
+            if self.offload.grads and hasattr(parameter, "main_grad"):
+                del parameter.main_grad
+        if self.offload.grads:
+            self._gradients = None
+        elif self._gradients is not None:
+            self._gradients.zero_()
 
     def step(self) -> StepReport:
         """Apply the accumulated gradients, clipped, and forget them."""
         lr = learning_rate(self.config, self.updates, self.total_updates)
         self.updates += 1
-        for name, parameter in self._parameters.items():
-            master = self._masters[name]
-            if master is not parameter:
-                master.grad = parameter.main_grad  # type: ignore[attr-defined]
-        gradients = [master.grad for master in self._masters.values() if master.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        self.prepare()
+        found = {name: p.main_grad if is_low(p) else p.grad for name, p in self._parameters.items()}  # type: ignore[attr-defined]
+        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
         if math.isfinite(norm):
             self._apply(gradients, norm, lr)
         else:
             self.skipped += 1
+        del found, gradients  # or their memory would outlive `zero_grad`
         self.zero_grad()
         return StepReport(grad_norm=norm, lr=lr, skipped=not math.isfinite(norm))
 
     @torch.no_grad()
-    def _apply(self, gradients: list[torch.Tensor], norm: float, lr: float) -> None:
+    def _apply(self, gradients: dict[str, torch.Tensor], norm: float, lr: float) -> None:
+        """All memory is there before the first bucket changes anything: from then on nothing can fail."""
+        self._require_presence()
         if self.config.clip_grad and norm > self.config.clip_grad:
-            torch._foreach_mul_(gradients, self.config.clip_grad / (norm + 1e-6))
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
+            torch._foreach_mul_(list(gradients.values()), self.config.clip_grad / (norm + 1e-6))
+        flats = {name: flat(like_parameter(gradient, self._parameters[name])) for name, gradient in gradients.items()}
+        for number in self._states.stream():
+            shares = [share for share in self._shares[number] if share.name in flats]
+            for decay, matrices in ((self.config.weight_decay, True), (0.0, False)):
+                self._adam([s for s in shares if (self._parameters[s.name].ndim >= 2) == matrices], flats, lr, decay)
+            copy_all([(s.parameter, s.weights) for s in shares if s.weights is not s.parameter])
+
+    def _adam(self, shares: list[Share], gradients: dict[str, torch.Tensor], lr: float, decay: float) -> None:
+        beta1, beta2 = self.config.betas
+        adamw(
+            [share.weights for share in shares], [gradients[share.name][share.numbers] for share in shares],
+            [share.moments[0] for share in shares], [share.moments[1] for share in shares], [], [share.step for share in shares],
+            foreach=False, fused=self._fused, amsgrad=False, maximize=False,
+            beta1=beta1, beta2=beta2, lr=lr, weight_decay=decay, eps=self.config.eps,
+        )  # fmt: skip
+
+    def _require_presence(self) -> None:
+        away = [name for name, parameter in self._parameters.items() if absent(parameter)]
+        assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.needed)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a checkpoint must hold beside the model itself, and the trained parameters too if it keeps them."""
+        """Everything that a checkpoint must hold beside the model itself, and the trained parameters too if it keeps them. No copies: they
+        are what the next step changes, on the device or on the host."""
+        self._require_presence()
+        self._states.settle()
         result: dict[str, torch.Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
@@ -119,8 +194,8 @@ class Optimizer:
             elif self.keeps_parameters:
                 result[f"parameter/{name}"] = master
             for moment in MOMENTS:
-                result[f"{moment}/{name}"] = self._adam.state[master][moment]
-            result[f"step/{name}"] = self._adam.state[master]["step"]
+                result[f"{moment}/{name}"] = self._moments[moment][name]
+            result[f"step/{name}"] = self._steps[name][0]
         return result
 
     @torch.no_grad()
@@ -129,10 +204,85 @@ class Optimizer:
         refuse_misfits(own, tensors)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        for name, parameter in self._parameters.items():
-            if self._masters[name] is not parameter:
-                parameter.copy_(self._masters[name])
+        for steps in self._steps.values():
+            for step in steps[1:]:
+                step.copy_(steps[0])
+        for number in self._states.stream(read=(MASTER,), written=()):
+            copy_all([(s.parameter, s.weights) for s in self._shares[number] if s.weights is not s.parameter])
         self.updates, self.skipped = updates, skipped
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All that it holds beside parameters and gradients, on the device and on the host."""
+        yield from self._states.memory()
+
+
+def optimizer_bytes(model: torch.nn.Module, offload: OffloadSetting) -> OptimizerBytes:
+    """What `Optimizer(model, ..., offload=offload)` takes; the model needs no weights (a meta device will do)."""
+    parameters = trained(model)
+    layout = states_layout(parameters, offload)
+    gradients = sum(4 * room_of(p) if is_low(p) else p.nbytes for p in parameters.values())
+    if not offload.optimizer:
+        return OptimizerBytes(gradients, layout.nbytes, 0)
+    of_bucket = sum(min(layout.width, extent) for extent in layout.extents.values())
+    return OptimizerBytes(gradients, of_bucket * min(offload.buckets, layout.count), layout.nbytes)
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
+    gaps = [name for name, p in found.items() if not is_dense(p)]
+    assert not gaps, f"{gaps[0]} does not fill the memory that it spans: give it memory of its own"
+    return found
+
+
+def states_layout(parameters: Mapping[str, torch.nn.Parameter], offload: OffloadSetting) -> Layout:
+    entries = [
+        Entry(name, p.numel(), torch.float32 if is_low(p) else p.dtype, (*MOMENTS, MASTER) if is_low(p) else MOMENTS)
+        for name, p in parameters.items()
+    ]
+    return Layout(entries, offload.bucket_bytes if offload.optimizer else None)
+
+
+def is_low(parameter: torch.Tensor) -> bool:
+    """Whether it is too coarse to be its own master."""
+    return parameter.dtype not in (torch.float32, torch.float64)
+
+
+def room_of(parameter: torch.Tensor) -> int:
+    """Numbers of float32 that its accumulator takes, the next one's alignment included."""
+    return aligned(4 * parameter.numel()) // 4
+
+
+# Flat means in the order of memory, so that a parameter's numbers, its gradient's and its states' meet whatever its strides are.
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its numbers fill a stretch of memory, in whatever order."""
+    count = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
+        if stride != count:
+            return False
+        count *= size
+    return True
+
+
+def shaped(memory: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The numbers at the beginning of `memory`, in the shape of the parameter."""
+    return memory.as_strided(parameter.shape, parameter.stride())
+
+
+def like_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Autograd gives a gradient its parameter's strides; a gradient that someone else has put there may have others."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
+
+
+def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Each (target, source), rounded to the target's type."""
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 @torch.no_grad()
@@ -164,5 +314,6 @@ def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
 def accumulate(parameter: torch.Tensor) -> None:
     """Add a micro-batch's gradient to the float32 accumulator and drop it. The head has put its own there already and leaves none."""
     if parameter.grad is not None:
-        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        assert hasattr(parameter, "main_grad"), "Optimizer.prepare comes before the first pass of a mini-batch"
+        parameter.main_grad.add_(parameter.grad)
         parameter.grad = None

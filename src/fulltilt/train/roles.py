@@ -1,14 +1,15 @@
 """A role is a composition: a model with its head, and an optimizer or none.
 
 Enters: a loaded model. Leaves: actor and ref (`Policy`), critic (`Critic`), reward model (`Scorer`), each with one way to run a packed
-micro-batch: `terms` for the loss of a role that learns, `annotate` for one number per trained token, without gradients.
+micro-batch: `terms` for the loss of a role that learns, `annotate` for one number per trained token, without gradients. The entropy is
+computed with its gradient where the loss has a bonus, as a number where it is only a metric, and not at all without a loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.heads import Head, token_logprobs
+from fulltilt.model.heads import Entropy, Head, HeadOptions, head_bytes, token_logprobs
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.train.optim import Optimizer
@@ -36,6 +37,8 @@ class Learner(Protocol[Terms]):
 
     def terms(self, micro: MicroBatch) -> Terms: ...
 
+    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None: ...
+
 
 class Annotator(Protocol):
     """A role that is asked for one number per trained token."""
@@ -43,6 +46,15 @@ class Annotator(Protocol):
     name: str
 
     def annotate(self, micro: MicroBatch) -> np.ndarray: ...
+
+    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None: ...
+
+
+class ScalarHead:
+    """Of roles that say one number of each token: their head has no temporaries to speak of."""
+
+    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> None:
+        return None
 
 
 @dataclass(eq=False)
@@ -53,23 +65,35 @@ class Policy:
     optimizer: Optimizer | None = None
     entropy_gradient: bool = False
     as_role: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for every pass: the model may be another role too
+    options: HeadOptions = field(default_factory=HeadOptions)
 
     @property
     def device(self) -> torch.device:
         return self.model.device
 
-    def run(self, micro: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-prob and entropy of each trained token [R], with gradient unless it is switched off."""
+    def run(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]."""
         ids, positions, trained = stream(micro, self.device)
         with self.as_role():
             hidden = hidden_states(self.model, ids, positions, Packed.of(micro.cu_seqlens, self.device))
-            return token_logprobs(hidden[trained - 1], Head.of(self.model), ids[trained], self.temperature)
+            return token_logprobs(hidden[trained - 1], Head.of(self.model), ids[trained], self.temperature, self.options, entropy=entropy)
+
+    @property
+    def learning_entropy(self) -> Entropy:
+        return "gradient" if self.entropy_gradient else "value"
+
+    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int:
+        """Of the head's largest temporary in passes over these, by its own count."""
+        weight, rows = Head.of(self.model).weight, max((len(micro.trained) for micro in micro_batches), default=0)
+        entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
+        return head_bytes(rows, vocabulary, width, self.options, dtype=weight.dtype, device=self.device.type, entropy=entropy).largest
 
     def terms(self, micro: MicroBatch) -> TokenTerms:
-        logprobs, entropy = self.run(micro)
+        logprobs, entropy = self.run(micro, self.learning_entropy)
+        assert entropy is not None
         return TokenTerms(
             logprobs=logprobs,
-            entropy=entropy if self.entropy_gradient else entropy.detach(),
+            entropy=entropy,
             weights=like(micro.weights, logprobs),
             row=torch.from_numpy(micro.trained_row).to(self.device),
             rollout_logprobs=like_if_any(micro.rollout_logprobs, logprobs),
@@ -86,7 +110,7 @@ class Policy:
 
 
 @dataclass(eq=False)
-class Critic:
+class Critic(ScalarHead):
     """Says of each trained token what reward is to be expected, given the text before it."""
 
     name: str
@@ -113,7 +137,7 @@ class Critic:
 
 
 @dataclass(eq=False)
-class Scorer:
+class Scorer(ScalarHead):
     """A reward model: one number for each text, read at its last token, the only one that its row marks as trained."""
 
     name: str

@@ -29,6 +29,7 @@ class Trainer(Generic[Terms]):
 
     def accumulate(self, batch: MiniBatch) -> dict[str, float]:
         """Gradients of the whole mini-batch, on top of what is there."""
+        self.optimizer.prepare()
         sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
         for micro in batch.micro_batches:
             if not len(micro.trained):

@@ -1,0 +1,105 @@
+"""The arithmetic that an update must do, and the share of a device's arithmetic that it gets.
+
+Enters: a model's weights and attention layers, the lengths of samples, how many of their tokens are trained. Leaves: FLOPs of one forward
+and backward pass. Guaranteed: the formula of docs/bench.md and nothing else, so that no way of computing changes the number:
+
+    3 x (2 x weights of the layers x tokens + 2 x weights of the head x trained tokens + 4 x query width x pairs, over all layers)
+
+Forward once, backward twice: a product has a gradient for each of its two factors. Each weight counts once, a tied one for its use as the
+head; the input embedding is looked up and not multiplied. A pair is a token and one that it may look at, itself included: about half the
+square of a sample's length. Pads, recomputed parts, biases, norms and activation functions count nothing. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+PASSES = 3  # forward, gradient of what enters, gradient of the weights
+
+# Families that verl counts with its formula for dense models.
+VERL_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "seed_oss"})
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    query_width: int  # query heads times the width of one
+    window: int | None = None  # how far back a token looks, itself included
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What tokens are multiplied with."""
+
+    layer_weights: int  # by every token; of experts those that a token is sent to
+    head_weights: int  # by every trained token
+    attention: tuple[AttentionLayer, ...]
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Of one forward and backward pass, by part."""
+
+    layers: int  # the linear layers, all tokens
+    attention: int  # scores and weighted sums
+    head: int  # trained tokens only
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.attention + self.head
+
+
+def pairs(length: int, window: int | None = None) -> int:
+    """Of a sample: each token with itself and those before it, as far as it looks back. Example: 4 tokens -> 1 + 2 + 3 + 4 = 10"""
+    looks = length if window is None else min(length, window)
+    return looks * (looks + 1) // 2 + (length - looks) * looks
+
+
+def update_flops(size: ModelSize, lengths: Sequence[int], trained: int) -> Flops:
+    """`lengths`: tokens of each sample, prompt and response, pads left out. `trained`: tokens of all of them that the head is run for."""
+    seen = {window: sum(pairs(length, window) for length in lengths) for window in {layer.window for layer in size.attention}}
+    return Flops(
+        layers=PASSES * 2 * size.layer_weights * sum(lengths),
+        attention=PASSES * sum(4 * layer.query_width * seen[layer.window] for layer in size.attention),
+        head=PASSES * 2 * size.head_weights * trained,
+    )
+
+
+def verl_flops(config: Any, lengths: Sequence[int]) -> int | None:
+    """What verl's counter says of the same pass, given transformers' configuration of a language model; None for families that it counts
+    otherwise or not at all.
+
+    It differs in three ways: input embedding and head are two matrices even where they are tied, both multiplied by every token; the head
+    is run for every token; attention is the whole square of a length.
+    """
+    if config.model_type not in VERL_DENSE:
+        return None
+    hidden, width = config.hidden_size, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    queries, keys = config.num_attention_heads * width, config.num_key_value_heads * width
+    a_layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * config.intermediate_size
+    weights = config.num_hidden_layers * a_layer + 2 * config.vocab_size * hidden
+    squares = sum(length * length for length in lengths)
+    return 6 * weights * sum(lengths) + 12 * squares * queries * config.num_hidden_layers  # type: ignore[no-any-return]
+
+
+def count_weights(model: Any) -> tuple[int, int]:
+    """Of a language model of transformers, on any device: weights of its layers that a token is multiplied with, and weights of its head.
+
+    Matrices count whole, stacked experts by the share that a token is sent to, vectors not at all.
+    """
+    lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    layers = 0
+    for parameter in model.parameters():
+        if parameter is lookup or parameter is head:
+            continue
+        if parameter.ndim == 2:
+            layers += parameter.numel()
+        elif parameter.ndim == 3:
+            layers += parameter.numel() * model.config.get_text_config().num_experts_per_tok // len(parameter)
+    return layers, head.numel()
+
+
+def utilisation(flops: float | None, seconds: float, peak: float | None) -> float | None:
+    """MFU: the share of a device's nominal arithmetic; None where either is unknown."""
+    return flops / seconds / peak if flops and peak else None

@@ -1,0 +1,423 @@
+"""Log-probs and entropies of tokens from hidden states and the output embedding, and their gradients, without the logits of a micro-batch.
+
+Enters: hidden states [R, width], weight [vocabulary, width], perhaps a bias, target ids [R], and how products become logits. Leaves: the
+log-prob of each target and, where it is asked for, the entropy of each row, in float32 (float64 when the hidden states are).
+
+Guaranteed:
+- products are added up in float32 or better and never rounded before the softmax has been read; what is rounded to the type of the hidden
+  states is the gradient of the products, once;
+- no more than `Rows` says exists at a time, forward and backward;
+- the gradient of the weight is added to its float32 accumulator (`main_grad`), inside the matrix product, where the weight has one;
+- entropy "value" computes and saves nothing for a backward pass, "none" does not compute it.
+
+Who does what on CUDA. cuBLAS makes all products: one in the forward pass and three in the backward pass, where the logits are made again
+(or not, with `keep`). What a number of the logits costs beside them: forward, one read of its 4 bytes (`_read_kernel`); backward, one read
+and one write of the rounded gradient (`_gradient_kernel`). Each product that adds to the weight's gradient reads and writes all of that
+accumulator, so that its rows (`Rows.gradient`) are as many as memory allows; the logits, at twice the bytes, are made in smaller pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
+
+Entropy = Literal["gradient", "value", "none"]
+BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thread of 8 warps, two loads of 16 bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows exist at a time."""
+
+    forward: int  # of logits, in the forward pass
+    logits: int  # of logits, in the backward pass
+    gradient: int  # of their gradient, which both products of the backward pass read
+
+
+@dataclass(frozen=True)
+class Call:
+    """What stays the same for all rows. The softmax is of product * scale * sharpness, or cap * tanh(product * scale / cap) * sharpness."""
+
+    sharpness: float  # 1 / temperature
+    scale: float
+    cap: float | None
+    rows: Rows
+    entropy: Entropy = "gradient"
+    keep: bool = False  # the products of the forward pass until the backward pass, where the entropy has one
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """What the backward pass knows of each row."""
+
+    targets: torch.Tensor  # int64 [R]
+    normaliser: torch.Tensor  # log of the softmax's sum [R]
+    entropy: torch.Tensor | None  # [R], where its gradient is wanted
+    of_logprobs: torch.Tensor | None  # gradients of the results [R], where there are any
+    of_entropy: torch.Tensor | None
+
+    def __getitem__(self, rows: slice) -> Tokens:
+        found = (self.entropy, self.of_logprobs, self.of_entropy)
+        return Tokens(self.targets[rows], self.normaliser[rows], *(None if given is None else given[rows] for given in found))
+
+
+def token_logprobs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: Call
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs [R], and entropies [R] or None."""
+    learns = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    if call.keep and not (learns and call.entropy == "gradient"):
+        call = replace(call, keep=False)
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, call)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def linear_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """All of hidden @ weight.T + bias in float32 or better; differentiable, with the weight's gradient where the fused op puts it."""
+    return _Product.apply(hidden, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# ---- products ----------------------------------------------------------------------------------------------------------------------
+
+
+def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
+    """hidden @ weight.T + bias, in float32 or better."""
+    found = multiply(hidden, weight.t(), out)
+    if bias is None:
+        return found
+    return found + bias if out is None else found.add_(bias)
+
+
+def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """left @ right with a result in float32 or better."""
+    if left.dtype in (torch.float32, torch.float64):
+        return torch.mm(left, right, out=out)
+    if not left.is_cuda:
+        return torch.mm(left.float(), right.float(), out=out)
+    if out is None:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right, out_dtype=torch.float32, out=out)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, added up in total's type and without a temporary of its size."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+class Gradients:
+    """Of hidden states, weight and bias, collected part by part from the gradient of their product."""
+
+    def __init__(self, needed: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._of_weight: torch.Tensor | None = getattr(weight, "main_grad", None) if needed[1] else None
+        self._accumulated = self._of_weight is not None
+        if needed[1] and not self._accumulated:
+            self._of_weight = torch.zeros_like(weight, dtype=wide)
+        self._of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+
+    def add(self, part: slice, of_product: torch.Tensor) -> None:
+        """`of_product` has the type of the hidden states."""
+        if self._of_hidden is not None:
+            # In float32 first: the sum over a vocabulary is split among processors, whose parts must not meet in bfloat16.
+            self._of_hidden[part] = multiply(of_product, self._weight)
+        if self._of_weight is not None:
+            add_product(self._of_weight, of_product.t(), self._hidden[part])
+        if self._of_bias is not None:
+            self._of_bias += of_product.sum(0, dtype=self._of_bias.dtype)
+
+    def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """For autograd, which must not see what is in the accumulator already."""
+        of_weight = None if self._of_weight is None or self._accumulated else self._of_weight.to(self._weight.dtype)
+        of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
+        return self._of_hidden, of_weight, of_bias
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.parameters = weight, bias  # themselves: what a saved tensor comes back as may have lost its accumulator
+        return product(hidden, weight, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_product: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (hidden,) = ctx.saved_tensors
+        gradients = Gradients(ctx.needs_input_grad, hidden, *ctx.parameters)
+        gradients.add(slice(None), of_product.to(hidden.dtype))
+        return gradients.results()
+
+
+# ---- the op ------------------------------------------------------------------------------------------------------------------------
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: Call
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        logprobs, normaliser = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(2))
+        entropy = None if call.entropy == "none" else torch.empty_like(logprobs)
+        size = call.rows.gradient if call.keep else call.rows.forward
+        space, kept = None if call.keep else wide_space(hidden, weight, size), []
+        for part in parts(len(hidden), size):
+            logits = wide_space(hidden[part], weight, size) if space is None else space[: part.stop - part.start]
+            product(hidden[part], weight, bias, logits)
+            read(logits, targets[part], call, logprobs[part], normaliser[part], None if entropy is None else entropy[part])
+            if call.keep:
+                kept.append(logits)
+        if entropy is not None and call.entropy == "value":
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, targets, normaliser, entropy if call.entropy == "gradient" else None, *kept)
+        ctx.parameters, ctx.call = (weight, bias), call
+        ctx.set_materialize_grads(False)
+        return logprobs, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_logprobs: torch.Tensor | None, of_entropy: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        hidden, targets, normaliser, entropy, *kept = ctx.saved_tensors
+        if of_logprobs is None and of_entropy is None:
+            return (None,) * 5
+        (weight, bias), call = ctx.parameters, ctx.call
+        tokens = Tokens(
+            targets, normaliser, entropy, *(None if given is None else given.contiguous() for given in (of_logprobs, of_entropy))
+        )
+        gradients = Gradients(ctx.needs_input_grad, hidden, weight, bias)
+        of_product = torch.empty(min(len(hidden), call.rows.gradient), len(weight), dtype=hidden.dtype, device=hidden.device)
+        space = wide_space(hidden[:0] if kept else hidden, weight, call.rows.logits)
+        for index, part in enumerate(parts(len(hidden), call.rows.gradient)):
+            for piece in parts(part.stop - part.start, call.rows.logits):
+                rows = slice(part.start + piece.start, part.start + piece.stop)
+                logits = kept[index][piece] if kept else product(hidden[rows], weight, bias, space[: rows.stop - rows.start])
+                turn(logits, tokens[rows], call, of_product[piece])
+            gradients.add(part, of_product[: part.stop - part.start])
+        return *gradients.results(), None, None
+
+
+def wide_space(hidden: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
+    """Room for the logits of the rows, or of so many at a time."""
+    wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    return torch.empty(min(len(hidden), most), len(weight), dtype=wide, device=hidden.device)
+
+
+def parts(rows: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def read(
+    logits: torch.Tensor, targets: torch.Tensor, call: Call, logprobs: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor | None
+) -> None:
+    """Fill log-probs, normalisers and entropies of some rows from their products."""
+    if logits.dtype not in FLOATS or not runs_triton(logits):
+        return read_reference(logits, targets, call, logprobs, normaliser, entropy)
+    assert logits.stride(1) == 1 and all(t.is_contiguous() for t in (targets, logprobs, normaliser, entropy) if t is not None)
+    rows, vocabulary = logits.shape
+    _read_kernel[(rows,)](
+        logits, targets, logprobs, normaliser, logprobs if entropy is None else entropy, logits.stride(0), vocabulary, *factors(call),
+        CAPPED=call.cap is not None, ENTROPY=entropy is not None, BLOCK=block_of(vocabulary), num_warps=8,
+    )  # fmt: skip
+
+
+def turn(logits: torch.Tensor, tokens: Tokens, call: Call, out: torch.Tensor) -> None:
+    """Fill the gradient of some rows' products, in the type of the hidden states."""
+    if logits.dtype not in FLOATS or not runs_triton(logits):
+        out.copy_(gradient_reference(logits, tokens, call))
+        return
+    numbers = (tokens.entropy, tokens.of_logprobs, tokens.of_entropy)
+    assert logits.stride(1) == out.stride(1) == 1
+    assert all(t.is_contiguous() for t in (tokens.targets, tokens.normaliser, *numbers) if t is not None)
+    rows, vocabulary = logits.shape
+    block = block_of(vocabulary)
+    blocks = triton.cdiv(vocabulary, block)
+    _gradient_kernel[(rows * blocks,)](
+        logits, tokens.targets, tokens.normaliser, *(tokens.normaliser if given is None else given for given in numbers), out,
+        logits.stride(0), out.stride(0), vocabulary, blocks, *factors(call), CAPPED=call.cap is not None,
+        LOGPROBS=tokens.of_logprobs is not None, ENTROPY=tokens.of_entropy is not None, BLOCK=block, num_warps=8,
+    )  # fmt: skip
+
+
+def factors(call: Call) -> tuple[float, float]:
+    """Of the product, and of what comes out of tanh."""
+    return (call.scale * call.sharpness, 1.0) if call.cap is None else (call.scale / call.cap, call.cap * call.sharpness)
+
+
+def block_of(vocabulary: int) -> int:
+    return min(BLOCK, max(16, triton.next_power_of_2(vocabulary)))
+
+
+# ---- references --------------------------------------------------------------------------------------------------------------------
+
+
+def read_reference(
+    logits: torch.Tensor, targets: torch.Tensor, call: Call, logprobs: torch.Tensor, normaliser: torch.Tensor, entropy: torch.Tensor | None
+) -> None:
+    values, _slope = bent(logits, call)
+    normaliser.copy_(torch.logsumexp(values, dim=-1))
+    logprobs.copy_(values.gather(1, targets[:, None])[:, 0] - normaliser)
+    if entropy is not None:
+        log_p = values.sub_(normaliser[:, None])
+        entropy.copy_(-(log_p.exp().mul_(log_p)).sum(-1))
+
+
+def gradient_reference(logits: torch.Tensor, tokens: Tokens, call: Call) -> torch.Tensor:
+    """d log p[target] / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)."""
+    values, slope = bent(logits, call)
+    log_p = values.sub_(tokens.normaliser[:, None])
+    p = log_p.exp()
+    if tokens.of_entropy is None or tokens.entropy is None:
+        share = log_p.zero_()
+    else:
+        share = log_p.add_(tokens.entropy[:, None]).mul_(tokens.of_entropy[:, None])
+    if tokens.of_logprobs is not None:
+        share.add_(tokens.of_logprobs[:, None])
+    gradient = p.mul_(share).neg_()
+    if tokens.of_logprobs is not None:
+        gradient[torch.arange(len(p), device=p.device), tokens.targets] += tokens.of_logprobs
+    return gradient.mul_(slope)
+
+
+def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """What the softmax is of, as a tensor of its own, and its slope; tanh' = 1 - tanh^2."""
+    inner, outer = factors(call)
+    values = logits * inner
+    if call.cap is None:
+        return values, inner
+    slope = values.tanh_().square().neg_().add_(1.0).mul_(inner * outer)
+    return values.mul_(outer), slope
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------------------------
+
+
+@jit
+def _tanh(x: tl.tensor) -> tl.tensor:
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # as in `sampling`; right where the exponential is 0 or overflows
+
+
+@jit
+def _read_kernel(
+    logits: tl.tensor, targets: tl.tensor, logprobs: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, stride: tl.tensor,
+    vocabulary: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program, one row, read once. Each lane keeps, of its own columns: the largest value m, the mass sum e^(x - m), and the moment
+    sum e^(x - m) (x - m). Lanes meet at the end only, so that no step waits for another thread."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    lane = tl.arange(0, BLOCK)
+    # Finite, where -inf would be natural: then an empty lane's differences are numbers, and its mass is lost against any real one.
+    largest = tl.full([BLOCK], -1e30, tl.float32)
+    mass = tl.zeros([BLOCK], tl.float32)
+    moment = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + lane < vocabulary
+        value = tl.load(logits + start + lane, mask=inside, other=0.0).to(tl.float32) * inner
+        if CAPPED:
+            value = _tanh(value) * outer
+        value = tl.where(inside, value, -1e30)
+        # Of the two exponentials of a running softmax, e^(old m - new m) and e^(x - new m), one is always 1.
+        rise = value - largest
+        small = tl.exp(-tl.abs(rise))
+        fade = tl.where(rise > 0, small, 1.0)
+        share = tl.where(rise > 0, 1.0, small)
+        if ENTROPY:
+            moment = fade * (moment - mass * tl.maximum(rise, 0.0)) + share * tl.minimum(rise, 0.0)
+        mass = fade * mass + share
+        largest = tl.maximum(largest, value)
+    top = tl.max(largest, axis=0)
+    fade = tl.exp(largest - top)
+    total = tl.sum(fade * mass, axis=0)
+    log_total = tl.log(total)
+    target = tl.load(targets + row)
+    known = (target >= 0) & (target < vocabulary)
+    chosen = tl.load(logits + target, mask=known, other=float("nan")).to(tl.float32) * inner
+    if CAPPED:
+        chosen = _tanh(chosen) * outer
+    tl.store(logprobs + row, chosen - top - log_total)
+    tl.store(normaliser + row, top + log_total)
+    if ENTROPY:
+        tl.store(entropy + row, log_total - tl.sum(fade * (moment + mass * (largest - top)), axis=0) / total)
+
+
+@jit
+def _gradient_kernel(
+    logits: tl.tensor, targets: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, of_logprobs: tl.tensor, of_entropy: tl.tensor,
+    out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor, inner: tl.tensor,
+    outer: tl.tensor, CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program, one block of one row; the blocks of a row lie beside one another."""
+    program = tl.program_id(0)
+    row = (program // blocks).to(tl.int64)
+    column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < vocabulary
+    value = tl.load(logits + row * stride + column, mask=inside, other=0.0).to(tl.float32) * inner
+    slope = inner
+    if CAPPED:
+        bend = _tanh(value)
+        value = bend * outer
+        slope = (1.0 - bend * bend) * (inner * outer)
+    log_p = value - tl.load(normaliser + row)
+    p = tl.exp(log_p)
+    gradient = tl.zeros([BLOCK], tl.float32)
+    if ENTROPY:
+        gradient -= tl.load(of_entropy + row) * p * (log_p + tl.load(entropy + row))
+    if LOGPROBS:
+        of_target = tl.load(of_logprobs + row)
+        gradient += of_target * (tl.where(column == tl.load(targets + row), 1.0, 0.0) - p)
+    tl.store(out + row * out_stride + column, (gradient * slope).to(out.dtype.element_ty), mask=inside)
+
+
+def bench(tokens: int = 16_384, vocabulary: int = 151_936, rows: Rows = Rows(1536, 512, 2176)) -> list[dict[str, Any]]:  # noqa: B008
+    """Milliseconds of the op in bfloat16 on CUDA, at widths of Qwen2.5; `tflops` counts one product forward and two backward, none again.
+    For the two kernels, `fraction` is bytes / time / 4.3 TB/s."""
+    found = []
+    for shape, width in {"0.5B": 896, "1.5B": 1536, "7B": 3584}.items():
+        hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
+        weight = torch.nn.Parameter((torch.randn(vocabulary, width, device="cuda") * 3 / width**0.5).bfloat16())
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
+        modes: tuple[tuple[Entropy, bool], ...] = (("none", False), ("value", False), ("gradient", False), ("gradient", True))
+        for entropy, keep in modes:
+            run = partial(run_once, hidden, weight, targets, Call(1.0, 1.0, None, rows, entropy, keep))
+            for op, products in (("forward", 1), ("forward and backward", 3)):
+                ms = triton.testing.do_bench(torch.no_grad()(run) if products == 1 else run)
+                tflops = 2 * products * tokens * vocabulary * width / ms / 1e9
+                found.append({"op": op, "shape": shape, "entropy": entropy, "keep": keep, "ms": ms, "tflops": tflops})
+    return found + bench_kernels(vocabulary, rows)
+
+
+def run_once(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: Call) -> None:
+    """Backward too, where gradients are on."""
+    results = token_logprobs(hidden, weight, None, targets, call)
+    learns = [result for result in results if result is not None and result.requires_grad]
+    if learns:
+        torch.autograd.backward(learns, [torch.ones_like(result) for result in learns])
+
+
+def bench_kernels(vocabulary: int, rows: Rows) -> list[dict[str, Any]]:
+    logits = torch.randn(rows.forward, vocabulary, device="cuda")
+    targets = torch.randint(0, vocabulary, (rows.forward,), device="cuda")
+    logprobs, normaliser, entropy = torch.zeros(3, rows.forward, device="cuda").unbind()
+    out = torch.empty(rows.logits, vocabulary, device="cuda", dtype=torch.bfloat16)
+    call, some = Call(1.0, 1.0, None, rows), slice(rows.logits)
+    tokens = Tokens(targets, normaliser, entropy, logprobs, logprobs)[some]
+    runs: dict[str, tuple[int, Any]] = {
+        "read": (4 * logits.numel(), lambda: read(logits, targets, call, logprobs, normaliser, None)),
+        "read, entropy": (4 * logits.numel(), lambda: read(logits, targets, call, logprobs, normaliser, entropy)),
+        "gradient": (6 * out.numel(), lambda: turn(logits[some], tokens, call, out)),
+    }
+    times = {name: triton.testing.do_bench(run) for name, (_, run) in runs.items()}
+    return [{"op": name, "ms": times[name], "fraction": count / times[name] / 4.3e9} for name, (count, _) in runs.items()]

@@ -1,0 +1,401 @@
+"""Tensors that live in main memory while the device does not need them.
+
+Enters: a role's model, or what an optimizer keeps for each parameter. Leaves: the same tensors, on the device when they are used.
+
+`Residence` moves the parameters of a role. The device's memory is given back, yet every Parameter stays the object it was and every view of
+it a view: only the storage is emptied and filled. What each role's can mean on one device:
+  ref, reward model   nothing changes them: one copy out for the whole run, leaving is giving memory back;
+  critic              goes out again after an update;
+  actor               may leave only while another role works. With CUDA graphs it may not leave at all: graphs read parameters by address,
+                      memory that was given back may belong to another tensor by the time they return, and a reservation would gain nothing.
+
+`States` holds what an optimizer keeps beside the parameters: on the device, or on the host and streamed in buckets through memory that is
+taken once, so that the next bucket comes in and the last one goes out while one is computed on.
+
+Guaranteed: values come back bit for bit; host memory is of the exact size (torch's own pinned memory is rounded up to a power of two) and
+is taken once; nothing is used before its copy has arrived, nor overwritten before its copy has left; all memory of a streamed pass is
+there before its first bucket. Copies run on streams of their own; on a CPU the same code copies within main memory.
+
+    residence = Residence(ref.model, "ref", learns=False)
+    residence.to_host()
+    with residence.needed():        # around the phase
+        annotate(...)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from fulltilt.model.fuse import NOTE, fuse
+from fulltilt.records import UserError
+
+ALIGN = 256  # bytes: where tensors begin in a joined memory, and where buckets are cut
+PORTABLE = 1  # cudaHostRegisterPortable
+Mark = torch.cuda.Event | None  # a moment in a stream; None: it has come already
+
+
+@dataclass(frozen=True)
+class OffloadSetting:
+    """What of an optimizer is not on the device all the time."""
+
+    optimizer: bool = False  # masters and moments are on the host, and streamed through the device in a step
+    grads: bool = False  # accumulated gradients are there only from a mini-batch's first pass to the end of its step
+    bucket_bytes: int = 256 << 20  # of the masters and moments that are on the device together
+    buckets: int = 3  # one comes in, one is computed on, one goes out
+
+
+ON_DEVICE = OffloadSetting()
+
+
+def why_not(device: str) -> str | None:
+    """Why no offload at all can take effect on a device of this type."""
+    return None if device == "cuda" else "the run is on the CPU: its memory is the host's already"
+
+
+def why_not_params(role: str, device: str, *, cuda_graphs: bool = False, alone: bool = False, shared: bool = False) -> str | None:
+    """Why a role's parameters cannot leave the device. `alone`: no other role has a model of its own that works while this one waits.
+    `shared`: the model is another role's too."""
+    if reason := why_not(device):
+        return reason
+    if shared:
+        return f"the {role} runs the actor's own model without its adapters: it has no parameters that could leave"
+    if role == "actor" and alone:
+        return "no other role has a model of its own, so there is no phase in which the actor's parameters could be away"
+    if role == "actor" and cuda_graphs:
+        return (
+            "rollout replays CUDA graphs, which read the actor's parameters at fixed addresses, and memory that was given back may belong "
+            "to another tensor when they return. Set rollout.cuda_graphs = false"
+        )
+    return None
+
+
+# ---- memory and copies -----------------------------------------------------------------------------------------------------------------
+
+
+class Pages(mmap.mmap):
+    """Pages straight from the system. A class of our own, because its instances are told of their end before the pages are gone."""
+
+
+def host_memory(count: int, device: torch.device) -> torch.Tensor:
+    """`count` bytes of zeros in main memory [count], which a CUDA device reads and writes by itself."""
+    if not count or not hasattr(mmap, "MADV_DONTFORK"):  # not on Linux: right, but copies hold up the program
+        return torch.zeros(count, dtype=torch.uint8)
+    pages = Pages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # a fork would make the program's pages others than the device's
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    memory.zero_()  # all threads touch the pages; the driver would touch them one by one
+    if device.type == "cuda":
+        failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, PORTABLE))
+        if failed:
+            raise UserError(
+                f"{count / 2**30:.1f} GiB of main memory could not be pinned for offload (CUDA error {failed}). Free main memory, raise "
+                "the container's memory limit, or switch an offload knob off"
+            )
+        weakref.finalize(pages, unpin, memory.data_ptr()).atexit = False  # at the end of the process the system does it
+    return memory
+
+
+def unpin(address: int) -> None:
+    torch.cuda.synchronize()  # a copy may be under way
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+class Lane:
+    """A stream of copies beside the compute stream. On a CPU copies are made where they are asked for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Mark]) -> Mark:
+        """Copy each (target, source) once `after` has come. Does not wait: the result is the moment at which all are done."""
+        if self._stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return None
+        for mark in after:
+            if mark is not None:
+                self._stream.wait_event(mark)
+        with torch.cuda.stream(self._stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return self._stream.record_event()
+
+    def uses(self, tensor: torch.Tensor) -> None:
+        """Its memory is given to nobody else, once it is given back, until the copies asked for so far are done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
+
+def now(device: torch.device) -> Mark:
+    """When all that was asked of the compute stream so far is done."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def wait(device: torch.device, mark: Mark) -> None:
+    """The compute stream goes on when the moment has come; the program goes on at once."""
+    if mark is not None:
+        torch.cuda.current_stream(device).wait_event(mark)
+
+
+def aligned(count: int) -> int:
+    return -(-count // ALIGN) * ALIGN
+
+
+# ---- parameters of a role --------------------------------------------------------------------------------------------------------------
+
+
+class Residence:
+    """Where the parameters of a role's model live: on the device when made.
+
+    `learns`: they change on the device, so they are copied out whenever they leave. A model whose layers are fused is joined again when it
+    comes back, for its addresses are new. Running a model that is away fails at once.
+    """
+
+    def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
+        self.role, self.learns, self.on_device = role, learns, True
+        self._model = model
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in model.parameters() if tensor.numel()}
+        assert all(storage.resizable() for storage in storages.values()), "a parameter lies in memory that cannot be given back"
+        self.device = next(model.parameters()).device
+        self._device_flats = [torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage) for storage in storages.values()]  # type: ignore[call-overload]
+        self.nbytes = sum(len(flat) for flat in self._device_flats)
+        self._host = host_memory(sum(aligned(len(flat)) for flat in self._device_flats), self.device)
+        rooms = self._host.split([aligned(len(flat)) for flat in self._device_flats])
+        self._host_flats = [room[: len(flat)] for room, flat in zip(rooms, self._device_flats, strict=True)]
+        self._out, self._in = Lane(self.device), Lane(self.device)
+        self._copied = self._in_use = False
+        self._left: Mark = None
+        self._arrived: Mark = None
+        for body in bodies(model):
+            body.register_forward_pre_hook(self._refuse_absent)
+
+    @contextmanager
+    def needed(self, *, unchanged: bool = False) -> Iterator[None]:
+        """Around a phase in which the role works: there from the first line to the last, then away. Does not nest.
+
+        `unchanged`: the phase only reads, so a role that learns need not be copied out after it.
+        """
+        assert not self._in_use, f"the {self.role} is in use already"
+        self.to_device()
+        self._in_use = True
+        try:
+            yield
+        finally:
+            self._in_use = False
+            self.to_host(unchanged=unchanged)
+
+    @torch.no_grad()
+    def to_host(self, *, unchanged: bool = False) -> None:
+        """Give the device's memory back. What goes out does so beside the computing that follows."""
+        if not self.on_device:
+            return
+        wait(self.device, self._arrived)
+        if not self._copied or (self.learns and not unchanged):
+            self._left = self._out.copy(zip(self._host_flats, self._device_flats, strict=True), [now(self.device)])
+            self._copied = True
+            for flat in self._device_flats:
+                self._out.uses(flat)
+        self._give_back()
+
+    @torch.no_grad()
+    def fetch(self) -> None:
+        """Take the device's memory and begin to fill it. For a phase earlier than `to_device`, where there is room."""
+        if self.on_device:
+            return
+        try:
+            for flat in self._device_flats:
+                flat.untyped_storage().resize_(len(flat))
+        except torch.OutOfMemoryError:
+            self._give_back()
+            raise
+        self._arrived = self._in.copy(zip(self._device_flats, self._host_flats, strict=True), [now(self.device), self._left])
+        self.on_device = True
+        join_again(self._model)
+
+    def to_device(self) -> None:
+        """All that is computed from here on finds the parameters there."""
+        self.fetch()
+        wait(self.device, self._arrived)
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """What it holds on the host."""
+        yield self._host
+
+    def _give_back(self) -> None:
+        self.on_device = False
+        for flat in self._device_flats:
+            flat.untyped_storage().resize_(0)
+
+    def _refuse_absent(self, *_: object) -> None:
+        assert self.on_device, f"the parameters of the {self.role} are on the host: it runs only inside needed()"
+
+
+def bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The transformer inside a model with whatever head."""
+    return next(([module.base_model] for module in model.modules() if isinstance(module, PreTrainedModel)), [])
+
+
+def join_again(model: torch.nn.Module) -> None:
+    """Fused layers keep the addresses of their joined weights. These are still slices of one storage; the storage has moved."""
+    for body in bodies(model):
+        if NOTE in vars(body):
+            fuse(body)  # type: ignore[arg-type]
+
+
+def absent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's numbers are away on the host."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+# ---- states of an optimizer ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is kept for one tensor: of each kind `count` numbers."""
+
+    name: str
+    count: int
+    dtype: torch.dtype
+    kinds: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Some numbers of an entry, where they can be computed on: all of them, unless they are streamed."""
+
+    name: str
+    numbers: slice
+    states: dict[str, torch.Tensor]  # kind -> flat, on the device
+
+
+class Layout:
+    """Where entries lie: each kind in one memory, an entry at the same place in each, those with most kinds first, so that every kind fills
+    the beginning of its memory. A bucket is the same stretch of each. Knows no memory; a plan can make one from a model without weights."""
+
+    def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None = None) -> None:
+        """`bucket_bytes`: of all kinds together; None: one bucket for everything."""
+        self.entries = sorted(entries, key=lambda entry: -len(entry.kinds))
+        self.kinds = self.entries[0].kinds if self.entries else ()
+        self.places: dict[str, int] = {}
+        self.extents = dict.fromkeys(self.kinds, 0)
+        end = 0
+        for entry in self.entries:
+            self.places[entry.name] = end
+            end += aligned(entry.nbytes)
+            self.extents |= dict.fromkeys(entry.kinds, end)
+        assert self.extents.keys() == set(self.kinds), "every entry's kinds are among the first one's"
+        wanted = end if bucket_bytes is None else bucket_bytes // max(1, len(self.kinds)) // ALIGN * ALIGN
+        self.width = min(max(wanted, ALIGN), end)  # bytes of a bucket, of each kind
+        self.count = -(-end // self.width) if end else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.extents.values())
+
+    def stretch(self, number: int, kind: str) -> slice:
+        """Of the bucket in the kind's memory."""
+        end = self.extents[kind]
+        return slice(min(number * self.width, end), min((number + 1) * self.width, end))
+
+    def cuts(self) -> Iterator[tuple[int, Entry, slice]]:
+        """Bucket, entry, and the bytes of the entry that are in the bucket."""
+        for entry in self.entries:
+            place, end = self.places[entry.name], self.places[entry.name] + entry.nbytes
+            for number in range(place // self.width, -(-end // self.width) if entry.count else 0):
+                begin = max(place, number * self.width)
+                yield number, entry, slice(begin - place, min(end, (number + 1) * self.width) - place)
+
+
+class States:
+    """Memory for a layout: on the device, or on the host with `slots` buckets of it on the device. Zeros at the start."""
+
+    def __init__(self, layout: Layout, device: torch.device, slots: int = 0) -> None:
+        """`slots`: 0 keeps all on the device, which takes a layout of one bucket."""
+        assert slots != 1 and (slots or layout.count <= 1)
+        self.layout, self.device = layout, device
+        self._homes = {
+            kind: host_memory(extent, device) if slots else torch.zeros(extent, dtype=torch.uint8, device=device)
+            for kind, extent in layout.extents.items()
+        }
+        self._slots = [
+            {kind: torch.empty(min(layout.width, extent), dtype=torch.uint8, device=device) for kind, extent in layout.extents.items()}
+            for _ in range(min(slots, layout.count))
+        ]
+        self._in, self._out = Lane(device), Lane(device)
+        self._left: list[Mark] = [now(device)] * len(self._slots)  # when each slot may be filled again
+        for slot in self._slots:
+            for memory in slot.values():
+                self._in.uses(memory)
+                self._out.uses(memory)
+        self.buckets: list[list[Part]] = [[] for _ in range(layout.count)]
+        for number, entry, of_entry in layout.cuts():
+            self.buckets[number].append(self._part(number, entry, of_entry))
+
+    def _part(self, number: int, entry: Entry, of_entry: slice) -> Part:
+        begin = self.layout.places[entry.name] + of_entry.start - number * self.layout.width
+        place = slice(begin, begin + of_entry.stop - of_entry.start)
+        memory = self._slots[number % len(self._slots)] if self._slots else self._homes
+        states = {kind: memory[kind][place].view(entry.dtype) for kind in entry.kinds}
+        size = entry.dtype.itemsize
+        return Part(entry.name, slice(of_entry.start // size, of_entry.stop // size), states)
+
+    def home(self, entry: Entry, kind: str) -> torch.Tensor:
+        """An entry's numbers where they live [count]. Those on the host are up to date after `settle`."""
+        place = self.layout.places[entry.name]
+        return self._homes[kind][place : place + entry.nbytes].view(entry.dtype)
+
+    def stream(self, read: Sequence[str] | None = None, written: Sequence[str] | None = None) -> Iterator[int]:
+        """The buckets, one after another, each on the device until the next is asked for. `read`: kinds that are brought in; `written`:
+        kinds that are taken out again; None: all."""
+        if not self._slots:
+            yield from range(len(self.buckets))
+            return
+        arrived = self._fetch(0, read, self._left)  # what the last pass took out is read again: all of it must have left
+        for number in range(len(self.buckets)):
+            slot = number % len(self._slots)
+            following = None
+            if number + 1 < len(self.buckets):
+                following = self._fetch(number + 1, read, [self._left[(number + 1) % len(self._slots)]])
+            wait(self.device, arrived)
+            yield number
+            pairs = [(home, part) for part, home in self._pairs(number, written)]
+            self._left[slot] = self._out.copy(pairs, [now(self.device)])
+            arrived = following
+
+    def settle(self) -> None:
+        """Wait until all that was written is on the host."""
+        for mark in self._left:
+            if mark is not None:
+                mark.synchronize()
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        """All that it holds, on the host and on the device."""
+        for memory in (self._homes, *self._slots):
+            yield from memory.values()
+
+    def _fetch(self, number: int, kinds: Sequence[str] | None, after: Iterable[Mark]) -> Mark:
+        return self._in.copy(self._pairs(number, kinds), after)
+
+    def _pairs(self, number: int, kinds: Sequence[str] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The bucket's memory in its slot, and at home."""
+        slot, found = self._slots[number % len(self._slots)], []
+        for kind in self.layout.kinds:
+            stretch = self.layout.stretch(number, kind)
+            if stretch.start < stretch.stop and (kinds is None or kind in kinds):
+                found.append((slot[kind][: stretch.stop - stretch.start], self._homes[kind][stretch]))
+        return found

@@ -1,0 +1,347 @@
+"""The benchmark of whole steps: ours for real on a tiny shape, TRL for real where it is installed, and what is asked of it everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen2Config
+
+from fulltilt.bench import shapes, step, trl
+from fulltilt.bench.trl import Steps
+from fulltilt.bench.workload import Even, Workload
+from fulltilt.records import UserError
+
+CPU = torch.device("cpu")
+TINY = shapes.Source("tiny", Qwen2Config(**models.SMALL, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]))
+WITHOUT_TRL = importlib.util.find_spec("trl") is None
+ONE_START = {
+    "gradient_checkpointing": (True,), "per_device_train_batch_size": (4,), "use_liger_kernel": (False,), "dtype": ("float32",),
+    "attn_implementation": ("sdpa",),
+}  # fmt: skip
+
+
+def tiny_job(device: torch.device = CPU, **other: Any) -> step.Job:
+    asked = {
+        "device": device, "source": TINY, "workload": Workload("tiny", 4, 2, Even(5, 9), Even(24, 24)), "against": (), "steps": 2,
+        "seed": 0, "settings": (), "axes": ONE_START, "generation": "transformers",
+    }  # fmt: skip
+    return step.Job(**{**asked, **other})
+
+
+def tiny_task(folder: Path, **other: Any) -> trl.Task:
+    return replace(step.task(tiny_job(), step.Files(folder)), **other)
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+# -- what both read -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_word_of_a_prompt_is_one_token_of_its_own(tmp_path: Path) -> None:
+    """Read as a run and TRL read it: from the folder of a Qwen2 model, for which transformers has rules of its own."""
+    job = tiny_job()
+    step.write_small_files(job, step.Files(tmp_path))
+    found = AutoTokenizer.from_pretrained(tmp_path / "model")
+    words = job.language.words
+    ids = found("".join(words)).input_ids
+    assert len(ids) == len(set(ids)) == len(words) > job.source.vocabulary / 2
+    assert len(found) == job.source.vocabulary
+    assert [found.decode([token]) for token in ids] == list(words)
+
+
+def test_each_step_has_prompts_of_its_own_and_as_many_tokens() -> None:
+    job = tiny_job()
+    first, second, third = job.requests
+    assert first.prompts[0].ids.tolist() != second.prompts[0].ids.tolist() != third.prompts[0].ids.tolist()
+    lengths = sum(len(prompt.ids) for prompt in first.prompts)
+    assert job.step_tokens == (8 * 24 + 2 * lengths,) * 3
+    assert len(step.prompt_texts(job)) == 12
+
+
+# -- ours ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_of_ours() -> None:
+    """Of 576 tokens drawn from 160, some are end tokens: that every response has its 24 is seen to by `one_step`."""
+    found = step.run(tiny_job(settings=("actor.token_budget=70",)), quiet)
+    ours = found["engines"]["fulltilt"]
+    assert len(ours["step_seconds_all"]) == 2 and ours["first_step_seconds"] > 0 and ours["start_seconds"] > 0
+    assert ours["tokens_per_s"] == pytest.approx(found["workload"]["tokens_of_a_step"] / ours["step_seconds"])
+    assert set(ours["phases"]) == {"rollout", "reward", "advantage", "update-actor", "sync"}
+    assert sum(ours["phases"].values()) <= sum(ours["step_seconds_all"])
+    assert ours["rollout_seconds"] == ours["phases"]["rollout"]
+    # Rewards that differ within a group are what makes a gradient.
+    assert ours["metrics"]["reward/groups_with_variance"] == 1 and min(ours["grad_norms"]) > 0
+    assert any("at most 70 tokens" in line for line in ours["plan"]) and ours["setting"] == {"actor.token_budget": "70"}
+    assert (found["ratio"], found["ratios"], ours["peak_memory_bytes"], ours["eager_reason"]) == (None, {}, None, None)
+    assert found["workload"]["response_tokens"]["smallest"] == found["workload"]["response_tokens"]["largest"] == 24
+    assert found["steps"] == {"measured": 2, "warm_up": 1}
+    text = step.table(json.loads(json.dumps(found)))
+    assert f"{ours['step_seconds']:.2f}" in text and "every response 24" in text and "actor.token_budget 70" in text
+
+
+def test_a_knob_with_a_value_that_it_does_not_take_is_refused_before_weights_are_made() -> None:
+    said: list[str] = []
+    with pytest.raises(UserError, match=r"actor\.token_budget: must be"):
+        step.run(tiny_job(settings=("actor.token_budget=many",)), said.append)
+    assert said == []
+
+
+# -- options ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_options_resolved() -> None:
+    job = step.prepare(step.Options(device="cpu", prompts=6, samples=3, new_tokens=10, steps=4, settings=("actor.token_budget=4096",)))
+    assert (job.workload.prompts, job.workload.samples, job.new_tokens, job.samples) == (6, 3, 10, 18)
+    assert job.source.name == "small" and len(job.requests) == 5
+    assert step.WORKLOADS["step"].prompts * step.WORKLOADS["step"].samples == 512
+    assert step.WORKLOADS["step"].response_tokens == Even(512, 512)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": "nowhere"}, "--model nowhere: a step is measured on a named shape (0.5B, 1.5B, 7B, small)"),
+        ({"workload": "design"}, "--workload design: there are step, small"),
+        ({"against": ("verl",)}, "verl is no peer. There is trl"),
+        ({"samples": 1}, "--samples 1: GRPO compares"),
+        ({"trl": ("dtype=float32",)}, "--trl: TRL is not measured here"),
+        ({"generation": "vllm"}, "--generation: TRL is not measured here"),
+        ({"against": ("trl",), "generation": "sglang"}, "--generation sglang: vllm or transformers"),
+        ({"against": ("trl",), "generation": "vllm"}, "--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only"),
+        ({"settings": ("algorithm.epochs=2",)}, "algorithm.epochs=2: not a knob of our run"),
+        ({"settings": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a knob of our run"),
+        ({"settings": ("actor.token_budget",)}, "actor.token_budget: not a knob of our run. Write KEY=VALUE"),
+    ],
+)
+def test_mistakes_are_said_before_anything_is_measured(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as told:
+        step.prepare(step.Options(**{"device": "cpu", **given}))
+    assert words in str(told.value)
+
+
+@pytest.mark.skipif(not WITHOUT_TRL, reason="TRL is installed: its absence cannot be shown")
+def test_without_trl(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="TRL is not installed"):
+        step.prepare(step.Options(device="cpu", against=("trl",)))
+    (found,) = trl.measure(tiny_task(tmp_path), ONE_START, tmp_path, None, quiet)
+    assert found.error is not None and "No module named" in found.error and found.median is None
+
+
+# -- what is asked of TRL -----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_tried_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trl, "installed", lambda module: True)
+    found = trl.axes((), 512, "cuda", "vllm")
+    assert {name: values[0] for name, values in found.items()} == {
+        "gradient_checkpointing": True, "per_device_train_batch_size": 8, "use_liger_kernel": False, "dtype": "float32",
+        "attn_implementation": "sdpa", "vllm_gpu_memory_utilization": 0.3,
+    }  # fmt: skip
+    assert found["per_device_train_batch_size"] == (8, 32, 64) and found["use_liger_kernel"] == (False, True)
+    given = ("per_device_train_batch_size=16, 128", "gradient_checkpointing=False", "vllm_gpu_memory_utilization=0.25")
+    assert trl.axes(given, 512, "cuda", "vllm") == found | {
+        "per_device_train_batch_size": (16, 128), "gradient_checkpointing": (False,), "vllm_gpu_memory_utilization": (0.25,),
+    }  # fmt: skip
+    # What cannot run here is not tried, and batches divide the step's samples.
+    monkeypatch.setattr(trl, "installed", lambda module: False)
+    assert trl.axes((), 96, "cuda", "vllm") == found | {
+        "per_device_train_batch_size": (8, 32), "use_liger_kernel": (False,), "attn_implementation": ("sdpa",),
+    }  # fmt: skip
+    assert trl.axes((), 6, "cpu", "transformers") == {
+        "gradient_checkpointing": (True, False), "per_device_train_batch_size": (6,), "use_liger_kernel": (False,), "dtype": ("float32",),
+        "attn_implementation": ("sdpa",),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("per_device_train_batch_size=7", "7 does not divide the 8 samples of a step"),
+        ("per_device_train_batch_size=0", "per_device_train_batch_size takes whole numbers"),
+        ("gradient_checkpointing=often", "gradient_checkpointing takes true or false"),
+        ("dtype=int8", "dtype takes float32 or bfloat16"),
+        ("dtype", "write NAME=VALUE"),
+        ("learning_rate=1", "with one of gradient_checkpointing"),
+        ("vllm_gpu_memory_utilization=0.5", "nothing is generated by vLLM here"),
+    ],
+)
+def test_values_that_trl_is_not_asked_with(text: str, words: str) -> None:
+    with pytest.raises(UserError) as told:
+        trl.axes((text,), 8, "cpu", "transformers")
+    assert f"--trl {text}: " in str(told.value) and words in str(told.value)
+
+
+def test_the_search_goes_on_from_the_best_and_survives_what_fails() -> None:
+    """Recomputation off gains, batch 4 gains on top, batch 8 does not fit without recomputation."""
+    asked: list[tuple[bool, int, str]] = []
+
+    def measure(setting: trl.Setting) -> Steps:
+        recompute, batch, dtype = asked_for = (setting["recompute"], setting["batch"], setting["dtype"])
+        asked.append(asked_for)
+        if batch == 8 and not recompute:
+            return Steps(setting, error="out of memory")
+        return Steps(setting, seconds=(10 + 5 * recompute - batch / 2 + 3 * (dtype == "b"),))
+
+    tried = trl.search({"recompute": (True, False), "batch": (2, 4, 8), "dtype": ("a", "b")}, measure)
+    assert asked == [(True, 2, "a"), (False, 2, "a"), (False, 4, "a"), (False, 8, "a"), (False, 4, "b")]
+    best = trl.fastest(tried)
+    assert best is not None and best.setting == {"recompute": False, "batch": 4, "dtype": "a"} and best.median == 8
+    assert trl.fastest([Steps({}, error="out of memory")]) is None
+
+
+def test_a_setting_that_fails_first_does_not_end_the_search() -> None:
+    tried = trl.search(
+        {"batch": (8, 4)},
+        lambda setting: Steps(setting, error="out of memory") if setting["batch"] == 8 else Steps(setting, seconds=(2.0,)),
+    )
+    assert [steps.error for steps in tried] == ["out of memory", None]
+
+
+def test_the_arguments_of_a_step(tmp_path: Path) -> None:
+    task = tiny_task(tmp_path, device="cuda", generation="vllm")
+    setting = {
+        "gradient_checkpointing": False, "per_device_train_batch_size": 4, "use_liger_kernel": True, "dtype": "bfloat16",
+        "attn_implementation": "sdpa", "vllm_gpu_memory_utilization": 0.5,
+    }  # fmt: skip
+    found = trl.arguments(task, setting, tmp_path / "output")
+    # One optimizer step for one rollout of 4 prompts with 2 samples each.
+    assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 8 and found["num_generations"] == 2
+    assert (found["num_iterations"], found["beta"], found["max_steps"], found["max_completion_length"]) == (1, 0.0, 3, 24)
+    assert found["model_init_kwargs"] == {"dtype": "bfloat16", "attn_implementation": "sdpa"} and "dtype" not in found
+    assert found["generation_kwargs"]["ignore_eos"] and found["vllm_max_model_length"] == 24 + tiny_job().longest_prompt
+    assert (found["bf16"], found["use_cpu"], found["use_vllm"], found["vllm_mode"]) == (True, False, True, "colocate")
+    on_cpu = trl.arguments(tiny_task(tmp_path), setting, tmp_path / "output")
+    assert (on_cpu["use_vllm"], on_cpu["bf16"], on_cpu["generation_kwargs"]) == (False, False, {"min_new_tokens": 24})
+
+
+def test_an_answer_that_is_not_what_was_asked_is_an_error(tmp_path: Path) -> None:
+    task = tiny_task(tmp_path)
+    answer = {
+        "seconds": [9.0, 2.0, 4.0], "rollout_seconds": [5.0, 1.0, 1.5], "tokens": list(task.step_tokens), "grad_norms": [1.0, 1.0, 1.0],
+        "peak_bytes": 7, "peak_device_bytes": 8, "start_seconds": 60.0,
+    }  # fmt: skip
+    found = trl.read_answer(task, {"batch": 4}, answer)
+    assert (found.seconds, found.rollout_seconds, found.first_seconds, found.error) == ((2.0, 4.0), (1.0, 1.5), 9.0, None)
+    written = found.as_json(tokens=30)
+    assert (written["step_seconds"], written["rollout_seconds"], written["tokens_per_s"], written["peak_device_bytes"]) == (
+        3.0,
+        1.25,
+        10,
+        8,
+    )
+    for other, words in (
+        ({"tokens": [1, 2, 3]}, "its steps had [1, 2, 3] tokens instead of"),
+        ({"seconds": [9.0]}, "made 1 steps instead of 3"),
+        ({"seconds": [], "error": "OutOfMemoryError: no room"}, "OutOfMemoryError: no room"),
+    ):
+        failed = trl.read_answer(task, {"batch": 4}, answer | other)
+        assert failed.error is not None and words in failed.error and failed.median is None
+
+
+def test_how_many_times_faster_by_the_medians_of_the_best_settings() -> None:
+    job = tiny_job(against=("trl",))
+    ours = Steps({}, seconds=(2.0, 1.0, 3.0), peak_device_bytes=10, details={"phases": {}, "eager_reason": "a hook"})
+    theirs = [
+        Steps({"a": 1}, seconds=(9.0, 8.0, 20.0), peak_device_bytes=30),
+        Steps({"a": 2}, seconds=(10.0,)),
+        Steps({"a": 3}, error="no"),
+    ]
+    found = step.document(job, {"fulltilt": [ours], "trl": theirs}, parameters=1000)
+    assert found["ratio"] == found["ratios"]["trl"] == 4.5 and found["memory_ratios"]["trl"] == 3
+    assert found["engines"]["trl"]["setting"] == {"a": 1} and len(found["engines"]["trl"]["all_settings"]) == 3
+    text = step.table(found)
+    assert "decoded without them, slower: a hook" in text
+    assert "4.50 times as fast as trl's" in text and "trl failed with a 3: no" in text and "3.00 times as much memory" in text
+    nothing = step.document(job, {"fulltilt": [ours], "trl": theirs[2:]}, parameters=1000)
+    assert nothing["ratio"] is None and "trl gave no figure to compare with" in step.table(nothing)
+
+
+# -- TRL itself ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_trl_knows_every_argument(tmp_path: Path) -> None:
+    config = pytest.importorskip("trl", reason="TRL is not installed").GRPOConfig
+    task = tiny_task(tmp_path, generation="vllm")
+    setting = {name: values[0] for name, values in trl.axes((), 8, "cpu", "vllm").items()}
+    made = config(**trl.arguments(task, setting, tmp_path / "output"))
+    assert made.generation_batch_size == task.samples and made.steps_per_generation == made.gradient_accumulation_steps == 1
+    for name, axis in trl.AXES.items():
+        if not axis.of_model:
+            assert config.__dataclass_fields__[name].default == axis.values[0], f"TRL's own {name} is another"
+
+
+def test_a_run_beside_trl() -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    found = step.run(tiny_job(against=("trl",), axes=ONE_START | {"gradient_checkpointing": (True, False)}), quiet)
+    ours, theirs = found["engines"]["fulltilt"], found["engines"]["trl"]
+    assert theirs["error"] is None, theirs["error"]
+    assert found["ratio"] == pytest.approx(theirs["step_seconds"] / ours["step_seconds"])
+    assert [each["error"] for each in theirs["all_settings"]] == [None, None]
+    assert len(theirs["step_seconds_all"]) == 2 and 0 < theirs["rollout_seconds"] < max(theirs["step_seconds_all"])
+    # The same weights, prompts, loss and advantages, other samples: gradients of the same size.
+    assert sum(theirs["grad_norms"]) == pytest.approx(sum(ours["grad_norms"]), rel=0.3)
+    assert "trl" in found["versions"] and found["generation"] == {"trl": "transformers"}
+    assert "times as fast as trl's" in step.table(found)
+
+
+@pytest.mark.skipif(WITHOUT_TRL or importlib.util.find_spec("vllm") is not None, reason="wants TRL without vLLM")
+def test_trl_without_vllm() -> None:
+    with pytest.raises(UserError, match="it generates with vLLM, which is not installed"):
+        step.check_peers(step.Options(against=("trl",)), "vllm", torch.device("cuda"))
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_the_device() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before, in_use_before = trl.peak_memory("cuda")
+    del (block := {"held": torch.empty(2**30, dtype=torch.uint8, device="cuda")})["held"]
+    assert not block
+    torch.cuda.empty_cache()
+    after, in_use = trl.peak_memory("cuda")
+    assert before is not None and after is not None and in_use is not None and in_use_before is not None
+    assert after - before == 2**30
+    # What lies beside torch's own hardly changes meanwhile.
+    assert abs(in_use - in_use_before - 2**30) < 2**28
+    assert trl.peak_memory("cuda", held_by_others=2**20)[1] == pytest.approx(in_use - 2**20, abs=2**28)
+
+
+@pytest.mark.gpu
+def test_steps_of_ours_on_a_gpu() -> None:
+    small = shapes.find("small")
+    job = tiny_job(torch.device("cuda"), source=small, workload=Workload("tiny", 4, 4, Even(16, 32), Even(64, 64)))
+    found = step.run(job, quiet)
+    ours = found["engines"]["fulltilt"]
+    assert min(ours["grad_norms"]) > 0 and 0 < ours["peak_memory_bytes"] < ours["peak_device_bytes"]
+    assert ours["captures"] > 0 and ours["eager_reason"] is None
+    # bfloat16: rollout and trainer round in other places.
+    assert ours["metrics"]["rollout_corr/logprob_abs_gap"] < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_run_beside_trl_with_vllm() -> None:
+    for module in ("trl", "vllm"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    workload = Workload("tiny", 4, 4, Even(16, 32), Even(64, 64))
+    job = tiny_job(
+        torch.device("cuda"), source=shapes.find("small"), workload=workload, against=("trl",), generation="vllm",
+        axes=ONE_START | {"vllm_gpu_memory_utilization": (0.1,)},
+    )  # fmt: skip
+    theirs = step.run(job, quiet)["engines"]["trl"]
+    assert theirs["error"] is None, theirs["all_settings"]
+    assert 0 < theirs["peak_memory_bytes"] < theirs["peak_device_bytes"] and min(theirs["grad_norms"]) > 0

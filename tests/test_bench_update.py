@@ -1,0 +1,321 @@
+"""The benchmark of updates: FLOPs against numbers worked out by hand and against torch's own count, and real runs of the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import runs
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from fulltilt.bench import flops, shapes, update
+from fulltilt.bench.flops import AttentionLayer, Flops, ModelSize, pairs, update_flops, verl_flops
+from fulltilt.bench.workload import WORKLOADS, make_requests
+from fulltilt.config import ModelConfig
+from fulltilt.model.attention import Packed
+from fulltilt.model.forward import hidden_states
+from fulltilt.model.load import load_model
+from fulltilt.model.verify import verify
+from fulltilt.records import UserError
+
+CPU = torch.device("cpu")
+PAGE = (Path(__file__).parents[1] / "docs" / "bench.md").read_text(encoding="utf-8")
+
+# -- FLOPs --------------------------------------------------------------------------------------------------------------------------------
+
+
+# Weights: layers x (hidden x (2 x query width + 2 x key width) + 3 x hidden x inner), and vocabulary x hidden.
+# 0.5B: 24 x (896 x (2 x 896 + 2 x 128) + 3 x 896 x 4864), 151936 x 896
+# 1.5B: 28 x (1536 x (2 x 1536 + 2 x 256) + 3 x 1536 x 8960), 151936 x 1536
+# 7B:   28 x (3584 x (2 x 3584 + 2 x 512) + 3 x 3584 x 18944), 152064 x 3584
+# FLOPs of one sample of 1,000 tokens, 600 of them trained: 6 x weights x tokens; 12 x hidden x layers x 500,500 pairs.
+BY_HAND: dict[str, tuple[int, int, int, Flops, int]] = {
+    "0.5B": (
+        494_032_768, 357_826_560, 136_134_656,
+        Flops(layers=2_146_959_360_000, attention=129_153_024_000, head=490_084_761_600),
+        4_038_623_232_000,
+    ),
+    "1.5B": (
+        1_543_714_304, 1_310_195_712, 233_373_696,
+        Flops(layers=7_861_174_272_000, attention=258_306_048_000, head=840_145_305_600),
+        11_177_754_624_000,
+    ),
+    "7B": (
+        7_615_616_512, 6_525_288_448, 544_997_376,
+        Flops(layers=39_151_730_688_000, attention=602_714_112_000, head=1_961_990_553_600),
+        46_895_923_200_000,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_flops_of_the_named_shapes_are_those_worked_out_by_hand(name: str) -> None:
+    parameters, layer_weights, head_weights, expected, by_verl = BY_HAND[name]
+    config = shapes.find(name).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+    assert flops.count_weights(model) == (layer_weights, head_weights)
+    attention = (AttentionLayer(config.hidden_size),) * config.num_hidden_layers
+    found = update_flops(ModelSize(layer_weights, head_weights, attention), [1000], trained=600)
+    assert found == expected
+    assert found.total == expected.layers + expected.attention + expected.head
+    assert verl_flops(config, [1000]) == by_verl
+    # What sets verl's apart: a second vocabulary, the tokens that are not trained, the other half of the square.
+    differences = 6 * head_weights * 1000 + 6 * head_weights * 400 + 12 * config.hidden_size * config.num_hidden_layers * 499_500
+    assert by_verl - found.total == differences
+
+
+def test_samples_add_up_and_attention_goes_by_their_own_lengths() -> None:
+    size = ModelSize(7, 11, (AttentionLayer(2), AttentionLayer(3, window=4)))
+    found = update_flops(size, [5, 9], trained=6)
+    assert found == Flops(
+        layers=6 * 7 * 14,
+        attention=12 * (2 * (15 + 45) + 3 * (14 + 30)),  # a window of 4: 1 + 2 + 3 + 4 + 4, and 4 four times more
+        head=6 * 11 * 6,
+    )
+    assert verl_flops(shapes.find("0.5B").config, [5, 9]) != verl_flops(shapes.find("0.5B").config, [14])
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7, 50])
+def test_pairs_are_what_a_causal_mask_lets_through(window: int | None) -> None:
+    for length in (1, 2, 3, 7, 20):
+        place = np.arange(length)
+        gap = place[:, None] - place[None, :]
+        assert pairs(length, window) == int(((gap >= 0) & (gap < (window or length))).sum())
+
+
+def test_verl_counts_no_family_that_it_has_no_dense_formula_for() -> None:
+    assert verl_flops(models.FAMILIES["qwen3-moe"](), [5]) is None
+    assert verl_flops(models.FAMILIES["llama"](), [5]) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama-tied", "qwen3", "phi3"])
+def test_torch_counts_the_same_in_the_layers(family: str, model_folders) -> None:
+    """All products with weights, forward and backward, seen by torch as they run. Attention runs in a kernel that it counts otherwise."""
+    model = load_model(ModelConfig(path=str(model_folders(family))), CPU)
+    layers, head = flops.count_weights(model)
+    assert head == models.VOCABULARY * 32
+    ids, positions = torch.arange(12), torch.cat([torch.arange(7), torch.arange(5)])
+    with FlopCounterMode(display=False) as counter:
+        hidden_states(model, ids, positions, Packed.of([0, 7, 12], CPU)).sum().backward()
+    products = sum(
+        count for operator, count in counter.get_flop_counts()["Global"].items() if operator in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    )
+    assert products == update_flops(ModelSize(layers, head, ()), [7, 5], trained=0).layers == 6 * layers * 12
+
+
+def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(model_folders) -> None:
+    model = load_model(ModelConfig(path=str(model_folders("qwen3-moe"))), CPU)
+    attention, router, an_expert = 2 * 32 * (2 * 64 + 2 * 32), 2 * 32 * 4, 3 * 32 * 24
+    assert flops.count_weights(model)[0] == attention + router + 2 * 2 * an_expert  # 2 layers, 2 of 4 experts
+
+
+def test_windows_of_a_model_are_counted(model_folders) -> None:
+    model = load_model(ModelConfig(path=str(model_folders("gemma3"))), CPU)
+    size = update.model_size(model, verify(model))
+    assert size.attention == (AttentionLayer(32, window=12), AttentionLayer(32))
+
+
+def test_utilisation() -> None:
+    assert flops.utilisation(300.0, 2.0, 600.0) == 0.25
+    assert flops.utilisation(None, 2.0, 600.0) is None and flops.utilisation(300.0, 2.0, None) is None
+
+
+# -- the command --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("bench")
+    models.save("qwen2", place / "model")
+    return place
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> dict[str, Any]:
+    return measured(folder)
+
+
+def measured(folder: Path, *given: str) -> dict[str, Any]:
+    asked = ["--device", "cpu", "--model", "model", "--prompts", "3", "--samples", "2", "--repeats", "2", "--seed", "1"]
+    ended = runs.command_here(folder, "bench", "update", *asked, *given, "--json")
+    assert ended.code == 0, ended.error
+    found: dict[str, Any] = json.loads(ended.out)
+    return found
+
+
+def test_a_run(folder: Path) -> None:
+    found = measured(folder, "--token-budget", "200", "--flops", "1e9", "--out", "found.json")
+    assert found == json.loads((folder / "found.json").read_text())
+    workload = found["workload"]
+    assert found["tokens"] == 2 * workload["prompt_tokens"]["total"] + workload["response_tokens"]["total"]
+    assert found["trained_tokens"] == workload["response_tokens"]["total"]
+    assert found["pad_tokens"] == 0 and found["largest_micro_batch"] <= 200 == found["token_budget"]
+    assert found["micro_batches"] >= -(-found["tokens"] // 200)
+    assert len(found["seconds"]) == len(found["optimizer_seconds"]) == found["repeats"] == 2
+    middle = sum(found["seconds"]) / 2
+    assert found["tokens_per_s"] == pytest.approx(found["tokens"] / middle)
+    assert found["mfu"] == pytest.approx(found["flops"]["total"] / middle / 1e9)
+    assert found["mfu_by_verl"] == pytest.approx(found["flops"]["by_verl"] / middle / 1e9)
+    assert found["flops"]["layers"] == 6 * found["model"]["layer_weights"] * found["tokens"]
+    assert found["flops"]["head"] == 6 * models.VOCABULARY * 32 * found["trained_tokens"]
+    assert all(0 < norm < 1e3 for norm in found["grad_norm"])
+    # float32 parameters are their own masters: beside them stand two moments, and a counter for each tensor.
+    parameters = 4 * found["model"]["parameters"]
+    memory = found["memory_bytes"]
+    assert memory["gradients"] == parameters and memory["parameters"] >= parameters
+    assert 2 * parameters < memory["optimizer"] < 2.1 * parameters
+    assert found["knobs"] == {"actor.token_budget": 200}
+    assert "CPU" in found["layers"] and found["command"].startswith("fulltilt bench update")
+    kernels = found["kernels"]
+    assert kernels["micro_batches"] == 2 and any(entry["kernel"] == "aten::mm" for entry in kernels["update"])
+    times = [entry["microseconds"] for entry in kernels["update"]]
+    assert times == sorted(times, reverse=True) and kernels["optimizer"]
+    text = update.table(found)
+    assert f"{found['mfu']:.3f}" in text and f"{found['mfu_by_verl']:.3f}" in text and "aten::mm" in text and "no MFU" not in text
+    found |= {"mfu": None, "mfu_missing": "the arithmetic of cpu is not known: give --flops"}
+    assert "no MFU: the arithmetic of cpu is not known" in update.table(found)
+
+
+def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: Path, plain: dict[str, Any]) -> None:
+    packed, padded = plain, measured(folder, "--no-packing")
+    assert packed["pad_tokens"] == 0 < padded["pad_tokens"]
+    assert padded["knobs"] == {"train.packing": False}
+    assert padded["flops"] == packed["flops"] and padded["tokens"] == packed["tokens"]
+    assert padded["grad_norm"] == pytest.approx(packed["grad_norm"], rel=1e-4)  # float32, summed in another order
+    assert packed["mfu"] is None and "--flops" in packed["mfu_missing"]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        (("--recompute", "selective"), {"recompute": "selective"}),
+        (("--recompute", "full", "--recompute-layers", "1"), {"recompute": "full", "recompute_layers": 1}),
+        (("--no-fused-head",), {"fused_head": False}),
+    ],
+)
+def test_knobs_reach_the_update_and_change_no_gradient(
+    given: tuple[str, ...], settings: dict[str, Any], folder: Path, plain: dict[str, Any]
+) -> None:
+    found = measured(folder, *given)
+    assert found["settings"] == plain["settings"] | settings
+    assert found["knobs"] == {f"train.{name}": value for name, value in settings.items()}
+    assert found["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-4) and found["flops"] == plain["flops"]
+    if "recompute" in settings:  # some of it ran a second time
+        assert products(found) > products(plain) if settings["recompute"] == "full" else kernels_run(found) > kernels_run(plain)
+    else:
+        assert found["memory_bytes"]["head"] != plain["memory_bytes"]["head"]
+
+
+def kernels_run(found: dict[str, Any]) -> int:
+    return sum(int(entry["calls"]) for entry in found["kernels"]["update"])
+
+
+def products(found: dict[str, Any]) -> int:
+    return sum(int(entry["calls"]) for entry in found["kernels"]["update"] if entry["kernel"] in ("aten::mm", "aten::addmm"))
+
+
+def test_the_samples_have_the_lengths_of_the_workload() -> None:
+    requests = make_requests(WORKLOADS["design"], vocabulary=1000, seed=0)
+    rows = update.make_rows(requests, 1000)
+    assert len(rows) == 1024 and all(row.ids.max() < 1000 for row in rows)
+    for row, ((uid, _), tokens) in zip(rows, requests.lengths.items(), strict=True):
+        assert row.group == uid and row.mask.sum() == tokens and row.tokens == len(requests.prompts[uid].ids) + tokens
+        assert row.advantages is not None and len(np.unique(row.advantages[row.mask])) == 1 and not row.advantages[~row.mask].any()
+    assert len({float(row.advantages[-1]) for row in rows if row.advantages is not None}) == 1024
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"flops": float("inf")}, "--flops inf: give a finite number above 0"),
+        ({"flops": 0.0}, "--flops 0.0: give a finite number above 0"),
+        ({"workload": "huge"}, "--workload huge: there are design, long"),
+        ({"model": "nowhere"}, "--model nowhere: neither a named shape"),
+        ({"knobs": {"--token-budget": 0}}, '--token-budget 0: must be "auto" or a whole number greater than 0'),
+        ({"knobs": {"--recompute": "sometimes"}}, '--recompute sometimes: must be "auto", "none", "selective" or "full"'),
+        ({"knobs": {"--recompute": "none", "--recompute-layers": 2}}, '--recompute-layers: --recompute is "none", which names no layers'),
+        ({"knobs": {"--offload-optimizer": True}}, "--offload-optimizer: true, but the run is on the CPU"),
+        ({"knobs": {"--offload-activations": True}}, "--offload-activations: true, but the run is on the CPU"),
+    ],
+)
+def test_mistakes_are_said_in_the_words_of_options(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as told:
+        update.prepare(update.Options(**{"device": "cpu", **given}))
+    assert words in str(told.value)
+
+
+def test_every_option_is_on_the_page(folder: Path) -> None:
+    said = runs.command_here(folder, "bench", "update", "--help")
+    assert said.code == 0
+    for option in (*update.KEYS, "--model", "--device", "--workload", "--prompts", "--samples", "--repeats", "--seed", "--flops", "--out"):
+        assert option in said.out, option
+        assert f"`{option}" in PAGE, option
+
+
+# -- on a GPU -----------------------------------------------------------------------------------------------------------------------------
+
+
+def on_gpu(**knobs: Any) -> dict[str, Any]:
+    given = {f"--{option.replace('_', '-')}": value for option, value in knobs.items()}
+    options = update.Options(
+        model="0.5B", device="cuda", prompts=8, samples=4, repeats=1, flops=989e12, knobs={"--token-budget": 4096, **given}
+    )
+    return update.run(update.prepare(options), lambda text: None)
+
+
+@pytest.fixture(scope="module")
+def plain_on_gpu() -> dict[str, Any]:
+    return on_gpu()
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu(plain_on_gpu: dict[str, Any]) -> None:
+    found = plain_on_gpu
+    parameters, memory = found["model"]["parameters"], found["memory_bytes"]
+    # bfloat16 weights; float32 accumulators; float32 masters and two moments.
+    assert memory["parameters"] == pytest.approx(2 * parameters, rel=0.01)
+    assert memory["gradients"] == pytest.approx(4 * parameters, rel=0.01)
+    assert memory["optimizer"] == pytest.approx(12 * parameters, rel=0.01)
+    assert memory["activations"] > 0 and not any(found["host_memory_bytes"].values())
+    assert found["peak_memory_bytes"] >= memory["parameters"] + memory["gradients"] + memory["optimizer"] + memory["activations"]
+    assert 0 < found["mfu"] < found["mfu_by_verl"] < 1
+    kernels = found["kernels"]
+    assert kernels["update"] and kernels["optimizer"]
+    assert not any(entry["kernel"].startswith(("Optimizer.", "ProfilerStep", "aten::")) for entry in kernels["update"])
+    assert sum(entry["microseconds"] for entry in kernels["update"]) / 1e6 < 1.5 * kernels["seconds"]
+    assert update.table(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("knobs", "effect"),
+    [
+        ({"no_packing": False}, lambda off, on: on["pad_tokens"] > 0 == off["pad_tokens"]),
+        ({"recompute": "selective"}, lambda off, on: on["memory_bytes"]["activations"] < off["memory_bytes"]["activations"]),
+        ({"recompute": "full"}, lambda off, on: on["memory_bytes"]["activations"] < 0.5 * off["memory_bytes"]["activations"]),
+        ({"offload_activations": True}, lambda off, on: on["memory_bytes"]["activations"] < off["memory_bytes"]["activations"]),
+        (
+            {"offload_optimizer": True},
+            lambda off, on: (
+                on["memory_bytes"]["optimizer"] < 0.5 * off["memory_bytes"]["optimizer"] <= 0.6 * on["host_memory_bytes"]["optimizer"]
+            ),
+        ),
+        ({"no_fused_head": False}, lambda off, on: on["memory_bytes"]["head"] > off["memory_bytes"]["head"]),
+        ({"no_fused_layers": False}, lambda off, on: len(on["kernels"]["update"]) != len(off["kernels"]["update"])),
+        ({"compile": True}, lambda off, on: on["layers"] != off["layers"]),
+    ],
+)
+def test_knobs_on_a_gpu(knobs: dict[str, Any], effect: Any, plain_on_gpu: dict[str, Any]) -> None:
+    found = on_gpu(**knobs)
+    assert effect(plain_on_gpu, found)
+    # bfloat16: the norm of a whole gradient, whose sums are rounded otherwise.
+    assert found["grad_norm"] == pytest.approx(plain_on_gpu["grad_norm"], rel=2e-2)
+    assert found["flops"] == plain_on_gpu["flops"]

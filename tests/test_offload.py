@@ -1,0 +1,676 @@
+"""Parameters, gradients and optimizer states that are not on the device all the time: bits, bytes and order.
+
+On a CPU the host is main memory too, so all of the logic runs here; `-m gpu` shows the bytes that the device gets back, and the order of
+copies on streams of their own.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as some
+from safetensors.torch import load_file, save_file
+
+from fulltilt.algo.loss import sft_loss
+from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.config import ModelConfig, TrainConfig
+from fulltilt.memory.offload import (
+    ALIGN,
+    ON_DEVICE,
+    Entry,
+    Layout,
+    OffloadSetting,
+    Residence,
+    States,
+    absent,
+    host_memory,
+    why_not,
+    why_not_params,
+)
+from fulltilt.model import attention
+from fulltilt.model.attention import Packed
+from fulltilt.model.forward import hidden_states
+from fulltilt.model.fuse import BrokenFusion, check_fused, fuse
+from fulltilt.model.load import load_model
+from fulltilt.model.scalar import ScalarModel
+from fulltilt.model.verify import packed_logprobs
+from fulltilt.records import Row
+from fulltilt.train.optim import Optimizer, learning_rate, optimizer_bytes
+from fulltilt.train.roles import Policy
+from fulltilt.train.trainer import Trainer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+TINY = OffloadSetting(optimizer=True, bucket_bytes=3000)  # every matrix is cut
+SETTINGS = {
+    "on device": ON_DEVICE,
+    "grads": OffloadSetting(grads=True),
+    "optimizer": TINY,
+    "two buckets": OffloadSetting(optimizer=True, bucket_bytes=3000, buckets=2),
+    "one bucket": OffloadSetting(optimizer=True, grads=True),  # larger than all there is
+}
+RULES = {"lr": 1e-2, "weight_decay": 0.1, "clip_grad": 4.0, "warmup_steps": 2}
+
+
+# ---- an optimizer as plain as can be ---------------------------------------------------------------------------------------------------
+
+
+class Odd(torch.nn.Module):
+    """Parameters of odd sizes, one with its axes swapped, some of them wider than the rest, one that never gets a gradient."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU, scale: int = 1) -> None:
+        super().__init__()
+        wide = torch.promote_types(dtype, torch.float32)
+        random = torch.Generator().manual_seed(0)
+
+        def make(*shape: int, of: torch.dtype = dtype) -> torch.nn.Parameter:
+            return torch.nn.Parameter(torch.randn(*shape, generator=random).to(device, of))
+
+        self.head = make(11, 3, of=wide)
+        self.one, self.matrix, self.vector, self.stack = make(1), make(37 * scale, 19), make(64), make(3, 5, 7 * scale)
+        self.swapped = torch.nn.Parameter(make(23, 41 * scale).detach().t())
+        self.bias = make(5, of=wide)
+        self.alone = make(4, 9, of=wide)
+        self.frozen = make(3).requires_grad_(False)
+
+
+class Plain:
+    """torch's AdamW over float32 masters, a tensor at a time: what every setting must do to the bit."""
+
+    def __init__(self, model: torch.nn.Module, config: TrainConfig, total: int) -> None:
+        self.config, self.total, self.updates = config, total, 0
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.masters = {
+            name: p if p.dtype in (torch.float32, torch.float64) else p.detach().float().clone() for name, p in self.parameters.items()
+        }
+        groups = [[m for m in self.masters.values() if (m.ndim >= 2) == matrices] for matrices in (True, False)]
+        self.adam = torch.optim.AdamW(
+            [{"params": groups[0], "weight_decay": config.weight_decay}, {"params": groups[1], "weight_decay": 0.0}],
+            betas=config.betas, eps=config.eps, fused=all(m.is_cuda for m in self.masters.values()),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def step(self, gradients: dict[str, torch.Tensor]) -> float:
+        for name, master in self.masters.items():
+            master.grad = gradients[name].clone() if name in gradients else None
+        found = [m.grad for m in self.masters.values() if m.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(found))
+        lr = learning_rate(self.config, self.updates, self.total)
+        self.updates += 1
+        if not np.isfinite(norm):
+            return norm
+        if norm > self.config.clip_grad:
+            torch._foreach_mul_(found, self.config.clip_grad / (norm + 1e-6))
+        for group in self.adam.param_groups:
+            group["lr"] = lr
+        self.adam.step()
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+        return norm
+
+
+def random_gradients(model: torch.nn.Module, update: int) -> dict[str, torch.Tensor]:
+    """One of them is not finite in the third update, some are clipped and some are not."""
+    random = torch.Generator().manual_seed(100 + update)
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name != "alone":
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            gradient = (0.01 + update % 2) * torch.randn(parameter.shape, generator=random)
+            found[name] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
+    if update == 2:
+        found["matrix"][0, 0] = float("inf")
+    return found
+
+
+def give(optimizer: Optimizer, model: torch.nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    optimizer.prepare()
+    for name, parameter in model.named_parameters():
+        if name in gradients and hasattr(parameter, "main_grad"):
+            parameter.main_grad.add_(gradients[name])
+        elif name in gradients:
+            parameter.grad = gradients[name].clone()
+
+
+def assert_same(optimizer: Optimizer, model: torch.nn.Module, other: Optimizer, twin: torch.nn.Module) -> None:
+    ours, theirs = optimizer.tensors(), other.tensors()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in ours.items())
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def compare_with_plain(offload: OffloadSetting, dtype: torch.dtype, device: torch.device, scale: int = 1, updates: int = 6) -> None:
+    model, twin = Odd(dtype, device, scale), Odd(dtype, device, scale)
+    config = TrainConfig(**RULES)
+    optimizer, plain = Optimizer(model, config, updates, offload=offload), Plain(twin, config, updates)
+    clipped = []
+    for update in range(updates):
+        gradients = random_gradients(twin, update)
+        give(optimizer, model, gradients)
+        report = optimizer.step()
+        assert report.grad_norm == plain.step(gradients) or report.skipped
+        assert report.skipped == (update == 2)
+        clipped.append(report.grad_norm > config.clip_grad)
+        for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    assert True in clipped and False in clipped
+    tensors = optimizer.tensors()
+    for name, master in plain.masters.items():
+        if master is not plain.parameters[name]:
+            assert torch.equal(tensors[f"master/{name}"].to(device), master)
+        if name != "alone":
+            for kept in ("exp_avg", "exp_avg_sq", "step"):
+                assert torch.equal(tensors[f"{kept}/{name}"].to(device), plain.adam.state[master][kept].to(device)), (kept, name)
+    assert not tensors["step/alone"] and not tensors["exp_avg/alone"].any()
+    assert not torch.equal(model.matrix, Odd(dtype, device, scale).matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_torchs_adamw_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    """Clipped and unclipped, decayed and not, a gradient that is not finite, one that is missing."""
+    compare_with_plain(SETTINGS[name], dtype, CPU)
+
+
+@pytest.mark.parametrize("name", ["on device", "optimizer"])
+def test_a_gradient_may_lie_in_memory_otherwise_than_its_parameter(name: str) -> None:
+    model, twin = Odd(torch.float32), Odd(torch.float32)
+    optimizers = [Optimizer(each, TrainConfig(lr=1e-2, clip_grad=0.0), 1, offload=SETTINGS[name]) for each in (model, twin)]
+    for each in (model, twin):
+        each.swapped.grad = random_gradients(each, 1)["swapped"]
+    twin.swapped.grad = twin.swapped.grad.contiguous()
+    assert twin.swapped.grad.stride() != model.swapped.grad.stride() == model.swapped.stride()  # type: ignore[union-attr]
+    assert not any([optimizer.step().skipped for optimizer in optimizers])
+    assert_same(optimizers[0], model, optimizers[1], twin)
+
+
+def learn(optimizer: Optimizer, model: torch.nn.Module, updates: range) -> None:
+    for update in updates:
+        give(optimizer, model, random_gradients(model, update))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("names", [("on device", "optimizer"), ("optimizer", "grads"), ("optimizer", "two buckets")], ids=" to ".join)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_checkpoint_of_one_setting_goes_on_in_another(names: tuple[str, str], dtype: torch.dtype, tmp_path: Path) -> None:
+    """Through the file, whose format allows no tensors that overlap."""
+    start = partial(Optimizer, config=TrainConfig(**RULES), total_updates=6, keeps_parameters=True)
+    whole_model, first_model, second_model = (Odd(dtype) for _ in range(3))
+    whole, first = start(whole_model), start(first_model, offload=SETTINGS[names[0]])
+    learn(whole, whole_model, range(6))
+    learn(first, first_model, range(3))
+    save_file({name: tensor.contiguous() for name, tensor in first.tensors().items()}, tmp_path / "tensors")
+    second = start(second_model, offload=SETTINGS[names[1]])
+    second.restore(load_file(tmp_path / "tensors"), first.updates, first.skipped)
+    assert_same(second, second_model, first, first_model)
+    learn(second, second_model, range(3, 6))
+    assert (second.updates, second.skipped) == (6, 1)
+    assert_same(second, second_model, whole, whole_model)
+
+
+def held(optimizer: Optimizer) -> int:
+    return sum(memory.nbytes for memory in optimizer.memory())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_states_exist_once_and_the_plan_knows_their_bytes(name: str) -> None:
+    offload = SETTINGS[name]
+    planned = optimizer_bytes(Odd(torch.bfloat16, torch.device("meta")), offload)
+    model = Odd(torch.bfloat16)
+    optimizer = Optimizer(model, TrainConfig(), 1, offload=offload)
+    optimizer.prepare()
+    assert held(optimizer) == planned.device + planned.host
+    wide = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad"))
+    assert planned.gradients == wide + model.matrix.main_grad.untyped_storage().nbytes()  # type: ignore[union-attr]
+    low = sum(p.numel() for p in model.parameters() if hasattr(p, "main_grad"))
+    most = 12 * low + 2 * wide + 3 * ALIGN * len(list(model.parameters()))
+    assert 12 * low + 2 * wide <= (planned.host if offload.optimizer else planned.device) < most
+    if offload.optimizer:
+        assert planned.device <= offload.buckets * offload.bucket_bytes
+    homes = {memory.data_ptr() for memory in optimizer.memory()}
+    kept = {key: tensor for key, tensor in optimizer.tensors().items() if not key.startswith("step/")}
+    assert {tensor.untyped_storage().data_ptr() for tensor in kept.values()} <= homes
+
+
+def test_gradients_are_there_from_the_first_pass_to_the_end_of_the_step(model_folders) -> None:
+    model = load_model(ModelConfig(path=str(model_folders("llama-tied")), dtype="bfloat16"), CPU)
+    trainer = Trainer(Policy("actor", model, 1.0, Optimizer(model, TrainConfig(lr=1e-3), 4, offload=OffloadSetting(grads=True))), sft_loss)
+    there = lambda: {hasattr(parameter, "main_grad") for parameter in model.parameters()}  # noqa: E731
+    trainer.optimizer.begin(0)
+    assert there() == {False}
+    with pytest.raises(AssertionError, match="prepare"):
+        packed_logprobs(model, [np.arange(3, 20)])[0][0].sum().backward()
+    trainer.optimizer.zero_grad()
+    memory: list[Any] = []
+    for _ in range(2):
+        trainer.accumulate(batch_of(3))
+        assert there() == {True}
+        memory = [parameter.main_grad for parameter in model.parameters()]
+        assert len({gradient.untyped_storage().data_ptr() for gradient in memory}) == 1
+        before = memory[0].clone()
+        trainer.accumulate(batch_of(3))  # on top of what is there
+        torch.testing.assert_close(memory[0], 2 * before)
+        trainer.apply()
+        assert there() == {False} and trainer.optimizer._gradients is None
+
+
+def batch_of(count: int, seed: int = 0, longest: int = 40, vocabulary: int = models.VOCABULARY) -> Any:
+    random = np.random.default_rng(seed)
+    documents = [random.integers(3, vocabulary, int(random.integers(4, longest))) for _ in range(count)]
+    rows = [Row(ids=document, mask=np.arange(len(document)) >= 2) for document in documents]
+    return minibatch(rows, "token-mean", 1, MicroSizing(True, 60))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_model_learns_the_same_with_everything_offloaded(fused: bool, dtype: str, model_folders) -> None:
+    """A tied embedding larger than a bucket, joined projections, micro-batches: two trainers, the same bits after every step."""
+    trainers = []
+    for offload in (ON_DEVICE, OffloadSetting(optimizer=True, grads=True, bucket_bytes=20_000)):
+        model = load_model(ModelConfig(path=str(model_folders("llama-tied")), dtype=dtype), CPU)
+        if fused:
+            assert fuse(model).joined == 4
+        optimizer = Optimizer(model, TrainConfig(lr=1e-2, weight_decay=0.1), 4, offload=offload)
+        trainers.append(Trainer(Policy("actor", model, 1.0, optimizer), sft_loss))
+    assert len(trainers[1].optimizer._states.buckets) > 5
+    for seed in range(3):
+        metrics = [trainer.accumulate(batch_of(5, seed)) | trainer.apply() for trainer in trainers]
+        assert metrics[0] == metrics[1]
+        (one, first), (other, second) = ((trainer.optimizer, trainer.role.model) for trainer in trainers)
+        assert_same(one, first, other, second)
+
+
+# ---- layout and stream -----------------------------------------------------------------------------------------------------------------
+
+
+def entries() -> some.SearchStrategy[list[Entry]]:
+    one = some.tuples(some.integers(1, 3000), some.sampled_from([(torch.float32, True), (torch.float32, False), (torch.float64, False)]))
+    return some.lists(one, min_size=1, max_size=12).map(
+        lambda found: [
+            Entry(f"tensor {number}", count, dtype, ("first", "second", "master") if low else ("first", "second"))
+            for number, (count, (dtype, low)) in enumerate(found)
+        ]
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(entries(), some.integers(1, 40_000) | some.none())
+def test_buckets_hold_every_number_once(found: list[Entry], bucket_bytes: int | None) -> None:
+    if len({entry.kinds for entry in found}) == 2 or len(found[0].kinds) == 3:
+        assert Layout(found).kinds == ("first", "second", "master")
+    layout = Layout(found, bucket_bytes)
+    if bucket_bytes is None:
+        assert layout.count == 1
+    else:
+        assert layout.width * len(layout.kinds) <= max(bucket_bytes, ALIGN * len(layout.kinds))
+    covered: dict[str, int] = dict.fromkeys(layout.places, 0)
+    for number, entry, cut in layout.cuts():
+        assert cut.start == covered[entry.name] < cut.stop and cut.start % ALIGN == 0  # in order, without holes
+        place = layout.places[entry.name]
+        for kind in entry.kinds:
+            stretch = layout.stretch(number, kind)
+            assert stretch.start <= place + cut.start and place + cut.stop <= stretch.stop
+        covered[entry.name] = cut.stop
+    assert covered == {entry.name: entry.nbytes for entry in found}
+    for kind, extent in layout.extents.items():
+        stretches = [layout.stretch(number, kind) for number in range(layout.count)]
+        assert sum(stretch.stop - stretch.start for stretch in stretches) == extent
+
+
+def some_states(device: torch.device, count: int, bucket_bytes: int, slots: int) -> tuple[States, list[Entry]]:
+    found = [Entry(str(number), count + number, torch.float32, ("a", "b", "c") if number % 2 else ("a", "b")) for number in range(7)]
+    return States(Layout(found, bucket_bytes), device, slots), found
+
+
+def pass_over(states: States, rounds: int) -> None:
+    """Each pass makes a = 2 a + place and b = b + a; the place is that of the number in its entry."""
+    for _ in range(rounds):
+        for bucket in states.stream():
+            for part in states.buckets[bucket]:
+                a, b = part.states["a"], part.states["b"]
+                a.mul_(2).add_(torch.arange(part.numbers.start, part.numbers.stop, device=states.device, dtype=torch.float32) % 13)
+                b.add_(a)
+
+
+def expected_after(count: int, rounds: int) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = torch.zeros(count), torch.zeros(count)
+    for _ in range(rounds):
+        a = 2 * a + torch.arange(count, dtype=torch.float32) % 13
+        b = b + a
+    return a, b
+
+
+def assert_passed(states: States, found: list[Entry], rounds: int) -> None:
+    states.settle()
+    for entry in found:
+        a, b = expected_after(entry.count, rounds)
+        assert torch.equal(states.home(entry, "a"), a) and torch.equal(states.home(entry, "b"), b)
+        assert "c" not in entry.kinds or not states.home(entry, "c").any()
+
+
+@pytest.mark.parametrize("slots", [2, 3, 5])
+def test_a_stream_changes_what_is_on_the_host(slots: int) -> None:
+    states, found = some_states(CPU, 1000, 4000, slots)
+    assert len(states.buckets) > 2 * slots
+    pass_over(states, 4)
+    assert_passed(states, found, 4)
+
+
+def test_only_the_named_kinds_travel() -> None:
+    states, found = some_states(CPU, 1000, 4000, 3)
+    pass_over(states, 2)
+    for bucket in states.stream(read=(), written=("c",)):
+        for part in states.buckets[bucket]:
+            for kind, state in part.states.items():
+                state.fill_({"a": 5.0, "b": 6.0, "c": 7.0}[kind])
+    for entry in found:
+        assert "c" not in entry.kinds or (states.home(entry, "c") == 7).all()
+        if "c" in entry.kinds:
+            states.home(entry, "c").zero_()
+    assert_passed(states, found, 2)
+    for bucket in states.stream(read=("a",), written=()):
+        for part in states.buckets[bucket]:
+            entry = next(entry for entry in found if entry.name == part.name)
+            assert torch.equal(part.states["a"], states.home(entry, "a")[part.numbers])
+            part.states["a"].zero_()
+    assert_passed(states, found, 2)
+
+
+def test_host_memory_is_of_the_exact_size_and_goes_with_its_last_view() -> None:
+    before = mapped_bytes()
+    memory = host_memory((33 << 20) + 5, CPU)
+    assert memory.nbytes == memory.untyped_storage().nbytes() == (33 << 20) + 5 and not memory.any()
+    if before is not None:
+        assert (33 << 20) <= mapped_bytes() - before < (48 << 20)  # rounded up it would be 64
+    view = memory[1 << 20 : 2 << 20].view(torch.float32)
+    del memory
+    view.fill_(3.0)
+    assert (view == 3).all()
+    del view
+    if before is not None:
+        assert mapped_bytes() - before < (15 << 20)
+    assert host_memory(0, CPU).nbytes == 0
+
+
+def mapped_bytes() -> int | None:
+    """Of this process's address space; None where the system does not tell."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text().split()[0]) * 4096 if file.exists() else None
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------------------------
+
+
+def own_memory(model: torch.nn.Module) -> torch.nn.Module:
+    """On a CPU transformers maps weights from their file, which cannot be given back."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def model_of(folder: Path, dtype: str = "float32", device: torch.device = CPU, fused: bool = True) -> Any:
+    model = own_memory(load_model(ModelConfig(path=str(folder), dtype=dtype), device))
+    if fused:
+        assert fuse(model).joined == 4  # type: ignore[arg-type]
+    return model
+
+
+def logprobs(model: Any) -> torch.Tensor:
+    documents = [np.arange(3, 40), np.arange(90, 20, -3)]
+    with torch.no_grad():
+        return torch.cat(packed_logprobs(model, documents)[0])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama-tied"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_parameters_leave_and_come_back_bit_for_bit(family: str, fused: bool, model_folders) -> None:
+    model = model_of(model_folders(family), fused=fused)
+    objects, values, said = list(model.parameters()), [p.detach().clone() for p in model.parameters()], logprobs(model)
+    residence = Residence(model, "ref", learns=False)
+    assert residence.nbytes == sum(p.nbytes for p in objects)
+    for _ in range(2):
+        residence.to_host()
+        assert all(absent(parameter) for parameter in objects) and not residence.on_device
+        residence.to_host()  # once is enough
+        with residence.needed():
+            assert [id(p) for p in model.parameters()] == [id(p) for p in objects]
+            assert all(torch.equal(p, value) for p, value in zip(objects, values, strict=True))
+            if fused:
+                assert check_fused(model).joined == 4
+            assert torch.equal(logprobs(model), said)
+        assert all(absent(parameter) for parameter in objects)
+
+
+def test_joined_weights_that_moved_are_joined_again(model_folders, monkeypatch) -> None:
+    """The check of addresses is awake: without joining again it would refuse the model."""
+    model = model_of(model_folders("qwen2"))
+    residence = Residence(model, "ref", learns=False)
+    layer = model.base_model.layers[0].self_attn
+    residence.to_host()
+    monkeypatch.setattr("fulltilt.memory.offload.join_again", lambda model: None)
+    blocks = [torch.empty(parameter.numel()) for parameter in model.parameters()]  # what was given back is another's now
+    residence.to_device()
+    assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.v_proj.weight.untyped_storage().data_ptr()
+    with pytest.raises(BrokenFusion):
+        check_fused(model)
+    fuse(model)
+    assert check_fused(model).joined == 4 and len(blocks) > 0
+
+
+def test_what_a_role_learns_goes_out_and_what_it_only_read_does_not(model_folders) -> None:
+    model = model_of(model_folders("qwen2"), "bfloat16")
+    residence = Residence(model, "critic", learns=True)
+    optimizer = Optimizer(model, TrainConfig(lr=1e-2), 4, offload=OffloadSetting(optimizer=True, grads=True, bucket_bytes=20_000))
+    twin = model_of(model_folders("qwen2"), "bfloat16")
+    resident = Optimizer(twin, TrainConfig(lr=1e-2), 4)
+    residence.to_host()
+    for seed in range(3):
+        with residence.needed():
+            ours, theirs = (Trainer(Policy("a", m, 1.0, o), sft_loss) for m, o in ((model, optimizer), (twin, resident)))
+            assert ours.accumulate(batch_of(4, seed)) == theirs.accumulate(batch_of(4, seed))
+            assert ours.apply() == {**theirs.apply()}
+        with residence.needed(unchanged=True):
+            assert_same(optimizer, model, resident, twin)
+            with torch.no_grad():
+                model.base_model.norm.weight.fill_(9.0)  # a promise broken: shows that nothing was copied out
+        residence.to_device()
+        assert_same(optimizer, model, resident, twin)
+        residence.to_host()
+
+
+def test_what_is_away_cannot_be_run_or_updated_or_saved(model_folders) -> None:
+    body = model_of(model_folders("llama"))
+    model = ScalarModel(body, torch.nn.Linear(models.SMALL["hidden_size"], 1))  # type: ignore[call-overload]
+    optimizer = Optimizer(model, TrainConfig(), 1, keeps_parameters=True)
+    residence = Residence(model, "critic", learns=True)
+    residence.to_host()
+    with pytest.raises(AssertionError, match="parameters of the critic are on the host"):
+        run_body(body)
+    for act in (optimizer.tensors, optimizer.step):
+        with pytest.raises(AssertionError, match="must be on the device"):
+            act()
+    with residence.needed():
+        with pytest.raises(AssertionError, match="in use already"), residence.needed():
+            pass
+        run_body(body)
+        assert any(name == "parameter/score.weight" for name in optimizer.tensors())
+    with pytest.raises(ZeroDivisionError), residence.needed():
+        raise ZeroDivisionError
+    assert not residence.on_device and all(absent(parameter) for parameter in model.parameters())
+
+
+def run_body(body: Any) -> None:
+    with torch.no_grad():
+        hidden_states(body, torch.arange(3, 9), torch.arange(6), Packed.of(np.array([0, 6], dtype=np.int32), CPU))
+
+
+def test_reasons() -> None:
+    assert "CPU" in (why_not("cpu") or "") and why_not("cuda") is None
+    assert "CPU" in (why_not_params("ref", "cpu") or "")
+    assert why_not_params("ref", "cuda", cuda_graphs=True) is None and why_not_params("actor", "cuda") is None
+    assert "rollout.cuda_graphs = false" in (why_not_params("actor", "cuda", cuda_graphs=True) or "")
+    assert "no other role" in (why_not_params("actor", "cuda", alone=True) or "")
+    assert "no parameters that could leave" in (why_not_params("ref", "cuda", shared=True) or "")
+
+
+# ---- on a CUDA device ------------------------------------------------------------------------------------------------------------------
+
+
+SCALARS = 64 << 10  # bytes of counters and other small tensors that come and go
+
+
+def allocated() -> int:
+    """Bytes that tensors hold, as they asked for them: without what the allocator adds to fill its blocks."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")  # the allocator looks for copies that have ended when it is asked for memory
+    return int(torch.cuda.memory_stats()["requested_bytes.all.current"])
+
+
+def keep_busy() -> Iterator[None]:
+    """Work that the compute stream is still at while copies are asked for, so that a missing wait shows."""
+    left = torch.randn(4096, 4096, device="cuda")
+    while True:
+        for _ in range(4):
+            left = (left @ left).tanh_()
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_is_torchs_fused_adamw_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    compare_with_plain(SETTINGS[name], dtype, GPU)
+    compare_with_plain(OffloadSetting(**{**vars(SETTINGS[name]), "bucket_bytes": 50_000}), dtype, GPU, scale=101, updates=5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [2, 3])
+def test_copies_are_ordered_under_stress(slots: int) -> None:
+    """Hundreds of buckets a pass, passes back to back, a busy compute stream before each: a copy that came early or late would show."""
+    states, found = some_states(GPU, 200_003, 3 * 16_384, slots)
+    assert len(states.buckets) > 200
+    busy = keep_busy()
+    rounds = 6
+    for _ in range(rounds):
+        next(busy)
+        pass_over(states, 1)
+    assert_passed(states, found, rounds)
+    with torch.cuda.stream(torch.cuda.Stream()):  # whatever stream computes
+        pass_over(states, 2)
+    assert_passed(states, found, rounds + 2)
+
+
+@pytest.mark.gpu
+def test_a_streamed_step_takes_no_memory_once_it_has_begun() -> None:
+    model = Odd(torch.bfloat16, GPU, scale=101)
+    optimizer = Optimizer(model, TrainConfig(**RULES), 9, offload=OffloadSetting(optimizer=True, bucket_bytes=50_000))
+    learn(optimizer, model, range(2))
+    counts: list[int] = []
+    stream = optimizer._states.stream
+
+    def counting(*kinds: Any) -> Iterator[int]:
+        for number in stream(*kinds):
+            counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+            yield number
+        counts.append(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+    optimizer._states.stream = counting  # type: ignore[method-assign, assignment]
+    learn(optimizer, model, range(3, 5))
+    assert len(counts) > 50
+    per_step = len(counts) // 2
+    assert len(set(counts[:per_step])) == 1 and len(set(counts[per_step:])) == 1
+
+
+def larger_model() -> Any:
+    shape = {**models.SMALL, "hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_hidden_layers": 8}
+    with torch.device("cuda"):
+        model = models.AutoModelForCausalLM.from_config(
+            models.Qwen2Config(**shape), dtype=torch.bfloat16, attn_implementation=attention.register()
+        ).eval()
+    fuse(model)
+    return model
+
+
+@pytest.mark.gpu
+def test_the_device_gets_the_bytes_of_parameters_back() -> None:
+    model = larger_model()
+    said, before = logprobs(model), allocated()
+    residence = Residence(model, "ref", learns=False)
+    assert residence.nbytes == sum(parameter.nbytes for parameter in model.parameters()) > 40 << 20
+    assert allocated() - before < SCALARS
+    for _ in range(2):
+        residence.to_host()
+        assert abs(before - allocated() - residence.nbytes) < SCALARS
+        with residence.needed():
+            assert abs(allocated() - before) < SCALARS
+            assert torch.equal(logprobs(model), said) and check_fused(model).joined == 16
+    assert abs(before - allocated() - residence.nbytes) < SCALARS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_host", [False, True], ids=["states on device", "states on host"])
+def test_the_device_gets_the_bytes_of_gradients_and_states_back(on_host: bool) -> None:
+    model, offload = larger_model(), OffloadSetting(optimizer=on_host, grads=True, bucket_bytes=6 << 20)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    planned, before = optimizer_bytes(model, offload), allocated()
+    optimizer = Optimizer(model, TrainConfig(), 4, offload=offload)
+    assert abs(allocated() - before - planned.device) < SCALARS
+    assert abs(planned.device - (18 << 20 if on_host else 12 * parameters)) < 1 << 20
+    assert abs(planned.host - (12 * parameters if on_host else 0)) < 1 << 20
+    pinned = [memory for memory in optimizer.memory() if not memory.is_cuda]
+    assert sum(memory.nbytes for memory in pinned) == planned.host and all(memory.is_pinned() for memory in pinned)
+    trainer = Trainer(Policy("actor", model, 1.0, optimizer), sft_loss)
+    for _ in range(2):
+        trainer.accumulate(batch_of(3))
+        with_gradients = allocated()
+        trainer.apply()
+        # What passes leave for good (workspaces of matrix products) is in both numbers.
+        assert abs(with_gradients - allocated() - planned.gradients) < SCALARS
+        assert abs(planned.gradients - 4 * parameters) < 1 << 20
+
+
+@pytest.mark.gpu
+def test_parameters_travel_in_order_under_stress() -> None:
+    """A role that learns leaves and comes back while the compute stream is busy, and what it gave back is written over at once."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(701, 701, bias=False, device="cuda") for _ in range(24)))
+    exact = [parameter.detach().clone() for parameter in model.parameters()]
+    residence = Residence(model, "critic", learns=True)
+    busy = keep_busy()
+    for number in range(12):
+        with residence.needed():
+            next(busy)
+            with torch.no_grad():
+                for parameter, other in zip(model.parameters(), exact, strict=True):
+                    parameter.mul_(0.5).add_(number)
+                    other.mul_(0.5).add_(number)
+        scribble = [torch.full_like(other, float("nan")) for other in exact]  # takes the memory that was given back
+        next(busy)
+        del scribble
+        if number % 2:
+            residence.fetch()
+            next(busy)
+    residence.to_device()
+    assert all(torch.equal(parameter, other) for parameter, other in zip(model.parameters(), exact, strict=True))
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_exact_and_given_back() -> None:
+    for _ in range(20):  # an address that stayed pinned would be refused the second time
+        memory = host_memory((5 << 20) + 3, GPU)
+        assert memory.is_pinned() and memory.nbytes == (5 << 20) + 3
+        filled = torch.arange(memory.nbytes, device="cuda").to(torch.uint8)
+        memory.copy_(filled, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(memory, filled.cpu())
+        del memory

@@ -1,0 +1,232 @@
+"""How roles run: what the user sets is taken, what is left out is taken from [train], and what `auto` becomes. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fulltilt.config import Config
+from fulltilt.plan import (
+    Facts,
+    RoleFacts,
+    RoleSettings,
+    Room,
+    Settled,
+    graphs_in_words,
+    kv_blocks,
+    micro_batch_tokens,
+    returning,
+    settle,
+    uses_graphs,
+)
+from fulltilt.records import UserError
+
+GIB = 1 << 30
+
+
+def config(**sections: dict[str, Any]) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
+
+
+def transformer(billions: float, *, learns: bool = True, itemsize: int = 2) -> RoleFacts:
+    """Of about the shape of Qwen2.5-7B, whatever its size."""
+    count = int(billions * 1e9)
+    shape = {"layers": 28, "width": 3584, "inner": 18944, "heads_width": 4608, "fused": True}
+    return RoleFacts(parameter_bytes=itemsize * count, trained=count if learns else 0, itemsize=itemsize, **shape)
+
+
+def room(device_gib: float = 140, host_gib: float = 1000, longest: int = 2048, **roles: RoleFacts) -> Room:
+    return Room("cuda", int(device_gib * GIB), int(host_gib * GIB), longest, roles or {"actor": transformer(0.5)})
+
+
+def settled(where: Room, **sections: dict[str, Any]) -> Settled:
+    return settle(config(**sections), where)
+
+
+# -- what is given ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_model_on_a_large_device_runs_by_the_defaults() -> None:
+    found = settled(room(actor=transformer(0.5), ref=transformer(0.5, learns=False)))
+    assert dict(found.roles) == {"actor": RoleSettings(), "ref": RoleSettings()} and found.words == ()
+
+
+def test_what_is_set_is_taken_as_it_is() -> None:
+    train = {
+        "packing": False, "recompute": "full", "recompute_layers": 3, "recompute_method": "uniform", "offload_activations": True,
+        "offload_params": True, "offload_optimizer": True, "offload_grads": True, "fused_head": False, "entropy_chunk": 7,
+        "entropy_recompute": False,
+    }  # fmt: skip
+    found = settled(room(), train=train)
+    assert found.roles["actor"] == RoleSettings(**train)
+    assert found.words == (
+        "actor: samples padded to the longest of their micro-batch; full recompute, 3 layers at a time; activations on the host until the "
+        "backward pass; parameters on the host while another role works; optimizer on the host; gradients only while an optimizer step is "
+        "made; whole logits; entropy of 7 tokens at a time; softmax kept for the entropy's gradient",
+    )
+
+
+def test_false_is_taken_where_auto_would_switch_it_on() -> None:
+    crowded = room(device_gib=80, actor=transformer(7), ref=transformer(7, learns=False))
+    off = {"recompute": "none", "offload_activations": False, "offload_params": False, "offload_optimizer": False, "offload_grads": False}
+    found = settled(crowded, train=off, ref={"offload_params": False})
+    assert dict(found.roles) == {"actor": RoleSettings(), "ref": RoleSettings()}
+
+
+ROLES = {
+    "actor": transformer(0.5),
+    "critic": transformer(0.5),
+    "ref": transformer(0.5, learns=False),
+    "reward_model": transformer(0.5, learns=False),
+}
+
+
+def test_the_critic_takes_from_train_what_it_has_not_of_its_own() -> None:
+    train = {"packing": False, "recompute": "selective", "recompute_layers": 2, "offload_activations": True, "offload_optimizer": True}
+    found = settled(room(**ROLES), train={**train, "fused_head": False, "entropy_chunk": 5}).roles
+    assert found["critic"] == RoleSettings(**train, offload_grads=True)  # it has no vocabulary head
+    own = {"packing": True, "recompute": "none", "offload_activations": False, "offload_params": True, "offload_optimizer": False}
+    found = settled(room(**ROLES), train=train, critic=own).roles
+    assert found["critic"] == RoleSettings(**own, recompute_layers=2) and found["actor"].recompute == "selective"
+
+
+def test_roles_that_do_not_learn_take_what_concerns_them() -> None:
+    train = {"packing": False, "recompute": "full", "offload_params": True, "offload_optimizer": True, "fused_head": False}
+    found = settled(room(**ROLES), train={**train, "entropy_chunk": 5}, ref={"entropy_chunk": 9}, reward_model={"packing": True}).roles
+    assert found["ref"] == RoleSettings(packing=False, fused_head=False, entropy_chunk=9)
+    assert found["reward_model"] == RoleSettings()
+    assert settled(room(**ROLES), train=train).roles["reward_model"] == RoleSettings(packing=False)
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_on_the_cpu_auto_is_off() -> None:
+    where = replace(room(**ROLES), device="cpu", device_bytes=0)
+    assert set(settled(where).roles.values()) == {RoleSettings()}
+
+
+def test_the_optimizer_leaves_where_less_than_a_fifth_would_stay_free() -> None:
+    """18 bytes a parameter: 2 of it, 4 of its gradient, 12 of master and moments."""
+    for billions, away in ((6.5, False), (7, True)):
+        found = settled(room(device_gib=140, actor=transformer(billions)), actor={"token_budget": 512}).roles["actor"]
+        assert (18 * billions * 1e9 > 0.8 * 140 * GIB) == away == found.offload_optimizer == found.offload_grads
+    found = settled(room(device_gib=140, actor=transformer(7)), actor={"token_budget": 512})
+    assert found.words[0].startswith(
+        "actor: optimizer on the host (auto: parameters, gradients and optimizer would take 117.3 GiB of the device's 140.0 GiB); "
+        "gradients only while an optimizer step is made (auto: with the optimizer)"
+    )
+
+
+def test_float32_parameters_are_their_own_masters() -> None:
+    assert transformer(1, itemsize=4).optimizer_bytes == 8e9 and transformer(1).optimizer_bytes == 12e9
+    assert transformer(1, itemsize=8).optimizer_bytes == 16e9 and transformer(1, itemsize=8).gradient_bytes == 8e9
+
+
+def test_parameters_of_roles_that_wait_leave_where_the_optimizer_is_not_enough() -> None:
+    roles = {"actor": transformer(7), "critic": transformer(7), "ref": transformer(7, learns=False)}
+    found = settled(room(device_gib=140, **roles)).roles
+    assert [role.offload_params for role in found.values()] == [False, False, False]  # optimizers alone make the room
+    found = settled(room(device_gib=70, **roles)).roles
+    assert [role.offload_params for role in found.values()] == [False, False, True]  # no more than must
+    found = settled(room(device_gib=60, **roles)).roles
+    assert found["ref"].offload_params and found["critic"].offload_params
+    assert not found["actor"].offload_params  # graphs read its weights by their address
+    assert all(found[role].offload_optimizer and found[role].offload_grads for role in ("actor", "critic"))
+
+
+def test_a_reference_that_is_the_actor_has_no_parameters_to_send_away() -> None:
+    found = settled(room(device_gib=20, actor=transformer(7), ref=RoleFacts(0))).roles
+    assert found["actor"].offload_optimizer and not found["ref"].offload_params
+    assert settled(room(actor=transformer(0.5), ref=RoleFacts(0)), train={"fused_head": False}).words == ("actor: whole logits",)
+
+
+def test_recompute_is_the_least_that_fits() -> None:
+    actor = transformer(0.5)
+    tokens = 16384
+    none, selective, full = (tokens * actor.token_bytes(kind) for kind in ("none", "selective", "full"))
+    assert none > selective > full
+    taken = 18 * actor.trained
+    for left, kind in ((none, "none"), (selective, "selective"), (full, "full"), (full - GIB, "full")):
+        where = room(device_gib=(left + taken + 1e6) / GIB / (1 - 1 / 16), actor=actor)
+        found = settled(where, train={"offload_optimizer": False}).roles["actor"]
+        assert found.recompute == kind, left
+        assert found.offload_activations == (left < full - 1)
+        compiled = settled(where, train={"offload_optimizer": False, "compile": True}).roles["actor"]
+        assert compiled.recompute == ("none" if kind == "none" else "full")  # compiled layers have no selective recompute
+
+
+def test_the_estimate_of_a_known_case() -> None:
+    """A model of 7B held about 70 GiB for 16,384 tokens with few kernels a layer, and about 3 GiB of layers' inputs with full recompute."""
+    held = {kind: 16384 * transformer(7).token_bytes(kind) / GIB for kind in ("none", "selective", "full")}
+    assert 60 < held["none"] < 80 and 4 < held["full"] < 8 and held["full"] < held["selective"] < held["none"]
+    assert replace(transformer(7), fused=False).token_bytes("none") > 1.2 * transformer(7).token_bytes("none")
+
+
+def test_activations_that_are_offloaded_anyway_are_not_recomputed_by_auto() -> None:
+    small = room(device_gib=24, actor=transformer(0.5))
+    assert settled(small).roles["actor"].recompute != "none"
+    found = settled(small, train={"offload_activations": True}).roles["actor"]
+    assert found.offload_activations and found.recompute == "none"
+    assert settled(small, train={"recompute": "none"}).roles["actor"].offload_activations
+
+
+def test_words_say_what_auto_saw() -> None:
+    (words,) = settled(room(device_gib=24, actor=transformer(0.5))).words
+    assert words.startswith("actor: full recompute (auto: 16384 tokens would hold about ")
+    assert "until the backward pass, and " in words and words.endswith("GiB are left)")
+
+
+def test_the_largest_micro_batch_counts() -> None:
+    where = room(longest=5000)
+    assert micro_batch_tokens(config(), where, "actor") == 16384 and micro_batch_tokens(config(), where, "critic") == 32768
+    assert micro_batch_tokens(config(actor={"token_budget": 1000}), where, "actor") == 5000  # a longer sample has one alone
+    fixed = config(actor={"dynamic_batch": False, "micro_batch": 3}, critic={"token_budget": 7000})
+    assert micro_batch_tokens(fixed, where, "actor") == 15000 and micro_batch_tokens(fixed, where, "critic") == 7000
+
+
+def test_a_cache_that_stays_leaves_less_for_activations() -> None:
+    where = room(device_gib=100, actor=transformer(0.5))
+    assert settled(where).roles["actor"].recompute == "none"
+    assert settled(where, rollout={"release_memory": False}).roles["actor"].recompute != "none"
+
+
+def test_a_cache_that_stays_leaves_room_for_what_comes_back() -> None:
+    where = room(actor=transformer(1), critic=transformer(2), ref=transformer(3, learns=False))
+    away = {"actor": RoleSettings(offload_params=True, offload_grads=True), "critic": RoleSettings(offload_params=True, offload_grads=True)}
+    assert returning(where, {**away, "ref": RoleSettings(offload_params=True)}) == 12e9  # the critic's: the actor is there in a rollout
+    assert returning(where, {**away, "critic": RoleSettings(), "ref": RoleSettings()}) == 4e9
+    facts = Facts("cuda", 100 * GIB, 10, 1, True, None, 1 << 20, 8, 1, returning_bytes=60 * GIB)
+    for release, gib in ((True, 85), (False, 20)):
+        cached = config(rollout={"release_memory": release, "max_new_tokens": 4096, "block_tokens": 1024})
+        assert kv_blocks(cached, facts, 1000) == gib
+
+
+def test_what_fits_nowhere_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"offload: the actor's optimizer \(78.2 GiB\) do not fit into the host's memory, of which 64.0 GiB"
+    ):
+        settled(room(device_gib=80, host_gib=64, actor=transformer(7)))
+    assert settled(room(device_gib=80, host_gib=79, actor=transformer(7))).roles["actor"].offload_optimizer
+
+
+# -- graphs -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_graphs_give_way_to_parameters_that_leave() -> None:
+    away = config(train={"offload_params": True})
+    assert uses_graphs(config(), "cuda") and not uses_graphs(away, "cuda")
+    facts: Any = type("facts", (), {"device": "cuda", "not_captured": None})
+    assert graphs_in_words(away, facts) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+
+
+def test_torch_is_not_imported() -> None:
+    code = "import sys, fulltilt.plan\nprint([name for name in ('torch', 'transformers') if name in sys.modules])"
+    path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=path, check=True)
+    assert child.stdout.strip() == "[]"
