@@ -174,11 +174,17 @@ def evaluate(
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    run: Annotated[
+        Path | None,
+        typer.Argument(metavar="RUN_DIR", help="A run's folder: also what its newest step has measured of memory.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Say what is installed and usable here, and why not."""
     from fulltilt import doctor as examination
 
-    report = examination.examine()
+    report = examination.examine(run)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
@@ -312,6 +318,70 @@ def update(
             seed=seed,
             flops=flops,
             knobs={option: value for option, value in given.items() if value is not None},
+        )
+    )
+    if out is not None:
+        options.check_writable("--out", out)
+    with report.progress(quiet=quiet) as say:
+        found = benchmark.run(job, say)
+    deliver(found, benchmark.table(found), as_json=as_json, out=out)
+
+
+@bench.command()
+def step(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE", help="Knobs of our run, as with train: actor.token_budget=32768", show_default=False),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="SHAPE", help="0.5B, 1.5B, 7B or small. Default: 0.5B on cuda, small on cpu.", show_default=False),
+    ] = None,
+    against: Annotated[str, typer.Option(metavar="PEER", help="Who is measured beside us: trl.", show_default=False)] = "",
+    device: BenchDevice = None,
+    workload: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="step or small: see docs/bench.md. Default: step on cuda, small on cpu.", show_default=False),
+    ] = None,
+    prompts: BenchPrompts = None,
+    samples: BenchSamples = None,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every response.", show_default=False)] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Measured steps, after the first. Default: 3 on cuda, 2 on cpu.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and sampling.")] = 0,
+    trl: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE,VALUE", help="What is tried of one of TRL's arguments: see docs/bench.md.", show_default=False),
+    ] = None,
+    generation: Annotated[
+        str | None,
+        typer.Option(
+            metavar="vllm|transformers", help="What TRL generates with. Default: vllm on cuda, transformers on cpu.", show_default=False
+        ),
+    ] = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure whole GRPO steps, prompts to optimizer step: seconds by phase and peak memory, ours and TRL's on the same prompts."""
+    from fulltilt.bench import options, report
+    from fulltilt.bench import step as benchmark
+
+    job = benchmark.prepare(
+        benchmark.Options(
+            model=model,
+            against=options.words(against),
+            device=device,
+            workload=workload,
+            prompts=prompts,
+            samples=samples,
+            new_tokens=new_tokens,
+            steps=steps,
+            seed=seed,
+            settings=tuple(settings or ()),
+            trl=tuple(trl or ()),
+            generation=generation,
         )
     )
     if out is not None:

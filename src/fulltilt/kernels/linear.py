@@ -14,6 +14,7 @@ Figures of one H200, inner sizes 4,864 to 18,944 (docs/performance.md): at 32 ro
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,4 +87,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 @cache
 def shared_bytes(device: torch.device) -> int:
     """Of a processor, for one program."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 227 << 10
+    if device.type != "cuda":
+        return 227 << 10  # an H100's
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)

@@ -41,7 +41,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
-from fulltilt.records import Group, MiniBatch, Prompt, Row, Score, UserError
+from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, Score, UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import Filled, Kept, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
@@ -246,8 +246,10 @@ class Run:
         self.parts.residents.need(name, update=True)
         trainer.optimizer.begin(steps_before * self.parts.plan.updates_per_step)
         found: list[Metrics] = []
+        micro_batches: list[MicroBatch] = []
         for epoch in range(algorithm.epochs):
             batches = self._minibatches(rows, self.parts.update_sizes[name])
+            micro_batches += [micro for batch in batches for micro in batch.micro_batches]
             for number, batch in enumerate(batches, 1):
                 with account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
                     metrics = trainer.accumulate(batch)
@@ -262,7 +264,12 @@ class Run:
                 f"{skipped:.0f} of {len(found)} optimizer steps of the {name} had a gradient that is not finite: parameters were left as "
                 "they were"
             )
-        return mean_of(found) | {f"{name}/skipped_updates": skipped, f"{name}/updates": len(found)}
+        return mean_of(found) | {
+            f"{name}/skipped_updates": skipped,
+            f"{name}/updates": len(found),
+            f"{name}/micro_batches": len(micro_batches),
+            f"{name}/pad_tokens": sum(micro.pad_tokens for micro in micro_batches),
+        }
 
     def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing) -> list[MiniBatch]:
         algorithm = self.parts.algorithm
