@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from fulltilt.model import experts
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import add_adapters, run_with_experts
 from fulltilt.model.verify import packed_logprobs, verify
-from fulltilt.records import Group, Prompt
+from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import BURST, refuse_waits
 from fulltilt.rollout.engine import EngineLimits, NativeEngine
@@ -546,6 +547,13 @@ class TestOnGpu:
         assert after.decoder.captures > 0 and after.decoder.eager_reason is None
         after.release()
         del broken, after
+        strict = NativeEngine(model, models.tokenizer(), frozenset(), layers, replace(limits(graphs=True), graphs_required=True))
+        hook = model.base_model.layers[1].register_forward_hook(wait)
+        with pytest.raises(UserError, match="rollout.cuda_graphs: true, but no graph can hold the model"):
+            draw(strict, sampling)
+        hook.remove()
+        strict.release()
+        del strict
         torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved()
         for _ in range(3):  # what a failed capture holds must not add up

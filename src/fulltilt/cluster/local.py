@@ -811,5 +811,6 @@ def limits(config: Config, budgets: Budgets, device: torch.device, longest_promp
         chunked_prefill=config.rollout.chunked_prefill,
         prefix_sharing=config.rollout.prefix_sharing,
         cuda_graphs=uses_graphs(config, device.type),
+        graphs_required=config.rollout.cuda_graphs is True,
         longest=longest_prompt + longest_response(config),
     )

@@ -68,13 +68,14 @@ class Drawn:
 class Decoder:
     def __init__(
         self, model: PreTrainedModel, layers: Sequence[LayerShape], end_tokens: frozenset[int], block_tokens: int, max_seqs: int, *,
-        graphs: bool,
+        graphs: bool, required: bool = False,
     ) -> None:  # fmt: skip
         self.model = model
         self.head = Head.of(model)
         self.layers = layers
         self.block_tokens = block_tokens
         self.graphs = graphs
+        self.required = required  # that there are graphs, if they were asked for
         self.rows = max_seqs
         self._sizes = sizes_up_to(max_seqs)
         device = model.device
@@ -282,6 +283,10 @@ class Decoder:
         return graph
 
     def _give_up_graphs(self, reason: str) -> None:
+        if self.required:
+            raise UserError(
+                f"rollout.cuda_graphs: true, but no graph can hold the model: {reason}. Remove the key: decoding then goes on without graphs"
+            )
         self.graphs, self.eager_reason = False, reason
         self._captured.clear()
         self._workspace = self._space = None

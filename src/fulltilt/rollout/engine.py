@@ -69,6 +69,7 @@ class EngineLimits:
     chunked_prefill: bool = True
     prefix_sharing: bool = True
     cuda_graphs: bool = False
+    graphs_required: bool = False  # where no graph can hold the model, it is an error; else decoding goes on without
     longest: int = 0  # tokens of the longest sample to come: graphs are made for it, and anew when one is longer
 
 
@@ -112,7 +113,9 @@ class NativeEngine:
         self.limits = limits
         self.runner = Runner(model, layers, limits.blocks, limits.block_tokens)
         shapes = [layers[index] for index in sorted(layers)]
-        self.decoder = Decoder(model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs)
+        self.decoder = Decoder(
+            model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs, required=limits.graphs_required
+        )
         self.decoder.reach(limits.longest)
         self.version = 0
         self._calls = 0
