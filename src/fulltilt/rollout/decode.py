@@ -285,7 +285,7 @@ class Decoder:
     def _give_up_graphs(self, reason: str) -> None:
         if self.required:
             raise UserError(
-                f"rollout.cuda_graphs: true, but no graph can hold the model: {reason}. Remove the key: decoding then goes on without graphs"
+                f"rollout.cuda_graphs: true, but no graph can hold the model: {reason}. Remove the key to decode without graphs"
             )
         self.graphs, self.eager_reason = False, reason
         self._captured.clear()
