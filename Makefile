@@ -14,7 +14,7 @@ USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 help:
 	@echo "make demo       train a small model on this computer and print what it learned"
 	@echo "make test       the tests"
-	@echo "make check      lint, types and the long tests"
+	@echo "make check      lint, types, the long tests and a proof of every performance knob"
 	@echo "make reference  write docs/reference.md anew from the code"
 	@echo "make clean      delete .venv, caches and build folders; runs/ stays"
 	@echo "The first of these that needs it makes .venv and installs the versions of constraints.txt."
@@ -30,6 +30,7 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
 	$(BIN)/python -m pytest -q -m long
+	$(BIN)/fulltilt prove --quiet --device cpu
 
 reference: .venv/ready
 	$(BIN)/python -m fulltilt.reference > docs/reference.md.new

@@ -34,8 +34,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": GROUND,
     "reference": {"config", "knobs"},
     "bench": BELOW_LOOP | {"loop"},
+    "proofs": BELOW_LOOP | {"loop", "bench"},
     "demo": BELOW_LOOP | {"loop"},
-    "cli": BELOW_LOOP | {"tune", "loop", "compat", "doctor", "reference", "bench", "demo"},
+    "cli": BELOW_LOOP | {"tune", "loop", "compat", "doctor", "reference", "bench", "proofs", "demo"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -404,6 +404,30 @@ def deliver(found: dict[str, Any], table: str, *, as_json: bool, out: Path | Non
 
 
 @app.command()
+def prove(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KNOB", help="Only these, by our, verl's or ChatLearn's name. Default: all.", show_default=False),
+    ] = None,
+    device: BenchDevice = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run each performance knob both ways on this machine: what it changes, and that gradients stay what they were."""
+    from fulltilt.bench import report
+    from fulltilt.proofs import run as proofs
+
+    with report.progress(quiet=quiet) as say:
+        records = proofs.prove(words or [], device, say)
+    if as_json:
+        print(json.dumps([record.as_json() for record in records], indent=1))
+    else:
+        proofs.show(records)
+    if any(record.holds is False for record in records):
+        raise typer.Exit(1)
+
+
+@app.command()
 def knobs(
     words: Annotated[
         list[str] | None, typer.Argument(metavar="WORD", help="Only knobs whose name or alias holds one of these.", show_default=False)

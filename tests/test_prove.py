@@ -1,0 +1,327 @@
+"""`fulltilt prove`: every knob has a proof, proofs hold, and they stop holding when a knob is lost on its way or changes a gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rich.console
+import runs
+import torch
+
+from fulltilt import knobs
+from fulltilt.algo import presets
+from fulltilt.cluster import local
+from fulltilt.memory import recompute
+from fulltilt.model.fuse import ROUNDING
+from fulltilt.model.heads import HeadOptions
+from fulltilt.proofs import measure, run, world
+from fulltilt.proofs.record import EXACT, Case, Proof, Record, Sides, What, more, within
+from fulltilt.proofs.run import all_proofs, choose, provable, prove
+from fulltilt.proofs.step import EnginePass, Step
+from fulltilt.proofs.world import World
+from fulltilt.records import UserError
+from fulltilt.train import roles
+
+ALL_ROLES = {"actor", "sft", "critic", "ref", "reward_model"}
+LEARN = {"actor", "sft", "critic"}
+# Keys of [train] are the actor's and those of roles that have none of their own. A new one needs a line here, and a proof for each.
+OF_TRAIN = {
+    "packing": {"actor", "sft", "ref"},
+    "recompute": {"actor", "sft"},
+    "recompute_layers": LEARN,
+    "recompute_method": LEARN,
+    "offload_activations": {"actor", "sft"},
+    "offload_params": {"actor"},  # in SFT there is no phase in which they could be away
+    "offload_optimizer": {"actor", "sft"},
+    "offload_grads": LEARN,
+    "fused_head": {"actor", "sft", "ref"},
+    "entropy_chunk": {"actor", "sft"},
+    "entropy_recompute": {"actor"},  # SFT has no entropy bonus
+    "fused_layers": ALL_ROLES,
+    "compile": ALL_ROLES,
+}
+
+
+def roles_of(knob: str) -> set[str]:
+    section, _, key = knob.partition(".")
+    if section == "train":
+        return OF_TRAIN[key]
+    learns_from_rows = section == "actor" and key != "forward_token_budget"
+    return {section} | ({"sft"} if learns_from_rows else set())
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(torch.device("cpu"), tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def on_cuda(tmp_path_factory: pytest.TempPathFactory) -> World:
+    """As it is made on CUDA. Models are made on the CPU, so that only what is free there has to be invented."""
+    made = World(torch.device("cuda"), tmp_path_factory.mktemp("world"))
+    made.share = lambda count: count / (80 << 30)  # type: ignore[method-assign]
+    return made
+
+
+def proofs_of(where: World, *names: str, role: str | None = None) -> list[Proof]:
+    found = [proof for proof in all_proofs(where) if proof.knob in names and role in (None, proof.role)]
+    assert {proof.knob for proof in found} == set(names)
+    return found
+
+
+# -- completeness -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["small", "on_cuda"])
+def test_every_knob_is_proved_for_every_role_that_has_it(device: str, request: pytest.FixtureRequest) -> None:
+    proofs = all_proofs(request.getfixturevalue(device))
+    proved = {knob: {proof.role for proof in proofs if proof.knob == knob} for knob in {proof.knob for proof in proofs}}
+    assert proved == {knob.name: roles_of(knob.name) for knob in knobs.LEDGER if provable(knob)}
+
+
+def test_what_is_built_and_no_part_of_the_algorithm_is_to_be_proved() -> None:
+    left_out = {knob.name for knob in knobs.LEDGER if knob.built and not provable(knob)}
+    assert left_out == {knob.name for knob in knobs.LEDGER if knob.must_change.startswith("nothing: it is part of the algorithm")}
+    assert provable(next(knob for knob in knobs.LEDGER if knob.name == "rollout.preemption"))  # it takes no value, and happens
+
+
+def test_on_cuda_every_setting_is_legal(on_cuda: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configurations are whole, and no role refuses them: as far as that can be seen without a device."""
+    monkeypatch.setattr(world, "make_language_model", lambda shape, folder: folder.mkdir() or (folder / "config.json").touch())
+    monkeypatch.setattr(world, "make_judge", lambda shape, folder: folder.mkdir() or (folder / "config.json").touch())
+    for proof in all_proofs(on_cuda):
+        for number, case in enumerate(proof.cases):
+            if not (proof.refuses_off and number == 0):
+                config = on_cuda.config(case)
+                local.check_settings(config, presets.build(config), "cuda")
+                assert config.run.device == "cuda" and config.model.dtype == ("float32" if case.base == "rollout" else "bfloat16")
+
+
+# -- what is found ----------------------------------------------------------------------------------------------------------------------
+
+QUICK = ("rollout.release_memory", "rollout.prefix_sharing", "reward_model.packing")
+
+
+def test_proofs_hold(small: World) -> None:
+    records = run.run(proofs_of(small, *QUICK), small)
+    assert all(record.holds for record in records), [record for record in records if not record.holds]
+    found = {(record.knob, record.metric): record for record in records}
+    kept = found["rollout.release_memory", "KV cache on the device, update-actor"]
+    assert kept.off and kept.on == 0 and kept.gradients_equal is True and kept.unit == "bytes"
+    prefilled = found["rollout.prefix_sharing", "prompt tokens prefilled"]
+    assert prefilled.off == 4 * prefilled.on  # type: ignore[operator]  # four samples of each prompt
+    padded = found["reward_model.packing", "pad tokens computed, without gradient"]
+    assert (padded.on, padded.gradients_equal) == (0, None) and "its outputs differ by 0 of their size" in padded.reason
+
+
+def test_what_a_cpu_cannot_show(small: World) -> None:
+    """The rest must hold there: `make check` runs them all."""
+    expected = {"rollout.cuda_graphs", "train.fused_layers"} | {knob.name for knob in knobs.LEDGER if ".offload_" in knob.name}
+    proofs = all_proofs(small)
+    assert {proof.knob for proof in proofs if proof.needs_cuda is not None} == expected
+    assert {proof.needs_cuda is None for proof in proofs if proof.knob == "train.fused_layers"} == {True, False}  # its products are counted
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(1800)  # some hundred steps, each with models of its own, some of them compiled
+def test_all_proofs_on_a_gpu() -> None:
+    assert [record for record in prove(device="cuda") if record.holds is not True] == []
+
+
+def test_the_command_prints_one_document(tmp_path: Path) -> None:
+    ended = runs.command_here(
+        tmp_path, "prove", "reward_model.model.use_remove_padding", "train.offload_grads", "--json", "--device", "cpu"
+    )
+    assert ended.code == 0 and "a step of ppo" in ended.error
+    records = json.loads(ended.out)
+    fields = [field.name for field in dataclasses.fields(Record)]
+    assert fields == ["knob", "role", "metric", "unit", "off", "on", "gradients_equal", "holds", "reason"]
+    assert [list(record) for record in records] == [fields] * 4
+    assert [(record["knob"], record["holds"]) for record in records] == [
+        ("reward_model.packing", True), *[("train.offload_grads", None)] * 3,
+    ]  # fmt: skip
+    assert records[1]["reason"] == "train.offload_grads: true, but the run is on the CPU: its memory is the host's already. Remove the key"
+
+
+def test_the_command_fails_with_a_knob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "releases_memory", lambda config: True)
+    ended = runs.command_here(tmp_path, "prove", "rollout.release_memory", "--device", "cpu", "--quiet")
+    assert ended.code == 1 and ended.error == ""
+    for words in ("Rollout", "must change: bytes held by the engine during the update", "DOES NOT HOLD", "1 proof: 0 hold, 1 do not"):
+        assert words in ended.out
+
+
+def test_the_table_has_every_record() -> None:
+    records = [
+        Record("train.packing", "actor", "pad tokens", "tokens", 1200, 0, True, True, "gradients differ by 0"),
+        Record("rollout.cuda_graphs", "rollout", "launches", "launches", None, None, None, None, "there are no graphs here"),
+        Record("train.recompute", "critic", "activations", "bytes", 4096, 1024.0, False, False, "gradients differ by 1"),
+    ]
+    out = io.StringIO()
+    rich.console.Console(file=out, width=150).print(run.table(records))
+    rollout, training = out.getvalue().split("Training memory and speed")
+    assert "rollout.cuda_graphs" in rollout and "not here" in rollout and "there are no graphs here" in rollout
+    for words in ("must change: pad tokens computed (0 when on)", "1,200", "holds", "4.0 KiB", "1.0 KiB", "DIFFER", "DOES NOT HOLD"):
+        assert words in training
+    assert "3 proofs: 1 hold, 1 do not, 1 cannot be shown on this machine" in training
+
+
+# -- names ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_names_in_any_spelling() -> None:
+    assert choose(["actor_rollout_ref.rollout.enforce_eager", "train.recompute"]) == {"rollout.cuda_graphs", "train.recompute"}
+    assert choose(["models.policy_trainer.packing"]) == {"actor.dynamic_batch", "train.packing"}  # one name for two knobs
+    assert choose([]) == {knob.name for knob in knobs.LEDGER if provable(knob)}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("train.recompte", "train.recompte: no such knob; near it are train.recompute"),
+        ("actor.packing", "no such knob; near it are "),
+        ("nonsense", "nonsense: no such knob. `fulltilt knobs` lists all"),
+        ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),
+        ("train.tensor_parallel", "train.tensor_parallel is not built in this version"),
+    ],
+)
+def test_what_cannot_be_proved_is_a_mistake(name: str, words: str) -> None:
+    with pytest.raises(UserError) as refused:
+        choose(["train.packing", name])
+    assert words in str(refused.value)
+
+
+def test_a_device_that_is_not_there(tmp_path: Path) -> None:
+    ended = runs.command_here(tmp_path, "prove", "--device", "tpu")
+    assert (ended.code, ended.out) == (2, "") and "--device tpu: cuda or cpu" in ended.error
+
+
+# -- a knob that is lost on its way -----------------------------------------------------------------------------------------------------
+
+
+def without(function: Callable[..., Any], **lost: Any) -> Callable[..., Any]:
+    """The function, whose result forgets some of its fields."""
+    return lambda *args, **kwargs: dataclasses.replace(function(*args, **kwargs), **lost)
+
+
+# What is broken, how, and the knob and role that it is for.
+LOST: dict[str, tuple[str, Callable[..., Any], str, str]] = {
+    "recompute": ("keep_less", lambda model, settings: None, "train.recompute", "sft"),
+    "the head's options": ("head_options", lambda settings: HeadOptions(), "train.fused_head", "ref"),
+    "chunks of the entropy": ("head_options", without(local.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
+    "a fixed micro-batch": ("sizing", without(local.sizing, dynamic=True, token_budget=8192), "critic.micro_batch", "critic"),
+    "a budget": ("sizing", without(local.sizing, token_budget=8192), "actor.token_budget", "sft"),
+    "packing": ("sizing", without(local.sizing, packing=True), "train.packing", "sft"),
+    "sharing": ("limits", without(local.limits, prefix_sharing=True), "rollout.prefix_sharing", "rollout"),
+    "seats": ("limits", without(local.limits, max_seqs=32), "rollout.max_seqs", "rollout"),
+}
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_a_knob_that_is_lost_does_not_hold(small: World, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    name, broken, knob, role = LOST[lost]
+    monkeypatch.setattr(local, name, broken)
+    records = run.run(proofs_of(small, knob, role=role), small)
+    assert records and all(record.holds is False for record in records), [record for record in records if record.holds]
+    assert all(record.reason.startswith("it must change: ") and record.gradients_equal is not False for record in records)
+
+
+def test_a_knob_that_changes_the_gradient_does_not_hold(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgets(forward: Callable[..., Any], hidden: torch.Tensor, random: bool) -> Any:
+        return recompute.checkpoint(forward, 1.000001 * hidden, use_reentrant=False)
+
+    proofs = [proof for proof in proofs_of(small, "train.recompute", role="sft") if proof.what.metric.endswith("full")]
+    (record,) = run.run(proofs, small)
+    assert record.holds and record.gradients_equal
+    monkeypatch.setattr(recompute, "run_full", forgets)
+    (record,) = run.run(proofs, small)
+    assert (record.gradients_equal, record.holds) == (False, False) and record.off > record.on  # type: ignore[operator]
+    assert record.reason.startswith("gradients differ by ") and record.reason.endswith("1e-09 may be")
+
+
+def test_a_role_that_says_something_else_does_not_hold(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = roles.token_logprobs
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        logprobs, entropy = own(*args, **kwargs)
+        return (1.00001 * logprobs if args[4].entropy_chunk else logprobs), entropy
+
+    monkeypatch.setattr(roles, "token_logprobs", wrong)
+    (record,) = run.run(proofs_of(small, "ref.entropy_chunk"), small)
+    assert (record.gradients_equal, record.holds) == (None, False) and "its outputs differ by 1e-05" in record.reason
+
+
+def test_a_setting_that_a_cpu_must_refuse(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "refused_offloads", lambda config, algorithm, device: iter(()))
+    (record,) = run.run(proofs_of(small, "train.offload_grads", role="sft"), small)
+    assert (record.holds, record.reason) == (False, "a run on a CPU accepts it, although it can have no effect there")
+
+
+def test_a_step_that_fails_fails_alone(small: World) -> None:
+    def read(step: Step) -> int:
+        raise ZeroDivisionError("no number here")
+
+    (held,) = proofs_of(small, "train.offload_grads", role="sft")
+    broken = Proof("train.packing", "sft", What("broken", "tokens", read), Sides.switch("train.packing"), base="sft")
+    refused = Proof("train.packing", "sft", held.what, Sides({}, {"train.recompute_layers": 2}), base="sft")
+    records = run.run([broken, refused], small)
+    assert [record.holds for record in records] == [False, False]
+    assert records[0].reason == "the step failed: ZeroDivisionError: no number here"
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_default_is_no_setting() -> None:
+    assert Case.of("ppo", {"train.packing": True}, {"train.lr": 0.5}) == Case("ppo", (("train.lr", 0.5),))
+    assert Case.of("ppo", {"train.lr": 0.5}, {"train.lr": 0.25}) == Case("ppo", (("train.lr", 0.25),))
+
+
+def test_caps_are_kept_and_used() -> None:
+    assert within(4, 16)(4, 16) and within(4, 16)(3, 5) and within(16, 4)(9, 4)
+    assert not within(4, 16)(4, 4) and not within(4, 16)(5, 16) and not within(4, 16)(4, 17) and not within(16, 4)(4, 9)
+
+
+def test_a_stall_is_what_is_prefilled_while_samples_wait() -> None:
+    seen = [(40, 0, 0), (0, 9, 2), (8, 0, 2), (7, 0, 2), (0, 9, 2), (30, 0, 0), (9, 0, 1)]
+    step = Step(None, None, engine_passes=[EnginePass(*numbers) for numbers in seen])  # type: ignore[arg-type]
+    assert measure.longest_stall.read(step) == 15
+
+
+def test_what_re_runs_differ_by_is_measured(small: World) -> None:
+    """The way of CUDA, on a CPU: the same step again, and with each sample alone."""
+    (proof,) = proofs_of(small, "reward_model.packing")
+    steps = run.Steps(small, [proof], lambda text: None)
+    steps._on_cuda = True
+    plain = steps.evidence(Case("ppo"))
+    again, alone = (steps.evidence(case) for case in steps._re_runs("ppo"))
+    assert run.gap_of_gradients(plain, again, "actor") == 0
+    assert 0 < run.gap_of_gradients(plain, alone, "actor") < EXACT
+    assert steps._allowed(proof, lambda one, other: run.gap_of_outputs(one, other, "reward_model"), 0.0) == ROUNDING[torch.bfloat16]
+    assert steps._allowed(proof, lambda one, other: 0.5 if other is alone else 0.0, 0.0) == 2.0
+
+
+def test_other_samples_are_other_gradients(small: World) -> None:
+    proof = Proof("rollout.max_seqs", "rollout", measure.native_samples, Sides({}, {"run.seed": 5}), more, "rollout")
+    (record,) = run.run([proof], small)
+    assert (record.gradients_equal, record.holds) == (False, False) and "of 32 samples have other tokens" in record.reason
+
+
+@pytest.mark.long
+def test_compiled_layers_differ_by_the_norms_in_float32_alone(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+    def wide(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", wide)
+    torch._dynamo.reset()
+    proofs = [dataclasses.replace(proof, exact=EXACT) for proof in proofs_of(small, "train.compile", role="critic")]
+    (record,) = run.run(proofs, small)
+    assert record.holds and record.gradients_equal, record
