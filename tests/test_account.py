@@ -156,7 +156,8 @@ def test_the_kv_cache_is_there_from_taking_to_giving_back(model_folders: ModelFo
     prompts = [Prompt(uid=uid, ids=np.arange(3, 12 + uid), text="") for uid in range(3)]
     with account.phase("rollout"):
         list(engine.generate(prompts, Sampling(samples=2, max_new_tokens=6), seed=0))
-    engine.release()
+        account.look()
+        engine.release()
     with account.phase("update-actor"):
         trainer.accumulate(batch())
         trainer.apply()
@@ -182,6 +183,56 @@ def test_a_storage_is_of_the_first_kind_that_names_it() -> None:
 # -- phases -----------------------------------------------------------------------------------------------------------------------------
 
 
+def test_gradients_are_those_that_the_passes_left(model_folders: ModelFolders) -> None:
+    """float32 ones, which the optimizer step gives back inside the phase; the phase around it sees them too."""
+    trainer = loaded(model_folders("qwen2"), "float32")
+    account, numbers = account_of(trainer), sum(parameter.numel() for parameter in trainer.role.model.parameters())
+    with account.phase("eval"), account.phase("update-actor"):
+        with account.passes():
+            trainer.accumulate(batch())
+        trainer.apply()
+    with account.phase("sync"):
+        pass
+    found = {phase: reading.held.device["gradients"] for phase, reading in account.take().items()}
+    assert found == {"update-actor": 4 * numbers, "eval": 4 * numbers, "sync": 0}
+
+
+def test_activations_that_lie_on_the_host_are_not_told_as_those_on_the_device() -> None:
+    pages = [torch.zeros(1000)]
+    account = Account(CPU, {"activations": [lambda: pages]})
+    with account.phase("update-actor"), account.passes():
+        pass
+    (reading,) = account.take().values()
+    assert reading.held.device == {"activations": 4000} and reading.numbers()["activations"] is None
+
+
+class Allocator:
+    """Torch's counts of a CUDA device, without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.peak = {"allocated": 10, "reserved": 20}, {"allocated": 10, "reserved": 20}
+        monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: self.stats())
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: self.peak.update(self.current))
+
+    def stats(self) -> dict[str, dict[str, dict[str, int]]]:
+        return {f"{name}_bytes": {"all": {"current": self.current[name], "peak": self.peak[name]}} for name in self.current}
+
+    def take_and_give_back(self, allocated: int, reserved: int) -> None:
+        for name, count in (("allocated", allocated), ("reserved", reserved)):
+            self.peak[name] = max(self.peak[name], self.current[name] + count)
+
+
+def test_the_peaks_of_the_process_outlive_those_that_the_account_resets(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator = Allocator(monkeypatch)
+    account = Account(GPU, {})
+    for phase, allocated, reserved in (("rollout", 70, 90), ("update-actor", 50, 100), ("sync", 0, 0)):
+        with account.phase(phase), account.passes():
+            allocator.take_and_give_back(allocated, reserved)
+    assert allocator.peak == {"allocated": 10, "reserved": 20}
+    assert (account.peak_bytes, account.peak_reserved_bytes) == (80, 120)
+    assert {phase: reading.peak for phase, reading in account.take().items()} == {"rollout": 80, "update-actor": 60, "sync": 10}
+
+
 def test_a_cpu_says_what_it_knows_and_nothing_else(model_folders: ModelFolders) -> None:
     trainer = loaded(model_folders("qwen2"), "bfloat16")
     account = account_of(trainer)
@@ -189,7 +240,7 @@ def test_a_cpu_says_what_it_knows_and_nothing_else(model_folders: ModelFolders) 
         with account.passes():
             trainer.accumulate(batch())
         trainer.apply()
-    assert account.peak_bytes is None
+    assert account.peak_bytes is None and account.peak_reserved_bytes is None
     found = account.metrics()
     kinds = ("parameters", "gradients", "optimizer")
     assert list(found) == [*(f"memory_gib/update_actor/{kind}" for kind in kinds), "memory_gib/process"]
@@ -221,12 +272,14 @@ def test_the_largest_of_what_the_head_counts_is_kept() -> None:
     }  # fmt: skip
 
 
-def test_a_phase_that_comes_twice_is_said_as_it_ended_last() -> None:
+def test_a_phase_that_comes_twice_is_said_by_the_most_that_it_held() -> None:
     held = [torch.zeros(10)]
     account = Account(CPU, {"kv": [lambda: held]})
-    for _ in range(2):
+    for count in (2, 1):
         with account.phase("rollout"):
-            held.append(torch.zeros(10))
+            held.extend(torch.zeros(10) for _ in range(count))
+            account.look()
+            held.clear()
     with account.phase("sync"):
         held.clear()
     readings = account.take()
@@ -401,6 +454,7 @@ def test_the_peak_of_a_phase_is_its_own(big: Trainer) -> None:
     assert update.activations == pytest.approx(of_passes - start, rel=0.02)
     assert update.activations > 256 * MIB
     assert account.peak_bytes == pytest.approx(rollout.peak)
+    assert account.peak_reserved_bytes is not None and account.peak_reserved_bytes >= rollout.peak > torch.cuda.max_memory_allocated()
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config
 
-from fulltilt.bench import shapes, step, trl
+from fulltilt.bench import process, shapes, step, trl
 from fulltilt.bench.trl import Steps
 from fulltilt.bench.workload import Even, Workload
 from fulltilt.records import UserError
@@ -145,9 +145,11 @@ def test_what_is_tried_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     found = trl.axes((), 512, "cuda", "vllm")
     assert {name: values[0] for name, values in found.items()} == {
         "gradient_checkpointing": True, "per_device_train_batch_size": 8, "use_liger_kernel": False, "dtype": "float32",
-        "attn_implementation": "sdpa", "vllm_gpu_memory_utilization": 0.3,
+        "attn_implementation": "sdpa", "vllm_importance_sampling_correction": True, "vllm_gpu_memory_utilization": 0.3,
+        "vllm_enable_sleep_mode": False,
     }  # fmt: skip
-    assert found["per_device_train_batch_size"] == (8, 32, 64) and found["use_liger_kernel"] == (False, True)
+    assert found["vllm_importance_sampling_correction"] == (True, False) and found["vllm_enable_sleep_mode"] == (False, True)
+    assert found["per_device_train_batch_size"] == (8, 32, 64, 128) and found["use_liger_kernel"] == (False, True)
     given = ("per_device_train_batch_size=16, 128", "gradient_checkpointing=False", "vllm_gpu_memory_utilization=0.25")
     assert trl.axes(given, 512, "cuda", "vllm") == found | {
         "per_device_train_batch_size": (16, 128), "gradient_checkpointing": (False,), "vllm_gpu_memory_utilization": (0.25,),
@@ -207,16 +209,35 @@ def test_a_setting_that_fails_first_does_not_end_the_search() -> None:
     assert [steps.error for steps in tried] == ["out of memory", None]
 
 
+def test_what_does_not_fit_is_tried_with_vllm_asleep() -> None:
+    """Asleep alone it gains nothing; batch 4 fits only so, and is the fastest."""
+    asked: list[tuple[int, bool]] = []
+
+    def measure(setting: trl.Setting) -> Steps:
+        batch, asleep = setting["batch"], setting["vllm_enable_sleep_mode"]
+        asked.append((batch, asleep))
+        return Steps(setting, error="out of memory") if batch >= 4 * (1 + asleep) else Steps(setting, seconds=(10 - 2 * batch + asleep,))
+
+    tried = trl.search({"batch": (2, 4, 8), "vllm_enable_sleep_mode": (False, True)}, measure)
+    assert asked == [(2, False), (4, False), (4, True), (8, True)]
+    best = trl.fastest(tried)
+    assert best is not None and best.setting == {"batch": 4, "vllm_enable_sleep_mode": True}
+    asked.clear()
+    trl.search({"batch": (2, 4), "vllm_enable_sleep_mode": (False,)}, measure)  # as the user wants it
+    assert asked == [(2, False), (4, False)]
+
+
 def test_the_arguments_of_a_step(tmp_path: Path) -> None:
     task = tiny_task(tmp_path, device="cuda", generation="vllm")
     setting = {
         "gradient_checkpointing": False, "per_device_train_batch_size": 4, "use_liger_kernel": True, "dtype": "bfloat16",
-        "attn_implementation": "sdpa", "vllm_gpu_memory_utilization": 0.5,
+        "attn_implementation": "sdpa", "vllm_gpu_memory_utilization": 0.5, "vllm_importance_sampling_correction": False,
     }  # fmt: skip
     found = trl.arguments(task, setting, tmp_path / "output")
     # One optimizer step for one rollout of 4 prompts with 2 samples each.
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 8 and found["num_generations"] == 2
     assert (found["num_iterations"], found["beta"], found["max_steps"], found["max_completion_length"]) == (1, 0.0, 3, 24)
+    assert found["vllm_importance_sampling_correction"] is False
     assert found["model_init_kwargs"] == {"dtype": "bfloat16", "attn_implementation": "sdpa"} and "dtype" not in found
     assert found["generation_kwargs"]["ignore_eos"] and found["vllm_max_model_length"] == 24 + tiny_job().longest_prompt
     assert (found["bf16"], found["use_cpu"], found["use_vllm"], found["vllm_mode"]) == (True, False, True, "colocate")
@@ -264,6 +285,44 @@ def test_how_many_times_faster_by_the_medians_of_the_best_settings() -> None:
     assert "4.50 times as fast as trl's" in text and "trl failed with a 3: no" in text and "3.00 times as much memory" in text
     nothing = step.document(job, {"fulltilt": [ours], "trl": theirs[2:]}, parameters=1000)
     assert nothing["ratio"] is None and "trl gave no figure to compare with" in step.table(nothing)
+
+
+# -- a process of its own ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_peer_that_answers_fails_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "peer.py").write_text(PEER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SET", "by the user")
+
+    def ask(name: str) -> dict[str, Any]:
+        return process.ask("peer", {"do": name}, tmp_path / name, {"SET": "by default", "UNSET": "by default"})
+
+    assert ask("answer") == {"begun": True, "SET": "by the user", "UNSET": "by default", "HF_HUB_OFFLINE": "1"}
+    assert ask("fail") == {"begun": True, "error": "ValueError: too bad"}
+    assert ask("die") == {"error": "ended with code 3: last words"}
+    monkeypatch.setattr(process, "LIMIT_S", 2.0)
+    assert ask("sleep") == {"error": "took longer than 2 s: asleep"}
+
+
+PEER = """
+import os, sys, time
+from fulltilt.bench import process
+
+def run(request, answer):
+    answer["begun"] = True
+    if request["do"] == "fail":
+        raise ValueError("too bad")
+    if request["do"] == "die":
+        print("last words", flush=True)
+        os._exit(3)
+    if request["do"] == "sleep":
+        print("asleep", flush=True)
+        time.sleep(60)
+    answer.update({name: os.environ[name] for name in ("SET", "UNSET", "HF_HUB_OFFLINE")})
+
+process.serve(run)
+"""
 
 
 # -- TRL itself ---------------------------------------------------------------------------------------------------------------------------
@@ -325,7 +384,17 @@ def test_steps_of_ours_on_a_gpu() -> None:
     job = tiny_job(torch.device("cuda"), source=small, workload=Workload("tiny", 4, 4, Even(16, 32), Even(64, 64)))
     found = step.run(job, quiet)
     ours = found["engines"]["fulltilt"]
-    assert min(ours["grad_norms"]) > 0 and 0 < ours["peak_memory_bytes"] < ours["peak_device_bytes"]
+    # The peaks of the steps, and not what was left when their phases had ended.
+    gib, metrics = 2**30, ours["metrics"]
+    phases = [value * gib for name, value in metrics.items() if name.startswith("memory_gib/") and name.endswith("/peak")]
+    assert (
+        min(ours["grad_norms"]) > 0
+        and max(phases) <= ours["peak_memory_bytes"] + 1
+        and ours["peak_memory_bytes"] < ours["peak_device_bytes"]
+    )
+    assert (
+        ours["peak_memory_bytes"] > torch.cuda.max_memory_allocated() and ours["peak_device_bytes"] > metrics["memory_gib/reserved"] * gib
+    )
     assert ours["captures"] > 0 and ours["eager_reason"] is None
     # bfloat16: rollout and trainer round in other places.
     assert ours["metrics"]["rollout_corr/logprob_abs_gap"] < 0.01

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen
 
 from fulltilt.config import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.model.load import end_tokens, load_model
-from fulltilt.model.lora import adapted, add_adapters, export_adapter, export_merged, merged_tensors, without_adapters
+from fulltilt.model.lora import adapted, add_adapters, export_adapter, export_merged, merged_tensors, require_peft, without_adapters
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
@@ -238,6 +238,12 @@ def test_names_that_peft_takes_for_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="peft takes some of these names for the stacked experts"):
         make(tmp_path)
     assert logprobs(make(tmp_path, targets=["q_proj", "v_proj"], parameters=EXPERTS["qwen3-moe"])).isfinite().all()
+
+
+def test_a_peft_that_is_too_old_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(peft.tuners.lora.layer.ParamWrapper, "get_delta_factors")
+    with pytest.raises(UserError, match=r"peft .* is too old"):
+        require_peft()
 
 
 def test_a_missing_peft_is_named(model_folders, monkeypatch: pytest.MonkeyPatch) -> None:

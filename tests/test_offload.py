@@ -7,6 +7,9 @@ copies on streams of their own.
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -22,6 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.cluster.local import Residents
 from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.memory.offload import (
     ALIGN,
@@ -32,6 +36,7 @@ from fulltilt.memory.offload import (
     Residence,
     States,
     absent,
+    free_host_bytes,
     host_memory,
     why_not,
     why_not_params,
@@ -43,12 +48,15 @@ from fulltilt.model.fuse import BrokenFusion, check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs
-from fulltilt.records import Row
+from fulltilt.plan import STREAMED
+from fulltilt.records import Row, UserError
 from fulltilt.train.optim import Optimizer, learning_rate, optimizer_bytes
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GIB = 1 << 30
+PATH = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
 TINY = OffloadSetting(optimizer=True, bucket_bytes=3000)  # every matrix is cut
 SETTINGS = {
     "on device": ON_DEVICE,
@@ -401,6 +409,65 @@ def test_host_memory_is_of_the_exact_size_and_goes_with_its_last_view() -> None:
     assert host_memory(0, CPU).nbytes == 0
 
 
+def test_files_that_were_read_leave_main_memory_free(tmp_path: Path) -> None:
+    """100 GiB are allowed, 95 are used, 70 of that by files, which the system gives up when memory is asked for. What lies in memory-backed
+    file systems, `file` has it too, it cannot give up."""
+    stat = f"anon {20 * GIB}\nfile {75 * GIB}\ninactive_file {40 * GIB}\nactive_file {30 * GIB}\nshmem {5 * GIB}\n"
+    new = {"memory.max": f"{100 * GIB}\n", "memory.current": f"{95 * GIB}\n", "memory.stat": stat}
+    older = f"cache 1\ninactive_file 1\nactive_file 1\ntotal_inactive_file {40 * GIB}\ntotal_active_file {30 * GIB}\n"
+    old = {"memory.limit_in_bytes": f"{100 * GIB}\n", "memory.usage_in_bytes": f"{95 * GIB}\n", "memory.stat": older}
+    meminfo = f"MemTotal:       {600 << 20} kB\nMemFree:  1 kB\nMemAvailable:   {500 << 20} kB\n"
+    for name, folder, files, group in (
+        ("new", "sys/fs/cgroup", new, "0::/"),
+        ("old", "sys/fs/cgroup/memory", old, "4:memory:/\n0::/"),
+        ("job", "sys/fs/cgroup/jobs/one/task", new, "0::/jobs/one/task/step"),  # the limit is one of those around its own
+        ("old-job", "sys/fs/cgroup/memory/jobs", old, "5:cpu,cpuacct:/else\n4:memory:/jobs/one"),
+    ):
+        root = tmp_path / name
+        write(root, {"proc/meminfo": meminfo, "proc/self/cgroup": f"{group}\n", **{f"{folder}/{key}": text for key, text in files.items()}})
+        assert free_host_bytes(root) == 75 * GIB, name
+    write(tmp_path / "new", {"sys/fs/cgroup/memory.max": "max\n"})
+    write(tmp_path / "old", {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n"})
+    assert free_host_bytes(tmp_path / "new") == free_host_bytes(tmp_path / "old") == 500 * GIB  # no limit
+    write(tmp_path / "job", {"sys/fs/cgroup/jobs/one/task/memory.current": f"{200 * GIB}\n"})
+    assert free_host_bytes(tmp_path / "job") == 0
+    assert free_host_bytes(tmp_path / "nothing") > 0 and 0 < free_host_bytes() < 1 << 50
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_more_host_memory_than_there_is_is_refused_before_it_is_touched() -> None:
+    """The system would end the process, and say nothing."""
+    before = mapped_bytes()
+    with pytest.raises(UserError, match=r"GiB of main memory are needed for offload, and \d+\.\d GiB are free\. Free main memory, raise"):
+        host_memory(2 * free_host_bytes() + GIB, CPU)
+    if before is not None:
+        assert mapped_bytes() - before < 1 << 20
+
+
+def test_host_memory_that_the_system_does_not_give_is_the_users_to_mend() -> None:
+    """As with strict overcommit: here the address space is bounded."""
+    code = (
+        "import resource, torch\nfrom fulltilt.memory.offload import host_memory\nfrom fulltilt.records import UserError\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))\n"
+        "try:\n    host_memory(256 << 20, torch.device('cpu'))\nexcept UserError as error:\n    print(error)\n"
+    )
+    if mapped_bytes() is None:
+        pytest.skip("the system does not tell")
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | PATH)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.startswith("0.2 GiB of main memory could not be had for offload: Cannot allocate memory. Free main memory")
+
+
+def test_the_plan_counts_the_slots_that_a_streamed_optimizer_has_on_the_device() -> None:
+    assert OffloadSetting().buckets * OffloadSetting().bucket_bytes == STREAMED
+
+
 def mapped_bytes() -> int | None:
     """Of this process's address space; None where the system does not tell."""
     file = Path("/proc/self/statm")
@@ -662,6 +729,25 @@ def test_parameters_travel_in_order_under_stress() -> None:
             next(busy)
     residence.to_device()
     assert all(torch.equal(parameter, other) for parameter, other in zip(model.parameters(), exact, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_actor_does_not_come_back_into_what_the_cache_has_lent() -> None:
+    """Its own blocks went to the driver meanwhile. In a block of the cache's, it would keep that from being given back or taken whole."""
+    residents = Residents()
+    model = larger_model()
+    residents.add("actor", model, learns=True)
+    residents.need()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    cache = torch.empty(GIB, dtype=torch.uint8, device="cuda")
+    del cache
+    residents.need("actor")
+    torch.cuda.synchronize()
+    places = {parameter.data_ptr() for parameter in model.parameters()}
+    for segment in torch.cuda.memory_snapshot():
+        begin, size = segment["address"], segment["total_size"]
+        assert size < GIB or not any(begin <= place < begin + size for place in places)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,12 +14,14 @@ import pytest
 from fulltilt.config import Config
 from fulltilt.plan import (
     Facts,
+    Plan,
     RoleFacts,
     RoleSettings,
     Room,
     Settled,
     graphs_in_words,
     kv_blocks,
+    make_plan,
     micro_batch_tokens,
     returning,
     settle,
@@ -67,8 +70,30 @@ def test_what_is_set_is_taken_as_it_is() -> None:
     assert found.words == (
         "actor: samples padded to the longest of their micro-batch; full recompute, 3 layers at a time; activations on the host until the "
         "backward pass; parameters on the host while another role works; optimizer on the host; gradients only while an optimizer step is "
-        "made; whole logits; entropy of 7 tokens at a time; softmax kept for the entropy's gradient",
+        "made; whole logits; entropy of at most 7 tokens at a time; softmax kept for the entropy's gradient",
     )
+
+
+def test_words_say_what_a_fused_head_does() -> None:
+    where = room(actor=transformer(0.5), ref=transformer(0.5, learns=False))
+    found = settled(where, train={"entropy_chunk": 100_000, "entropy_recompute": False}, ref={"entropy_chunk": 4})
+    assert found.words == (
+        "actor: log-probs and entropy of at most 100000 tokens at a time; logits of all tokens kept for the entropy's gradient",
+        "ref: log-probs of at most 4 tokens at a time",  # it has no entropy
+    )
+
+
+def test_more_layers_than_a_role_has_are_refused_where_the_key_says_so() -> None:
+    where = room(actor=transformer(0.5), critic=replace(transformer(0.5), layers=2))
+    for sections, refused in (
+        ({"train": {"recompute": "full", "recompute_layers": 3}}, r"train\.recompute_layers is 3, and the model has 2 layers \(critic\)"),
+        ({"train": {"recompute_layers": 3}, "critic": {"recompute": "full"}}, r"the model has 2 layers \(critic\)\. Give at most 2"),
+        ({"train": {"recompute": "full", "recompute_layers": 29}, "critic": {"recompute": "none"}}, r"has 28 layers \(actor\)"),
+    ):
+        for device in ("cuda", "cpu"):
+            with pytest.raises(UserError, match=refused):
+                settled(replace(where, device=device), **sections)
+    settled(where, train={"recompute": "full", "recompute_layers": 3}, critic={"recompute": "none"})
 
 
 def test_false_is_taken_where_auto_would_switch_it_on() -> None:
@@ -149,7 +174,7 @@ def test_a_reference_that_is_the_actor_has_no_parameters_to_send_away() -> None:
 def test_recompute_is_the_least_that_fits() -> None:
     actor = transformer(0.5)
     tokens = 16384
-    none, selective, full = (tokens * actor.token_bytes(kind) for kind in ("none", "selective", "full"))
+    none, selective, full = (actor.update_bytes(tokens, {"recompute": kind}) for kind in ("none", "selective", "full"))
     assert none > selective > full
     taken = 18 * actor.trained
     for left, kind in ((none, "none"), (selective, "selective"), (full, "full"), (full - GIB, "full")):
@@ -163,9 +188,76 @@ def test_recompute_is_the_least_that_fits() -> None:
 
 def test_the_estimate_of_a_known_case() -> None:
     """A model of 7B held about 70 GiB for 16,384 tokens with few kernels a layer, and about 3 GiB of layers' inputs with full recompute."""
-    held = {kind: 16384 * transformer(7).token_bytes(kind) / GIB for kind in ("none", "selective", "full")}
-    assert 60 < held["none"] < 80 and 4 < held["full"] < 8 and held["full"] < held["selective"] < held["none"]
-    assert replace(transformer(7), fused=False).token_bytes("none") > 1.2 * transformer(7).token_bytes("none")
+    held = {kind: 16384 * transformer(7).kept_bytes({"recompute": kind}) / GIB for kind in ("none", "selective", "full")}
+    assert 60 < held["none"] < 80 and 2.5 < held["full"] < 4 and held["full"] < held["selective"] < held["none"]
+    kept = {"recompute": "none"}
+    assert replace(transformer(7), fused=False).kept_bytes(kept) > 1.2 * transformer(7).kept_bytes(kept)
+
+
+def test_the_estimate_knows_which_layers_are_recomputed() -> None:
+    """And that layers which are recomputed together are all there again at once."""
+    actor, tokens = transformer(7), 32768
+
+    def update(**keys: Any) -> int:
+        return actor.update_bytes(tokens, keys)
+
+    none, full = update(recompute="none"), update(recompute="full")
+    for kind in ("selective", "full"):
+        assert update(recompute=kind, recompute_layers=28) == update(recompute=kind, recompute_layers=1, recompute_method="uniform")
+        few, many = (update(recompute=kind, recompute_layers=count) for count in (4, 24))
+        assert update(recompute=kind) < many < few < none
+    few = update(recompute="full", recompute_layers=4)
+    assert 24 / 28 < few / none < 25 / 28  # four layers keep next to nothing
+    together = update(recompute="full", recompute_layers=28, recompute_method="uniform")
+    assert none < together < 1.05 * none and update(recompute="full", recompute_layers=4, recompute_method="uniform") < 3 * full
+    where = room(actor=actor)
+    for keys, away in (({}, False), ({"recompute_layers": 4}, True), ({"recompute_layers": 28, "recompute_method": "uniform"}, True)):
+        found = settled(where, actor={"token_budget": tokens}, train={"recompute": "full", **keys}).roles["actor"]
+        assert found.offload_activations == away, keys
+
+
+def test_the_layers_of_another_role_are_not_those_of_auto() -> None:
+    """Recompute by `auto` takes all layers: `recompute_layers` is said of the critic's."""
+    where = room(device_gib=24, actor=transformer(0.5), critic=transformer(0.5))
+    found = settled(where, critic={"recompute": "full"}, train={"recompute_layers": 1, "recompute_method": "uniform"}).roles
+    assert (found["critic"].recompute_layers, found["critic"].recompute_method) == (1, "uniform")
+    assert (found["actor"].recompute, found["actor"].recompute_layers, found["actor"].recompute_method) == ("full", None, "block")
+
+
+def of_head(tokens: int, keys: Any, entropy_gradient: bool) -> int:
+    """Of 152,064 tokens of vocabulary: bounded where it is fused, unless it keeps logits; else four or five times the logits."""
+    logits = 4 * 152_064 * tokens
+    if keys["fused_head"]:
+        return GIB if keys["entropy_recompute"] else GIB + logits
+    return (5 if entropy_gradient else 4) * logits
+
+
+def test_the_estimate_knows_the_head() -> None:
+    actor, fused = replace(transformer(7), head=of_head), {"recompute": "none", "fused_head": True, "entropy_recompute": True}
+    layers = transformer(7).update_bytes(16384, fused)
+    assert actor.update_bytes(16384, fused) == layers  # less than a layer's gradients, and gone by then
+    for keys, bonus, more in (
+        ({"fused_head": False}, False, 37),
+        ({"fused_head": False}, True, 46),
+        ({"entropy_recompute": False}, True, 10),
+    ):
+        found = actor.update_bytes(16384, {**fused, **keys}, entropy_gradient=bonus) - 16384 * actor.kept_bytes(fused)
+        assert more - 1 < found / GIB < more + 1
+    where = room(actor=actor)
+    assert settled(where).roles["actor"].recompute == "none"
+    assert settled(where, train={"fused_head": False}).roles["actor"].recompute == "selective"
+    bonus = {"algorithm": {"entropy_coef": 0.01}, "actor": {"token_budget": 19000}}
+    assert settled(where, **bonus).roles["actor"].recompute == "none"
+    assert settled(where, **bonus, train={"entropy_recompute": False}).roles["actor"].recompute == "selective"
+
+
+def test_a_device_that_would_be_full_to_the_brim_recomputes() -> None:
+    """7B with a reference on a device of 140 GiB: parameters, gradients and activations fit, but not with a layer's gradients and the
+    optimizer's slots."""
+    where = room(device_gib=139.8, actor=transformer(7.6156), ref=transformer(7.6156, learns=False))
+    found = settled(where).roles
+    assert found["actor"].offload_optimizer and found["actor"].recompute == "selective" and not found["ref"].offload_params
+    assert settled(replace(where, roles={"actor": where.roles["actor"]})).roles["actor"].recompute == "none"
 
 
 def test_activations_that_are_offloaded_anyway_are_not_recomputed_by_auto() -> None:
@@ -176,10 +268,27 @@ def test_activations_that_are_offloaded_anyway_are_not_recomputed_by_auto() -> N
     assert settled(small, train={"recompute": "none"}).roles["actor"].offload_activations
 
 
+def test_activations_that_the_user_sends_away_fit_the_host() -> None:
+    """7B, 16,384 tokens: 85.1 GiB of optimizer are there, about 72 GiB of activations without recompute, 46 or 3 with it."""
+    away = {"offload_activations": True}
+    for host, kind in ((190, "none"), (160, "selective"), (120, "full")):
+        found = settled(room(host_gib=host, actor=transformer(7.6156)), train=away)
+        assert found.roles["actor"].recompute == kind and found.roles["actor"].offload_activations
+        assert ("would hold about 71.8 GiB in an update, and " in found.words[0]) == (kind != "none")
+    with pytest.raises(
+        UserError, match=r"the actor's activations \(71\.\d GiB\) and weights .* \(14\.2 GiB\) do not fit .* Lower actor.token"
+    ):
+        settled(room(host_gib=160, actor=transformer(7.6156)), train={**away, "recompute": "none"})
+    small = {"actor": transformer(0.5), "critic": transformer(0.5)}  # each has pages of its own: 72 and 143 GiB
+    for host, fits in ((225, True), (210, False)):
+        with contextlib.nullcontext() if fits else pytest.raises(UserError, match=r"actor's activations .* and the critic's activations"):
+            settled(room(host_gib=host, **small), train={**away, "recompute": "none"})
+
+
 def test_words_say_what_auto_saw() -> None:
     (words,) = settled(room(device_gib=24, actor=transformer(0.5))).words
-    assert words.startswith("actor: full recompute (auto: 16384 tokens would hold about ")
-    assert "until the backward pass, and " in words and words.endswith("GiB are left)")
+    assert words.startswith("actor: full recompute (auto: 16384 tokens would take about ")
+    assert "in an update, and " in words and words.endswith("GiB are left)")
 
 
 def test_the_largest_micro_batch_counts() -> None:
@@ -209,10 +318,35 @@ def test_a_cache_that_stays_leaves_room_for_what_comes_back() -> None:
 
 def test_what_fits_nowhere_is_refused() -> None:
     with pytest.raises(
-        UserError, match=r"offload: the actor's optimizer \(78.2 GiB\) do not fit into the host's memory, of which 64.0 GiB"
+        UserError,
+        match=r"offload: the actor's optimizer \(78.2 GiB\) and weights on their way into a checkpoint \(13.0 GiB\) do not fit into the "
+        "host's memory, of which 91.0 GiB",
     ):
-        settled(room(device_gib=80, host_gib=64, actor=transformer(7)))
-    assert settled(room(device_gib=80, host_gib=79, actor=transformer(7))).roles["actor"].offload_optimizer
+        settled(room(device_gib=80, host_gib=91, actor=transformer(7)))
+    assert settled(room(device_gib=80, host_gib=92, actor=transformer(7))).roles["actor"].offload_optimizer
+    settled(room(host_gib=0))  # nothing is moved
+
+
+# -- a resume ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_no_longer_fits_is_planned_anew_and_that_is_said() -> None:
+    """The run began with the optimizer on the host. On a CPU what is free is a guess; what the user set is refused elsewhere."""
+    keys = {"max_new_tokens": 4096, "block_tokens": 1024, "max_seqs": 1000}
+    begun = Facts("cuda", 100 * GIB, 10, 1, True, None, 1 << 20, 8, 1)
+    now, kept = replace(begun, free_bytes=40 * GIB), {"kv_blocks": 85}
+
+    def plan(facts: Facts, given: dict[str, int] | None = None, **more: Any) -> Plan:
+        return make_plan(config(rollout={**keys, **more}), facts, rollout=True, kept=given)
+
+    assert plan(begun).budgets.kv_blocks == plan(replace(begun, free_bytes=86 * GIB), kept).budgets.kv_blocks == 85
+    found = plan(now, kept)
+    assert found.budgets.kv_blocks == plan(now).budgets.kv_blocks == 34
+    assert found.words[-1].startswith("the KV cache of 85.0 GiB that the run began with does not fit into the 40.0 GiB that are free now")
+    assert plan(replace(now, device="cpu"), kept).budgets.kv_blocks == 85
+    assert not any("began with" in words for given in (plan(begun, kept), plan(now)) for words in given.words)
+    stays = replace(begun, free_bytes=90 * GIB, returning_bytes=10 * GIB)
+    assert [plan(stays, kept, release_memory=release).budgets.kv_blocks for release in (True, False)] == [85, 40]
 
 
 # -- graphs -----------------------------------------------------------------------------------------------------------------------------

@@ -32,15 +32,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fulltilt.algo import presets
 from fulltilt.cluster import local
 from fulltilt.cluster.local import Parts, assemble
-from fulltilt.config import Config
+from fulltilt.config import Config, keys
 from fulltilt.loop.experience import make_rows
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
+from fulltilt.model.heads import HeadOptions, head_bytes
+from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
+from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import Kept
 from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.train.roles import Policy
+from fulltilt.train.trainer import Trainer
 
 ModelFolders = Callable[[str], Path]
 ONE = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0", "run.steps=1")
@@ -208,6 +213,25 @@ def test_evaluation_asks_nothing_of_what_only_training_uses(folder: Path, monkey
     assert evaluated(folder, *options)["val/reward/mean"] == 100
     checked = runs.command(folder, "train", "run.toml", "--check", *options)
     assert checked.returncode == 2 and "log.to: wandb has no API key" in checked.stderr
+
+
+def test_evaluation_says_what_training_would_refuse(folder: Path) -> None:
+    ended = runs.command_here(folder, "eval", "run.toml", "--json", "train.offload_optimizer=true", "train.entropy_recompute=false")
+    assert ended.code == 0, ended.error
+    assert "a training run would be refused: train.offload_optimizer: true, but the run is on the CPU" in ended.error
+    assert "a training run would be refused: train.entropy_recompute: false, but the loss has no entropy bonus" in ended.error
+    assert "would be refused" not in runs.command_here(folder, "eval", "run.toml", "--json").error
+
+
+def test_no_remedy_is_refused_itself(folder: Path) -> None:
+    """A bonus can be added to the loss of a rollout, not to that of SFT."""
+    remedy = "Remove the key, or set algorithm.entropy_coef above 0"
+    for name, ends in (("grpo", remedy), ("sft", "nothing is kept for its gradient. Remove the key")):
+        config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": name}})
+        config = config.model_copy(update={"train": config.train.model_copy(update={"entropy_recompute": False})})
+        with pytest.raises(UserError) as caught:
+            local.check_settings(config, presets.build(config), "cpu")
+        assert str(caught.value).endswith(ends)
 
 
 @pytest.fixture
@@ -396,6 +420,54 @@ def test_a_gradient_that_is_not_finite_is_said_and_counted(folder: Path) -> None
     assert runs.state(checkpoint)["skipped"] == 1
     started = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     assert all(torch.equal(values, started[name]) for name, values in runs.parameters(checkpoint).items())
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_asks_the_head_itself_for_its_bytes(folder: Path) -> None:
+    with parts_of(folder, runs.read_config(folder)) as parts:
+        facts = local.role_facts(parts.actor.model)
+        body = parts.actor.model.base_model
+    assert facts.head and local.role_facts(ScalarModel(body, torch.nn.Linear(facts.width, 1))).head is None
+    for options in (HeadOptions(), HeadOptions(fused=False), HeadOptions(entropy_chunk=3), HeadOptions(entropy_recompute=False)):
+        keys = {"fused_head": options.fused, "entropy_chunk": options.entropy_chunk, "entropy_recompute": options.entropy_recompute}
+        for entropy in ("gradient", "value"):
+            sizes = {"dtype": torch.float32, "device": "cpu", "entropy": entropy}
+            expected = head_bytes(50, models.VOCABULARY, facts.width, options, **sizes).peak  # type: ignore[arg-type]
+            assert facts.head(50, keys, entropy == "gradient") == expected
+
+
+def out_of_memory(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nIn all there are")
+
+
+def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second step, so that the first is kept; and while parts are made and validated."""
+    accumulate = Trainer.accumulate
+    calls = iter([accumulate, accumulate])
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "accumulate", lambda *given: next(calls, out_of_memory)(*given))
+        with pytest.raises(UserError, match=r"^out of memory.*: CUDA out of memory. Tried to allocate 2.00 GiB. \w+ .*train\.") as caught:
+            runs.train(folder, *ONE, "algorithm.minibatches_per_step=2", "run.steps=2")
+        assert caught.value.__cause__ is not None and caught.value.__cause__.__traceback__ is None  # its frames hold what filled it
+    with monkeypatch.context() as patched:
+        patched.setattr(local, "make_roles", out_of_memory)
+        with pytest.raises(UserError, match=r"^out of memory in set-up: .* Set train\.offload_optimizer = true"):
+            runs.train(folder, *ONE, "run.dir=other")
+        assert not (folder / "other").exists()
+    monkeypatch.setattr(Policy, "annotate", out_of_memory)
+    monkeypatch.setattr("fulltilt.loop.validation.sample_groups", out_of_memory)
+    with pytest.raises(UserError, match=r"^out of memory in eval: .* Set a smaller rollout\.kv_bytes"):
+        runs.train(folder, "run.dir=third", "run.eval_before=true")
+
+
+def test_a_full_device_names_the_keys_of_its_phase() -> None:
+    for phase in TIMING_NAMES:
+        with pytest.raises(UserError, match=rf"^out of memory in {phase}: CUDA out of memory") as caught, local.enough_memory(phase):
+            out_of_memory()
+        named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", str(caught.value))
+        assert named and set(named) <= keys().keys(), phase
 
 
 # -- stop and go on ---------------------------------------------------------------------------------------------------------------------

@@ -273,11 +273,24 @@ def update(
         typer.Option(metavar="none|selective|full", help="What the backward computes again instead of keeping it.", show_default=False),
     ] = None,
     recompute_layers: Annotated[int | None, typer.Option(min=1, help="In so many layers, the first ones.", show_default=False)] = None,
+    recompute_method: Annotated[
+        str | None, typer.Option(metavar="block|uniform", help="Each of these layers by itself, or groups of so many.", show_default=False)
+    ] = None,
     offload_activations: Annotated[
         bool, typer.Option("--offload-activations", help="Keep activations on the host until the backward.")
     ] = False,
     offload_optimizer: Annotated[
         bool, typer.Option("--offload-optimizer", help="Keep the optimizer's states on the host outside its step.")
+    ] = False,
+    offload_grads: Annotated[bool, typer.Option("--offload-grads", help="Hold gradients on the device only while they are made.")] = False,
+    entropy_coef: Annotated[
+        float | None, typer.Option(help="With an entropy bonus of this weight in the loss.", show_default=False)
+    ] = None,
+    entropy_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens whose entropy is computed at a time.", show_default=False)
+    ] = None,
+    no_entropy_recompute: Annotated[
+        bool, typer.Option("--no-entropy-recompute", help="Keep what the bonus's gradient needs instead of computing it again.")
     ] = False,
     no_fused_layers: Annotated[bool, typer.Option("--no-fused-layers", help="Layers as transformers has them.")] = False,
     no_fused_head: Annotated[bool, typer.Option("--no-fused-head", help="The head without its kernel.")] = False,
@@ -300,8 +313,13 @@ def update(
         "--token-budget": token_budget,
         "--recompute": recompute,
         "--recompute-layers": recompute_layers,
+        "--recompute-method": recompute_method,
         "--offload-activations": offload_activations or None,
         "--offload-optimizer": offload_optimizer or None,
+        "--offload-grads": offload_grads or None,
+        "--entropy-coef": entropy_coef,
+        "--entropy-chunk": entropy_chunk,
+        "--no-entropy-recompute": False if no_entropy_recompute else None,
         "--no-fused-layers": False if no_fused_layers else None,
         "--no-fused-head": False if no_fused_head else None,
         "--no-packing": False if no_packing else None,

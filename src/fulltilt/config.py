@@ -240,7 +240,8 @@ class TrainConfig(Section):
     attention ("selective"); or whole layers ("full"). `auto`: the least with which a micro-batch is estimated to fit; on the CPU none."""
     recompute_layers: Positive | Auto = "auto"
     """With `recompute_method` "block": the first so many layers are recomputed, the others keep everything. With "uniform": all are, so
-    many at a time, from what the first of these was given. `auto`: all, one by one."""
+    many at a time, from what the first of these was given. For roles whose `recompute` is "selective" or "full". `auto`: all, one by
+    one."""
     recompute_method: Literal["block", "uniform"] = "block"
     """What `recompute_layers` counts."""
     offload_activations: bool | Auto = "auto"
@@ -256,10 +257,11 @@ class TrainConfig(Section):
     fused_head: bool = True
     """Log-probs and entropy without the logits of a whole micro-batch, forward and backward. Off: with them, in float32."""
     entropy_chunk: Positive | Auto = "auto"
-    """Most tokens whose entropy is computed at a time; where the head is fused, the log-probs too. `auto`: as many as stay within a
-    bounded piece of memory; all where the head is not fused."""
+    """Most tokens whose entropy is computed at a time; where the head is fused, the log-probs too, and never more than stay within a
+    bounded piece of memory. `auto`: as many as that; all where the head is not fused."""
     entropy_recompute: bool = True
-    """Compute the entropy again in the backward pass instead of keeping what its gradient needs. For algorithms with an entropy bonus."""
+    """Compute the entropy again in the backward pass instead of keeping what its gradient needs: the softmax of all tokens, or their logits
+    in float32 where the head is fused. For algorithms with an entropy bonus."""
 
 
 class ActorConfig(Section):
@@ -280,7 +282,7 @@ class RefConfig(Section):
     """Its parameters are on the host while another role works. `auto`: where the roles' parameters and gradients would leave less than a
     fifth of the device free."""
     entropy_chunk: Positive | Auto = "auto"
-    """As for the actor: most tokens whose log-probs are computed at a time. It computes no entropy."""
+    """As for the actor: most tokens whose log-probs are computed at a time. The reference role computes no entropy."""
     dynamic_batch: bool = True
     """As for the actor."""
     micro_batch: Positive | None = None
@@ -464,7 +466,7 @@ FREE_ON_RESUME: frozenset[str] = frozenset(
     | {f"health.{key}" for key in HealthConfig.model_fields}
     | {f"log.{key}" for key in LogConfig.model_fields}
     | {"lora.export"}
-    # What is kept where, and what is computed again, changes no bit of a run.
+    # What is kept where, and what is computed again, changes no bit of a run, as long as its KV cache still fits (plan.keep_budgets).
     | {f"train.{key}" for key in ("recompute", "recompute_layers", "recompute_method")}
     | {f"train.offload_{kind}" for kind in ("activations", "params", "optimizer", "grads")}
     | {f"critic.{key}" for key in ("recompute", "offload_activations", "offload_params", "offload_optimizer")}

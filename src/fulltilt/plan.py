@@ -7,7 +7,7 @@ taken as it is or refused with the reason; `auto` becomes a number here and nowh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was f
 KV_SHARE = {"cuda": 0.85, "cpu": 0.25}
 KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the update runs beside it
 RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
-SLACK = 1 / 16  # of the device, for workspaces, inputs and pieces of memory that fit nothing
+SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
+STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class RoleFacts:
     inner: int = 0  # of the gated product; of all experts that a token goes to
     heads_width: int = 0  # of queries, keys and values together
     fused: bool = False  # whether its layers run fused
+    # Bytes of the vocabulary head's temporaries: of so many tokens, with these keys of the role, with or without the entropy's gradient.
+    head: Callable[[int, Mapping[str, Any], bool], int] | None = None
 
     @property
     def gradient_bytes(self) -> int:
@@ -101,15 +104,33 @@ class RoleFacts:
         """Two moments, and masters where the parameters are not their own."""
         return (12 if self.itemsize < 4 else 2 * self.itemsize) * self.trained
 
-    def token_bytes(self, recompute: str) -> int:
-        """About what a token of a micro-batch holds until its backward pass. In a layer of its own operations (fused ones in brackets) that
-        is 8 (5) numbers of the width, 3 (2) of the heads' and 4 (3) of the inner width: inputs and results of norms, of rotary embedding,
-        attention and the gated product. Results of products and attention are 2 of each, the layer's input is 1 of the width."""
+    @property
+    def whole(self) -> int:
+        """Numbers that a layer of its own operations (fused ones in brackets) keeps of a token: 8 (5) of the width, 3 (2) of the heads' and
+        4 (3) of the inner width: inputs and results of norms, of rotary embedding, attention and the gated product."""
         unfused = 0 if self.fused else 1
-        whole = (5 + 3 * unfused) * self.width + (2 + unfused) * self.heads_width + (3 + unfused) * self.inner
-        each = {"none": whole, "selective": 2 * (self.width + self.heads_width + self.inner), "full": self.width}[recompute]
-        again = 0 if recompute == "none" else whole  # one layer at a time
-        return self.itemsize * (self.layers * each + again)
+        return (5 + 3 * unfused) * self.width + (2 + unfused) * self.heads_width + (3 + unfused) * self.inner
+
+    def kept_bytes(self, keys: Mapping[str, Any]) -> int:
+        """About what a token of a micro-batch holds until its backward pass. Of a layer that is recomputed, results of products and
+        attention are 2 of each width, and the input, which only the first of a unit keeps, is 1 of the width."""
+        kind, layers, uniform = keys["recompute"], keys.get("recompute_layers"), keys.get("recompute_method") == "uniform"
+        recomputed = 0 if kind == "none" else self.layers if uniform else layers or self.layers
+        inputs = -(-recomputed // (layers or 1)) if uniform else recomputed
+        of_recomputed = inputs * self.width if kind == "full" else recomputed * 2 * (self.width + self.heads_width + self.inner)
+        return self.itemsize * (of_recomputed + (self.layers - recomputed) * self.whole)
+
+    def working_bytes(self, keys: Mapping[str, Any]) -> int:
+        """What it holds beside that when the backward pass begins: a layer's gradients, about as large as what the layer keeps, and all
+        that is computed again of the last unit. After a last layer that kept everything, units need less than was given back."""
+        layers = keys.get("recompute_layers") or 0
+        last = min(max(1, layers), self.layers) if keys.get("recompute_method") == "uniform" else int(layers in (0, self.layers))
+        return self.itemsize * self.whole * (1 + (0 if keys["recompute"] == "none" else last))
+
+    def update_bytes(self, tokens: int, keys: Mapping[str, Any], *, entropy_gradient: bool = False) -> int:
+        """About what a micro-batch of so many tokens takes at most. The head is done before the layers' backward pass begins."""
+        of_head = self.head(tokens, keys, entropy_gradient) if self.head else 0
+        return tokens * self.kept_bytes(keys) + max(of_head, tokens * self.working_bytes(keys))
 
 
 @dataclass(frozen=True)
@@ -118,7 +139,7 @@ class Room:
 
     device: str  # "cuda" or "cpu"
     device_bytes: int  # all that it has
-    host_bytes: int  # free there
+    host_bytes: int  # that can be had there
     longest: int  # tokens of the longest sample
     roles: Mapping[str, RoleFacts]  # those with a model of their own
 
@@ -149,14 +170,33 @@ def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, An
     if rollout:
         check_graphs(config, facts)
     budgets = make_budgets(config, facts, samples if rollout else 0)
+    changed: list[str] = []
     if kept:
-        needed = blocks_per_sample(config, facts) if rollout else 0  # validation may ask for longer responses than before
-        budgets = replace(budgets, **kept)  # an older version's checkpoint may lack some
-        budgets = replace(budgets, kv_blocks=max(budgets.kv_blocks, needed))
+        budgets, changed = keep_budgets(config, facts, budgets, kept, rollout=rollout)
     if rollout:
         check_room(config, facts, budgets.kv_blocks)
     plan = Plan(steps, samples, updates_per_step(config), budgets, ())
-    return replace(plan, words=tuple(in_words(config, facts, plan, rollout=rollout)))
+    return replace(plan, words=(*in_words(config, facts, plan, rollout=rollout), *changed))
+
+
+def keep_budgets(config: Config, facts: Facts, planned: Budgets, kept: Mapping[str, Any], *, rollout: bool) -> tuple[Budgets, list[str]]:
+    """Those of the checkpoint, and in words what cannot be kept: a cache that was sized by `auto` when more was free on the device, because
+    it was another or more had been offloaded."""
+    budgets = replace(planned, **kept)  # an older version's checkpoint may lack some
+    if not rollout:
+        return budgets, []
+    # Validation may ask for longer responses than before.
+    budgets = replace(budgets, kv_blocks=max(budgets.kv_blocks, blocks_per_sample(config, facts)))
+    given = {config.rollout.kv_bytes, config.rollout.memory_fraction} - {"auto"}
+    beside = facts.decode_bytes + (0 if releases_memory(config) else facts.returning_bytes)
+    cache = cache_bytes(config, facts, budgets.kv_blocks)
+    if given or facts.device != "cuda" or cache + beside <= facts.free_bytes:
+        return budgets, []
+    words = (
+        f"the KV cache of {in_bytes(cache)} that the run began with does not fit into the {in_bytes(facts.free_bytes)} that are free now: "
+        "a smaller one is taken, and samples may differ in their last bits from those of a run that was not interrupted"
+    )
+    return replace(budgets, kv_blocks=planned.kv_blocks), [words]
 
 
 def count_steps(config: Config, steps_per_epoch: int) -> int:
@@ -194,18 +234,22 @@ def check_graphs(config: Config, facts: Facts) -> None:
 
 
 def check_room(config: Config, facts: Facts, blocks: int) -> None:
-    """Of a KV cache whose size the user set. Not on a CPU: what is free there is a guess that counts the files a container has read as
-    memory in use, and a block takes memory only once it is written."""
+    """Of a KV cache whose size the user set. Not on a CPU: what is free there is a guess, and a block takes memory only once it is
+    written."""
     rollout = config.rollout
     key = "rollout.kv_bytes" if rollout.kv_bytes != "auto" else "rollout.memory_fraction"
     given = rollout.kv_bytes if rollout.kv_bytes != "auto" else rollout.memory_fraction
-    cache = blocks * rollout.block_tokens * facts.kv_bytes_per_token
+    cache = cache_bytes(config, facts, blocks)
     if facts.device != "cuda" or given == "auto" or cache + facts.decode_bytes <= facts.free_bytes:
         return
     raise UserError(
         f"{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(facts.decode_bytes)} beside it, but "
         f"{in_bytes(facts.free_bytes)} are free on this device. Lower it, or leave it out for auto"
     )
+
+
+def cache_bytes(config: Config, facts: Facts, blocks: int) -> int:
+    return blocks * config.rollout.block_tokens * facts.kv_bytes_per_token
 
 
 def longest_response(config: Config) -> int:
@@ -296,9 +340,10 @@ OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offlo
 
 
 def settle(config: Config, room: Room) -> Settled:
-    """The settings of every role. What `auto` becomes depends on all that the device has and not on what happens to be free, so that a
-    resumed run decides alike."""
+    """The settings of every role. What `auto` becomes depends on all that the device has and not on what happens to be free there, so that
+    a resumed run decides alike."""
     given = {role: given_settings(config, role) for role in room.roles}
+    check_layers(room, given)
     if room.device != "cuda":  # there is no second memory, and time is shorter than memory
         return with_words(room, {role: resolved(keys) for role, keys in given.items()}, {})
     reasons: dict[tuple[str, str], str] = {}
@@ -307,9 +352,8 @@ def settle(config: Config, room: Room) -> Settled:
     for role, facts in room.roles.items():
         if facts.trained:
             decide_activations(config, given, room, role, reasons)
-    settings = {role: resolved(keys) for role, keys in given.items()}
-    check_host(room, settings)
-    return with_words(room, settings, reasons)
+    check_host(config, room, given)
+    return with_words(room, {role: resolved(keys) for role, keys in given.items()}, reasons)
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
@@ -326,7 +370,11 @@ def given_settings(config: Config, role: str) -> dict[str, Any]:
         "recompute_layers": number(train.recompute_layers),
     }
     if role == "critic":
-        return shared | {key: own for key in OF_TRAIN if (own := getattr(config.critic, key)) is not None}
+        shared |= {key: own for key in OF_TRAIN if (own := getattr(config.critic, key)) is not None}
+    if shared["recompute"] == "auto":  # which layers is said of a recompute that is named, be it another role's
+        shared |= {"recompute_layers": None, "recompute_method": "block"}
+    if role == "critic":
+        return shared
     head = {"fused_head": train.fused_head, "entropy_chunk": number(train.entropy_chunk), "entropy_recompute": train.entropy_recompute}
     return shared | head
 
@@ -348,7 +396,7 @@ def resident(given: Mapping[str, Mapping[str, Any]], room: Room, working: str) -
         away = {key: given[role].get(key) is True for key in OFFLOADS}
         total += facts.parameter_bytes if role == working or not away["offload_params"] else 0
         total += facts.gradient_bytes if role == working or not away["offload_grads"] else 0
-        total += 0 if away["offload_optimizer"] else facts.optimizer_bytes
+        total += min(STREAMED, facts.optimizer_bytes) if away["offload_optimizer"] else facts.optimizer_bytes
     return total
 
 
@@ -398,24 +446,29 @@ def decide_params(given: dict[str, dict[str, Any]], room: Room, reasons: dict[tu
 def decide_activations(
     config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, reasons: dict[tuple[str, str], str]
 ) -> None:
-    """Recompute by the least that fits, and what does not fit even so goes to the host."""
-    keys, facts = given[role], room.roles[role]
+    """Recompute by the least that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
+    keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role)
     left = int((1 - SLACK) * room.device_bytes) - resident(given, room, role)
     left = left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
-    tokens = micro_batch_tokens(config, room, role)
+    of_host = room.host_bytes - sum(on_host(config, room, given).values())
+    bonus = (config.algorithm.entropy_coef or 0) > 0
+
+    def shortage(level: str) -> str | None:
+        at = {**keys, "recompute": level}
+        if keys["offload_activations"] is True:
+            found, where, there = tokens * facts.kept_bytes(at), "hold", of_host
+        else:
+            found, where, there = facts.update_bytes(tokens, at, entropy_gradient=bonus), "take", left
+        words = f"{many(tokens, 'token')} would {where} about {in_bytes(found)} in an update, and {in_bytes(max(0, there))} are left"
+        return words + (" on the host" if where == "hold" else "") if found > there else None
+
     if keys["recompute"] == "auto":
         levels = ("none", "full") if config.train.compile is True else ("none", "selective", "full")  # as knobs.TOGETHER has it
-        fits = (level for level in levels if tokens * facts.token_bytes(level) <= left)
-        keys["recompute"] = "none" if keys["offload_activations"] is True else next(fits, "full")
+        keys["recompute"] = next((level for level in levels if not shortage(level)), "full")
         if keys["recompute"] != "none":
-            reasons[role, "recompute"] = shortage(tokens, facts.token_bytes("none"), left)
-    if tokens * facts.token_bytes(keys["recompute"]) > left:
-        switch_on(given, role, "offload_activations", shortage(tokens, facts.token_bytes(keys["recompute"]), left), reasons)
-
-
-def shortage(tokens: int, token_bytes: int, left: int) -> str:
-    held, room = in_bytes(tokens * token_bytes), in_bytes(max(0, left))
-    return f"{many(tokens, 'token')} would hold about {held} until the backward pass, and {room} are left"
+            reasons[role, "recompute"] = shortage("none") or ""
+    if why := shortage(keys["recompute"]):
+        switch_on(given, role, "offload_activations", why, reasons)
 
 
 def micro_batch_tokens(config: Config, room: Room, role: str) -> int:
@@ -434,22 +487,48 @@ def update_budget(config: Config, device: str, role: str) -> int:
     return 2 * actor if config.critic.token_budget == "auto" else config.critic.token_budget
 
 
-def check_host(room: Room, settings: Mapping[str, RoleSettings]) -> None:
-    moved = {
-        f"the {role}'s {kind}": count
-        for role, own in settings.items()
-        for kind, away, count in (
-            ("optimizer", own.offload_optimizer, room.roles[role].optimizer_bytes),
-            ("parameters", own.offload_params, room.roles[role].parameter_bytes),
-        )
-        if away and count
-    }
-    if sum(moved.values()) > room.host_bytes:
-        what = " and ".join(f"{kind} ({in_bytes(count)})" for kind, count in moved.items())
-        raise UserError(
-            f"offload: {what} do not fit into the host's memory, of which {in_bytes(room.host_bytes)} are free. Use "
-            "a smaller model or LoRA (lora.rank), or a computer with more memory"
-        )
+def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes that are moved to the host, as far as that is decided, and with them those that a checkpoint passes through there."""
+    kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
+    found: dict[str, int] = {}
+    for role, keys in given.items():
+        facts = room.roles[role]
+        decided = facts.trained and keys["recompute"] != "auto"
+        counts = {
+            "optimizer": facts.optimizer_bytes,
+            "parameters": facts.parameter_bytes,
+            "activations": micro_batch_tokens(config, room, role) * facts.kept_bytes(keys) if decided else 0,
+        }
+        found |= {f"the {role}'s {kind}": counts[kind] for kind, key in kinds.items() if keys.get(key) is True and counts[kind]}
+    actor = room.roles.get("actor", RoleFacts(0))
+    moves = any(keys.get(key) is True for keys in given.values() for key in kinds.values())
+    return found | ({"weights on their way into a checkpoint": actor.parameter_bytes} if moves and actor.trained else {})
+
+
+def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]]) -> None:
+    moved = on_host(config, room, given)
+    if sum(moved.values()) <= room.host_bytes:
+        return
+    what = " and ".join(f"{kind} ({in_bytes(count)})" for kind, count in moved.items())
+    less = (
+        'Lower actor.token_budget, recompute more (train.recompute = "full", of all layers) or leave offload_activations out, or use'
+        if any(kind.endswith("activations") for kind in moved)
+        else "Use"
+    )
+    raise UserError(
+        f"offload: {what} do not fit into the host's memory, of which {in_bytes(room.host_bytes)} are free. {less} "
+        "a smaller model or LoRA (lora.rank), or a computer with more memory"
+    )
+
+
+def check_layers(room: Room, given: Mapping[str, Mapping[str, Any]]) -> None:
+    for role, facts in room.roles.items():
+        keys = given[role]
+        if facts.trained and keys["recompute"] in ("selective", "full") and (keys["recompute_layers"] or 0) > facts.layers:
+            raise UserError(
+                f"train.recompute_layers is {keys['recompute_layers']}, and the model has {facts.layers} layers ({role}). Give at most "
+                f"{facts.layers}"
+            )
 
 
 def with_words(room: Room, settings: Mapping[str, RoleSettings], reasons: Mapping[tuple[str, str], str]) -> Settled:
@@ -457,16 +536,17 @@ def with_words(room: Room, settings: Mapping[str, RoleSettings], reasons: Mappin
     for role, own in settings.items():
         if not room.roles[role].parameter_bytes:  # it is the actor, or there is no such role
             continue
-        parts = [text + (f" (auto: {reasons[role, key]})" if (role, key) in reasons else "") for key, text in not_default(own)]
+        parts = [text + (f" (auto: {reasons[role, key]})" if (role, key) in reasons else "") for key, text in not_default(role, own)]
         if parts:
             words.append(f"{role}: {'; '.join(parts)}")
     return Settled(dict(settings), tuple(words))
 
 
-def not_default(own: RoleSettings) -> Iterator[tuple[str, str]]:
+def not_default(role: str, own: RoleSettings) -> Iterator[tuple[str, str]]:
     """What differs from the defaults of a role: the key, and what it means in words."""
     of_layers = {"block": " of the first {}", "uniform": ", {} at a time"}[own.recompute_method]
     layers = of_layers.format(many(own.recompute_layers, "layer")) if own.recompute_layers else ""
+    in_pieces = "log-probs" if role == "ref" else "log-probs and entropy" if own.fused_head else "entropy"
     texts = {
         "packing": "samples padded to the longest of their micro-batch",
         "recompute": f"{own.recompute} recompute{layers}",
@@ -475,8 +555,8 @@ def not_default(own: RoleSettings) -> Iterator[tuple[str, str]]:
         "offload_optimizer": "optimizer on the host",
         "offload_grads": "gradients only while an optimizer step is made",
         "fused_head": "whole logits",
-        "entropy_chunk": f"entropy of {many(own.entropy_chunk or 0, 'token')} at a time",
-        "entropy_recompute": "softmax kept for the entropy's gradient",
+        "entropy_chunk": f"{in_pieces} of at most {many(own.entropy_chunk or 0, 'token')} at a time",
+        "entropy_recompute": f"{'logits of all tokens' if own.fused_head else 'softmax'} kept for the entropy's gradient",
     }
     default = RoleSettings()
     yield from ((key, text) for key, text in texts.items() if getattr(own, key) != getattr(default, key))

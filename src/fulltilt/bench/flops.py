@@ -67,11 +67,11 @@ def update_flops(size: ModelSize, lengths: Sequence[int], trained: int) -> Flops
 
 
 def verl_flops(config: Any, lengths: Sequence[int]) -> int | None:
-    """What verl's counter says of the same pass, given transformers' configuration of a language model; None for families that it counts
-    otherwise or not at all.
+    """What the counter of verl 0.7.1 and 0.8.0 says of the same pass, given transformers' configuration of a language model; None for
+    families that it counts otherwise or not at all. Up to 0.7.0 verl counted attention twice as high, the whole square of a length.
 
-    It differs in three ways: input embedding and head are two matrices even where they are tied, both multiplied by every token; the head
-    is run for every token; attention is the whole square of a length.
+    It differs in two ways: input embedding and head are two matrices even where they are tied, both multiplied by every token; the head is
+    run for every token.
     """
     if config.model_type not in VERL_DENSE:
         return None
@@ -80,7 +80,7 @@ def verl_flops(config: Any, lengths: Sequence[int]) -> int | None:
     a_layer = hidden * (2 * queries + 2 * keys) + 3 * hidden * config.intermediate_size
     weights = config.num_hidden_layers * a_layer + 2 * config.vocab_size * hidden
     squares = sum(length * length for length in lengths)
-    return 6 * weights * sum(lengths) + 12 * squares * queries * config.num_hidden_layers  # type: ignore[no-any-return]
+    return 6 * weights * sum(lengths) + 6 * squares * queries * config.num_hidden_layers  # type: ignore[no-any-return]
 
 
 def count_weights(model: Any) -> tuple[int, int]:

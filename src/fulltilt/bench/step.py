@@ -322,7 +322,9 @@ def measure_ours(job: Job, config: Config, say: Say) -> Steps:
             if job.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(job.device)
             made = [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
-        allocated, in_use = trl.peak_memory(job.device.type)
+        # From the account, which resets torch's own peaks at every phase.
+        allocated, reserved = parts.account.peak_bytes, parts.account.peak_reserved_bytes
+        in_use = trl.peak_in_use(reserved) if reserved is not None else None
         decoder, plan = engine.decoder, list(parts.plan.words)
         details = {"plan": plan, "captures": decoder.captures, "eager_reason": decoder.eager_reason}
         return summary(job, made, Steps({}, start_seconds=started, peak_bytes=allocated, peak_device_bytes=in_use, details=details))

@@ -12,26 +12,19 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
-import json
-import os
-import subprocess
-import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fulltilt.bench import vllm
+from fulltilt.bench import process
 from fulltilt.records import UserError
 
 WARM_UP = 1  # steps that are reported apart: captures, compilation, first allocations
-START_LIMIT_S = 3600.0  # of one start with all its steps
 PACKAGES = ("trl", "accelerate", "liger-kernel")  # beside those that every benchmark names
-# Nothing is downloaded and nobody is told; a second GPU would make TRL refuse to run in one process.
-ENVIRONMENT = {**vllm.ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
+ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": "0"}  # a second GPU would make TRL refuse to run in one process
 
 Setting = Mapping[str, Any]
 Axes = Mapping[str, tuple[Any, ...]]
@@ -81,15 +74,21 @@ def fastest(found: Sequence[Steps]) -> Steps | None:
 
 
 def peak_memory(device: str, held_by_others: int = 0) -> tuple[int | None, int | None]:
-    """Bytes since the last reset: the most that torch had allocated, and the most that was in use on the device. The second is torch's
-    largest reservation with what lies beside it now: context, libraries, graphs, all of which only grow. Nothing looks at the device while
-    steps run, for a look during a capture could spoil it."""
+    """Bytes since the last reset, where nobody resets in between: the most that torch had allocated, and the most that was in use on the
+    device."""
     if device != "cuda":
         return None, None
     import torch
 
-    beside = device_bytes() - torch.cuda.memory_reserved()
-    return torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved() + beside - held_by_others
+    return torch.cuda.max_memory_allocated(), peak_in_use(torch.cuda.max_memory_reserved(), held_by_others)
+
+
+def peak_in_use(reserved: int, held_by_others: int = 0) -> int:
+    """Torch's largest reservation with what lies beside it on the device now: context, libraries, graphs, all of which only grow. Nothing
+    looks at the device while steps run, for a look during a capture could spoil it."""
+    import torch
+
+    return reserved + device_bytes() - torch.cuda.memory_reserved() - held_by_others
 
 
 def device_bytes() -> int:
@@ -136,18 +135,23 @@ class Axis:
     of_vllm: bool = False
 
 
-# In the order in which they are tried. Without recomputation before larger batches: with it the largest may win that then does not fit.
+# In the order in which they are tried. Before larger batches comes what decides which of them fit: with recomputation the largest may win
+# that then does not fit without, and Liger's loss holds no logits.
 AXES: Mapping[str, Axis] = {
     "gradient_checkpointing": Axis((True, False), _switch, "true or false"),
-    "per_device_train_batch_size": Axis((8, 32, 64), _whole, "whole numbers that divide the samples of a step"),
+    # True: a pass over all samples before the update, for the weight between vLLM and trainer. Ours has that weight without the pass.
+    "vllm_importance_sampling_correction": Axis((True, False), _switch, "true or false", of_vllm=True),
     "use_liger_kernel": Axis((False, True), _switch, "true or false"),
+    "per_device_train_batch_size": Axis((8, 32, 64, 128), _whole, "whole numbers that divide the samples of a step"),
     # bfloat16: no float32 masters, which ours keeps. Less work and less memory: TRL may have it.
     "dtype": Axis(("float32", "bfloat16"), _one_of("float32", "bfloat16"), "float32 or bfloat16", of_model=True),
     "attn_implementation": Axis(
         ("sdpa", "flash_attention_2"), _one_of("sdpa", "flash_attention_2", "eager"), "sdpa, flash_attention_2 or eager", of_model=True
     ),
     "vllm_gpu_memory_utilization": Axis((0.3, 0.5), _share, "numbers above 0, at most 1", of_vllm=True),
+    "vllm_enable_sleep_mode": Axis((False, True), _switch, "true or false", of_vllm=True),
 }
+MAKES_ROOM = ("vllm_enable_sleep_mode", True)  # vLLM's memory is the trainer's during the update
 
 
 def axes(given: Sequence[str], samples: int, device: str, generation: str) -> dict[str, tuple[Any, ...]]:
@@ -186,13 +190,22 @@ def _read(text: str, there: Mapping[str, Axis], samples: int) -> tuple[str, tupl
 
 
 def search(axes: Axes, measure: Callable[[Setting], Steps]) -> list[Steps]:
-    """All that was tried: the first value of every axis, then one axis after another, each value with the best of what came before."""
-    best = measure({name: values[0] for name, values in axes.items()})
-    tried = [best]
+    """All that was tried: the first value of every axis, then one axis after another, each value with the best of what came before. What
+    fails is tried once more with vLLM asleep during the update, where that is among what is tried: most of what fails does not fit."""
+    switch, on = MAKES_ROOM
+    tried: list[Steps] = []
+
+    def attempt(setting: Setting) -> None:
+        if any(steps.setting == setting for steps in tried):
+            return
+        tried.append(measure(setting))
+        if tried[-1].error and on in axes.get(switch, ()):
+            attempt({**setting, switch: on})
+
+    attempt({name: values[0] for name, values in axes.items()})
     for name, values in axes.items():
         for value in values[1:]:
-            tried.append(measure({**best.setting, name: value}))
-            best = fastest(tried) or best
+            attempt({**(fastest(tried) or tried[0]).setting, name: value})
     return tried
 
 
@@ -243,13 +256,15 @@ def measure(task: Task, given: Axes, scratch: Path, held_by_others: int | None, 
         nonlocal starts
         starts += 1
         say(f"trl: start {starts}, {', '.join(f'{name} {value}' for name, value in setting.items())}")
-        return in_process(task, setting, scratch / f"trl-{starts}", held_by_others or 0)
+        folder = scratch / f"trl-{starts}"
+        request = request_of(task, setting, folder / "output", held_by_others or 0)
+        return read_answer(task, setting, process.ask("fulltilt.bench.trl", request, folder, ONE_DEVICE))
 
     return search(given, one)
 
 
 def arguments(task: Task, setting: Setting, output: Path) -> dict[str, Any]:
-    """Of `GRPOConfig`. What is not here is as TRL chooses: the importance correction, clipping, AdamW fused on CUDA."""
+    """Of `GRPOConfig`. What is not here is as TRL chooses: clipping, AdamW fused on CUDA."""
     of_model = {name: value for name, value in setting.items() if AXES[name].of_model}
     return {
         "output_dir": str(output),
@@ -295,12 +310,10 @@ def _with_transformers(task: Task) -> dict[str, Any]:
 GENERATION: Mapping[str, Callable[[Task], dict[str, Any]]] = {"vllm": _with_vllm, "transformers": _with_transformers}
 
 
-def in_process(task: Task, setting: Setting, scratch: Path, held_by_others: int) -> Steps:
-    """Run this file's `main`. What it prints goes to a log, whose end becomes the error where it dies without a word."""
-    scratch.mkdir(parents=True)
-    asked, answered, log = (scratch / name for name in ("request.json", "result.json", "log.txt"))
-    request = {
-        "arguments": arguments(task, setting, scratch / "output"),
+def request_of(task: Task, setting: Setting, output: Path, held_by_others: int) -> dict[str, Any]:
+    """For `run`, in the other process."""
+    return {
+        "arguments": arguments(task, setting, output),
         "model": str(task.model),
         "prompts": task.prompts,
         "reward": str(task.reward),
@@ -309,29 +322,11 @@ def in_process(task: Task, setting: Setting, scratch: Path, held_by_others: int)
         "device": task.device,
         "held_by_others": held_by_others,
     }
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    source = str(Path(__file__).parents[2])  # of the package, which need not be installed
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = {"CUDA_VISIBLE_DEVICES": "0", **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    with log.open("w", encoding="utf-8") as written:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fulltilt.bench.trl", str(asked), str(answered)],
-            stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            child.wait(START_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return Steps(setting, error=f"took longer than {START_LIMIT_S:.0f} s: {vllm.end_of(log)}")
-        finally:
-            vllm.end_session(child)
-    if not answered.exists():
-        return Steps(setting, error=f"ended with code {child.returncode}: {vllm.end_of(log)}")
-    return read_answer(task, setting, json.loads(answered.read_text(encoding="utf-8")))
 
 
 def read_answer(task: Task, setting: Setting, answer: Mapping[str, Any]) -> Steps:
     """What the other process measured, or why it is not what was asked."""
-    error, seconds = answer.get("error"), answer["seconds"]
+    error, seconds = answer.get("error"), answer.get("seconds", [])
     if not error and len(seconds) != len(task.step_tokens):
         error = f"made {len(seconds)} steps instead of {len(task.step_tokens)}"
     if not error and answer["tokens"] != list(task.step_tokens):
@@ -351,20 +346,6 @@ def read_answer(task: Task, setting: Setting, answer: Mapping[str, Any]) -> Step
 
 
 # -- in the other process -----------------------------------------------------------------------------------------------------------------
-
-
-def main(asked: Path, answered: Path) -> None:
-    request = json.loads(asked.read_text(encoding="utf-8"))
-    result: dict[str, Any] = {"seconds": []}
-    try:
-        run(request, result)
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    # Under another name first: the parent must not read half a file if this process is killed.
-    partial = answered.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.rename(answered)
 
 
 def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
@@ -452,4 +433,4 @@ class Clock:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    process.serve(run)

@@ -39,7 +39,7 @@ from fulltilt.cluster.local import (
 )
 from fulltilt.config import Config
 from fulltilt.loop.opening import what_stays
-from fulltilt.memory.account import Held, Reading
+from fulltilt.memory.account import Reading
 from fulltilt.model.verify import verify
 from fulltilt.plan import in_bytes, make_plan, many, settle
 from fulltilt.records import MiniBatch, Row, UserError
@@ -58,8 +58,13 @@ KEYS = {
     "--no-fused-head": "train.fused_head",
     "--recompute": "train.recompute",
     "--recompute-layers": "train.recompute_layers",
+    "--recompute-method": "train.recompute_method",
     "--offload-activations": "train.offload_activations",
     "--offload-optimizer": "train.offload_optimizer",
+    "--offload-grads": "train.offload_grads",
+    "--entropy-coef": "algorithm.entropy_coef",
+    "--entropy-chunk": "train.entropy_chunk",
+    "--no-entropy-recompute": "train.entropy_recompute",
     "--compile": "train.compile",
 }
 
@@ -95,7 +100,6 @@ class Pass:
 
     seconds: float  # forward and backward
     optimizer_seconds: float
-    held: Held  # between the two, when gradients are there
     memory: Reading  # of the whole update
     grad_norm: float
 
@@ -161,7 +165,7 @@ def wrong_values(invalid: ValidationError, knobs: Mapping[str, Any]) -> list[str
 
 def in_words_of_options(text: str) -> str:
     options = {key: option for option, key in KEYS.items()}
-    return re.sub(r"\b(?:train|actor)\.\w+", lambda found: options.get(found[0], found[0]), text)
+    return re.sub(r"\b(?:train|actor|algorithm)\.\w+", lambda found: options.get(found[0], found[0]), text)
 
 
 class Update:
@@ -199,10 +203,9 @@ class Update:
         with what_stays(), self.account.phase(PHASE):
             with self.account.passes(self.trainer.role.head_bytes(self.batch.micro_batches, learns=True)):
                 seconds = self.timed(lambda: self.trainer.accumulate(self.batch))
-            held = self.account.held()
             metrics: dict[str, float] = {}
             optimizer_seconds = self.timed(lambda: metrics.update(self.trainer.apply()))
-        return Pass(seconds, optimizer_seconds, held, self.account.take()[PHASE], metrics["actor/grad_norm"])
+        return Pass(seconds, optimizer_seconds, self.account.take()[PHASE], metrics["actor/grad_norm"])
 
     def timed(self, work: Callable[[], Any]) -> float:
         synchronize(self.device)
@@ -323,8 +326,11 @@ def document(job: Job, update: Update, passes: list[Pass]) -> dict[str, Any]:
         "largest_micro_batch": max(len(micro.ids) for micro in batch.micro_batches),
         "token_budget": update.plan.budgets.token_budget,
         "peak_memory_bytes": last.memory.peak,
-        "memory_bytes": {**last.held.device, **{name: getattr(last.memory, name) for name in ("activations", "head", "other", "reserved")}},
-        "host_memory_bytes": dict(last.held.host),
+        "memory_bytes": {
+            **last.memory.held.device,
+            **{name: getattr(last.memory, name) for name in ("activations", "head", "other", "reserved")},
+        },
+        "host_memory_bytes": dict(last.memory.held.host),
         "grad_norm": [measured.grad_norm for measured in passes],
         "knobs": dict(job.knobs),
         "settings": asdict(update.settings),
@@ -372,7 +378,7 @@ def figures(found: dict[str, Any]) -> list[list[str]]:
         ["forward and backward", f"{median(seconds):.3f}", f"s, median of {many(len(seconds), 'repeat')}; best {min(seconds):.3f}"],
         ["", report.whole(found["tokens_per_s"]), "tokens/s"],
         ["", share("mfu"), "MFU: each weight once, real lengths, head for trained tokens, no recompute, no pads"],
-        ["", share("mfu_by_verl"), "MFU by verl's formula: a tied vocabulary twice, head for all tokens, attention not halved"],
+        ["", share("mfu_by_verl"), "MFU by verl's formula (0.7.1, 0.8.0): a tied vocabulary twice, head for all tokens"],
         ["optimizer step", f"{median(steps):.3f}", f"s, median; best {min(steps):.3f}"],
     ]
 

@@ -8,29 +8,20 @@ with an empty prefix cache; every response was checked to have its length; a poi
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulltilt.bench import process
 from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.workload import WARM_UP_TOKENS, Requests
 
 GRID = (256, 512, 1024)
 LARGEST_GRAPH = 1024
-START_LIMIT_S = 3600.0  # of one start with all its passes
-# Offline, and sampling without a compiler: its sampler of choice is built with nvcc where it is missing, and serves top-k and top-p only.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
 FORGET_LIMIT_S = 10.0  # to empty the prefix cache
-LOG_LINES = 12
 
 
 def installed() -> bool:
@@ -55,7 +46,8 @@ def measure(
             "per_token": requests.workload.per_token,
             "slow": requests.workload.slow,
         }
-        result = in_process(request, scratch / f"vllm-{most}", device, kv_bytes)
+        room = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, (kv_bytes or 2**30) // 2**30))} if device == "cpu" else None
+        result = process.ask("fulltilt.bench.vllm", request, scratch / f"vllm-{most}", room)
         details["starts"].append(setting | {"seconds": result.get("start_seconds"), "error": result.get("error")})
         details["version"] = result.get("version", details.get("version"))
         timings += [
@@ -66,7 +58,7 @@ def measure(
                 logprobs=pass_["logprobs"] is not None,
                 error=pass_["error"],
             )
-            for pass_ in result["passes"]
+            for pass_ in result.get("passes", [])
         ]
         if result.get("error"):
             timings.append(Timing(setting=setting, error=result["error"]))
@@ -95,65 +87,13 @@ def engine_options(
     return options
 
 
-def in_process(request: Mapping[str, Any], scratch: Path, device: str, kv_bytes: int | None) -> dict[str, Any]:
-    """Run this file's `main` on a request. What it prints goes to a log, whose end becomes the error where it dies without a word."""
-    scratch.mkdir(parents=True)
-    asked, answered, log = (scratch / name for name in ("request.json", "result.json", "log.txt"))
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    source = str(Path(__file__).parents[2])  # of the package, which need not be installed
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    if device == "cpu":
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, (kv_bytes or 2**30) // 2**30)))
-    with log.open("w", encoding="utf-8") as written:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fulltilt.bench.vllm", str(asked), str(answered)],
-            stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            child.wait(START_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return {"passes": [], "error": f"took longer than {START_LIMIT_S:.0f} s: {end_of(log)}"}
-        finally:
-            end_session(child)
-    if not answered.exists():
-        return {"passes": [], "error": f"ended with code {child.returncode}: {end_of(log)}"}
-    result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-    return result
-
-
-def end_session(child: subprocess.Popen[bytes]) -> None:
-    """vLLM's own processes hold the device's memory: none may outlive the one that started them."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def end_of(log: Path) -> str:
-    return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
-
-
 # -- in the other process -----------------------------------------------------------------------------------------------------------------
-
-
-def main(asked: Path, answered: Path) -> None:
-    request = json.loads(asked.read_text(encoding="utf-8"))
-    result: dict[str, Any] = {"passes": []}
-    try:
-        run(request, result)
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    # Under another name first: the parent must not read half a file if this process is killed.
-    partial = answered.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.rename(answered)
 
 
 def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     import vllm  # type: ignore[import-not-found, unused-ignore]
 
-    result["version"] = vllm.__version__
+    result |= {"version": vllm.__version__, "passes": []}
     begin = time.perf_counter()
     engine = vllm.LLM(**request["engine"])
     result["start_seconds"] = time.perf_counter() - begin
@@ -206,4 +146,4 @@ def forget_prefixes(engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    process.serve(run)

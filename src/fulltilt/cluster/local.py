@@ -28,15 +28,15 @@ from fulltilt.kernels import dispatch
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import Progress, Workspace
 from fulltilt.memory.account import Account, gradients_of, weights_of
-from fulltilt.memory.activations import offload_activations
-from fulltilt.memory.offload import OffloadSetting, Residence, why_not, why_not_params
+from fulltilt.memory.activations import ActivationOffload, offload_activations
+from fulltilt.memory.offload import OffloadSetting, Residence, free_host_bytes, why_not, why_not_params
 from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.compiled import WrongCompile, compile_and_compare
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.fuse import WrongFusion, check_fused, fuse_and_compare, saved_tensors
-from fulltilt.model.heads import Head, HeadOptions
+from fulltilt.model.heads import Entropy, Head, HeadOptions, head_bytes
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import packed_logprobs, random_documents, verify, verify_body
 from fulltilt.plan import (
@@ -153,6 +153,9 @@ class Residents:
                 self._changed.discard(role)
         for role in roles:
             if role in self._residences:
+                if role == "actor" and not self._residences[role].on_device:
+                    # It stays through the rollout. In a piece of what the KV cache has lent, it would keep the cache from its memory.
+                    torch.cuda.empty_cache()
                 self._residences[role].to_device()
                 self._changed |= {role} if update else set()
 
@@ -183,14 +186,37 @@ def be_deterministic() -> None:
 def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where a system does not tell: half of what there is
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        known = [1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])]
-    with contextlib.suppress(OSError, ValueError):  # a container may allow less
-        group = Path("/sys/fs/cgroup")
-        known.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return max(0, min(known))
+    return free_host_bytes()
+
+
+LESS_IN_UPDATES = {
+    section: f'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", '
+    f"{section}.offload_activations = true or {section}.offload_optimizer = true"
+    for section, role in (("train", "actor"), ("critic", "critic"))
+}
+LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs"
+LESS_MEMORY = {
+    "update-actor": LESS_IN_UPDATES["train"],
+    "update-critic": LESS_IN_UPDATES["critic"],
+    "rollout": LESS_IN_ROLLOUT,
+    "eval": f"{LESS_IN_ROLLOUT}, or a smaller actor.forward_token_budget",
+    **{
+        phase: f"Lower {role}.forward_token_budget (a longer sample runs alone)"
+        for phase, role in (("old-logprob", "actor"), ("ref-logprob", "ref"), ("values", "critic"), ("reward", "reward_model"))
+    },
+}
+
+
+@contextlib.contextmanager
+def enough_memory(phase: str | None = None) -> Iterator[None]:
+    """Around a phase of a run: that the device's memory does not suffice is told with the keys that help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
+        what = str(error).splitlines()[0]
+        # Without its traceback, which would hold all that filled the memory.
+        raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
 
 
 def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool = True, kept: dict[str, Any] | None = None) -> Parts:
@@ -253,6 +279,7 @@ def _assemble(
     tokenizer, ends, train_data, val_data, steps_per_epoch = read_and_check(config, algorithm, rollout=rollout, training=training)
     longest = max(train_data.longest, val_data.longest if val_data else 0)
     fusing = Fusing(config, device)
+    ineffective = settings_without_effect(config, algorithm, device.type)
     models = load_models(config, algorithm, tokenizer, device, prompt_sets(train_data, val_data), resume, fusing, training=training)
     room = find_room(device, models, longest + (longest_response(config) if rollout else 0), training=training)
     settled = settle(config, room)
@@ -292,7 +319,11 @@ def _assemble(
         data_digest=train_data.digest(),
         export=export,
         export_bytes=export_bytes,
-        notes=(*notes(config, algorithm, train_data, val_data, reward, roles.actor, training=training), *fresh),
+        notes=(
+            *notes(config, algorithm, train_data, val_data, reward, roles.actor, training=training),
+            *(() if training else (f"a training run would be refused: {text}" for text in ineffective)),
+            *fresh,
+        ),
     )
 
 
@@ -339,6 +370,7 @@ class Roles:
     ref: Policy | None
     critic: Critic | None
     residents: Residents
+    offloads: tuple[ActivationOffload, ...] = ()  # of the roles that send activations to the host
 
 
 def make_roles(
@@ -353,6 +385,8 @@ def make_roles(
         if role in models.own() and settings[role].offload_params:
             residents.add(role, models.own()[role], learns=False)
     residents.need("actor", "critic")
+    learners = {"actor": models.actor, **({"critic": models.critic} if models.critic else {})}
+    offloads = [keep_less(model, settings[role]) for role, model in learners.items()]
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
     optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0)
@@ -361,7 +395,8 @@ def make_roles(
     if models.critic:
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
         critic = Critic("critic", models.critic, make_optimizer(models.critic, of_critic, total, settings["critic"], keeps_parameters=True))
-    return Roles(actor, make_ref(algorithm, models, settings, temperature), critic, residents)
+    ref = make_ref(algorithm, models, settings, temperature)
+    return Roles(actor, ref, critic, residents, tuple(offload for offload in offloads if offload))
 
 
 def make_ref(algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], temperature: float) -> Policy | None:
@@ -376,18 +411,16 @@ def make_ref(algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSe
 def make_optimizer(
     model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool
 ) -> Optimizer:
-    """The optimizer of a role that learns, whose layers from here on keep what its settings say."""
-    keep_less(model, settings)
     offload = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads)
     return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload)
 
 
-def keep_less(model: torch.nn.Module, settings: RoleSettings) -> None:
-    """When the layers are fused or compiled: what goes first onto a layer stays inside."""
+def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOffload | None:
+    """From here on the layers of a role that learns keep what its settings say. When they are fused or compiled: what goes first onto a
+    layer stays inside."""
     if settings.recompute != "none":
         apply_recompute(model, Recompute(settings.recompute, settings.recompute_layers, settings.recompute_method))
-    if settings.offload_activations:
-        offload_activations(model)
+    return offload_activations(model) if settings.offload_activations else None
 
 
 def head_options(settings: RoleSettings) -> HeadOptions:
@@ -404,6 +437,7 @@ def make_account(device: torch.device, models: Models, roles: Roles, engine: Nat
             **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
             **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
             **({"kv": [lambda: (cache for caches in engine.runner.caches for cache in caches)]} if engine else {}),
+            **({"activations": [offload.pages.memory for offload in roles.offloads]} if roles.offloads else {}),
         },
     )
 
@@ -417,15 +451,19 @@ def shares_model(config: Config) -> bool:
 
 
 def check_settings(config: Config, algorithm: Algorithm, device: str) -> None:
-    """What cannot take effect on this device, or with these roles, all of it at once."""
+    if mistakes := settings_without_effect(config, algorithm, device):
+        raise UserError("\n".join(mistakes))
+
+
+def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> list[str]:
+    """On this device, or with these roles."""
     mistakes = [*refused_offloads(config, algorithm, device)]
     if not config.train.entropy_recompute and not algorithm.entropy_gradient:
+        or_bonus = ", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else ""
         mistakes.append(
-            "train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. Remove the key, or set "
-            "algorithm.entropy_coef above 0"
+            f"train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. Remove the key{or_bonus}"
         )
-    if mistakes:
-        raise UserError("\n".join(mistakes))
+    return mistakes
 
 
 def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
@@ -475,7 +513,16 @@ def role_facts(model: torch.nn.Module) -> RoleFacts:
         inner=experts * (getattr(text, "num_experts_per_tok", None) or 1),
         heads_width=head_width * (heads + 2 * (getattr(text, "num_key_value_heads", None) or heads)),
         fused=check_fused(body).left_alone is None,
+        head=None if body is not model else partial(head_peak, body),
     )
+
+
+def head_peak(model: PreTrainedModel, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
+    """Most bytes of the vocabulary head's temporaries, where all tokens are trained on."""
+    weight, options = Head.of(model).weight, HeadOptions(keys["fused_head"], keys["entropy_chunk"], keys["entropy_recompute"])
+    vocabulary, width = weight.shape
+    entropy: Entropy = "gradient" if entropy_gradient else "value"
+    return head_bytes(tokens, vocabulary, width, options, dtype=weight.dtype, device=weight.device.type, entropy=entropy).peak
 
 
 def find_facts(

@@ -6,6 +6,7 @@ are in prompt order and rows in the order of groups; what the reward model says 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -57,6 +58,7 @@ def sample_groups(parts: Parts, console: Console, prompts: Sequence[Prompt], sam
     assert parts.engine and parts.reward
     parts.residents.need("actor")
     groups = collect(parts.engine, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
+    parts.account.look()  # while the KV cache is there
     if parts.release_memory:
         parts.engine.release()
     return groups
@@ -75,8 +77,10 @@ def hand_to(reward: RewardPool, console: Console, total: int) -> Callable[[Group
     return hand_over
 
 
-def score_groups(parts: Parts, console: Console, config: Config, groups: Sequence[Group]) -> list[list[Score]]:
-    """The scores of groups that `sample_groups` gave, in their order."""
+def score_groups(
+    parts: Parts, console: Console, config: Config, groups: Sequence[Group], pads: Counter[str] | None = None
+) -> list[list[Score]]:
+    """The scores of groups that `sample_groups` gave, in their order. `pads`: as for `annotate`."""
     assert parts.reward
     scores = parts.reward.collect(groups)
     if parts.reward_model is None:
@@ -86,15 +90,15 @@ def score_groups(parts: Parts, console: Console, config: Config, groups: Sequenc
     readable = [row for row in written if isinstance(row, Row)]
     if unread := [row for row in written if isinstance(row, str)]:
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
-    rows = annotate(readable, parts, "reward_model", "values", console)
+    rows = annotate(readable, parts, "reward_model", "values", console, pads)
     found = iter(float(row.values[-1]) for row in rows if row.values is not None)
     numbers = iter([row if isinstance(row, str) else next(found) for row in written])
     of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
     return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
 
 
-def annotate(rows: list[Row], parts: Parts, name: str, field: str, console: Console) -> list[Row]:
-    """The rows with what the role says of each trained token, as `field`."""
+def annotate(rows: list[Row], parts: Parts, name: str, field: str, console: Console, pads: Counter[str] | None = None) -> list[Row]:
+    """The rows with what the role says of each trained token, as `field`. `pads`: where those that it computed are added, by role."""
     role, micro_batches = parts.role(name), forward_micro_batches(rows, parts.forward_sizes[name])
     parts.residents.need(parts.owner(name))
     found = []
@@ -102,6 +106,8 @@ def annotate(rows: list[Row], parts: Parts, name: str, field: str, console: Cons
         for number, micro in enumerate(micro_batches, 1):
             found.append(role.annotate(micro))
             console.phase_progress(number, len(micro_batches))
+    if pads is not None:
+        pads[name] += sum(micro.pad_tokens for micro in micro_batches)
     return scatter(rows, micro_batches, found, field)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt import config as configuration
-from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, assemble
+from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, assemble, enough_memory
 from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
@@ -47,7 +47,8 @@ def train(config: Config, console: Console) -> Summary:
         found, changed = find_checkpoint(config, store, console)
         for text in configuration.warnings(config):
             console.warn(text)
-        parts = assemble(config, found, kept=kept_budgets(config, folder, found, changed))
+        with enough_memory("set-up"):
+            parts = assemble(config, found, kept=kept_budgets(config, folder, found, changed))
         stack.callback(parts.close)
         report_rollout(config, parts, console)
         check_data(config, parts, found, console)
@@ -65,7 +66,8 @@ def train(config: Config, console: Console) -> Summary:
         for text in loggers.hints:
             console.note(text)
         stack.enter_context(what_stays())
-        summary = Run(config, parts, store, progress, console, loggers).train()
+        with enough_memory():  # phases say more; this is for what lies between them
+            summary = Run(config, parts, store, progress, console, loggers).train()
         loggers.close(finished=not summary.interrupted)
         return summary
 
@@ -223,7 +225,8 @@ def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any
         if found is None:
             raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
         refuse_other_adapters(config, found)
-    parts = assemble(config, found, training=False)
+    with enough_memory("set-up"):
+        parts = assemble(config, found, training=False)
     report_rollout(config, parts, console)
     try:
         for text in parts.notes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -21,7 +22,7 @@ import torch
 from fulltilt import config as configuration
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.batching.schedule import split_minibatches
-from fulltilt.cluster.local import SURPLUS_TENSORS, Parts
+from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, enough_memory
 from fulltilt.config import Config
 from fulltilt.data.order import Cursor, InEpochs
 from fulltilt.loop.experience import (
@@ -106,20 +107,21 @@ class Run:
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
         self._engine_stats = NO_STATS  # of the step in progress
+        self._pads: Counter[str] = Counter()  # of its passes without gradient, by role
 
     # -- the steps ------------------------------------------------------------------------------------------------------------------
 
     def rl_step(self, step: int) -> Metrics:
         config, parts, phase = self.config, self.parts, self._phase
         assert parts.engine and parts.reward
-        before, self._engine_stats = parts.reward.stats(), NO_STATS
+        before, self._engine_stats, self._pads = parts.reward.stats(), NO_STATS, Counter()
         filled, cursor = self._sample(step)
         baselines = self._baselines(filled.kept) if "baseline" in parts.algorithm.needs else None
         rows = make_rows(filled.kept, parts.algorithm, step, exclude_errors=self._exclude_errors, baselines=baselines)
         for need in sorted(parts.algorithm.needs & ANNOTATIONS.keys()):
             name, role = ANNOTATIONS[need]
             with phase(name):
-                rows = annotate(rows, parts, role, need, self.console)
+                rows = annotate(rows, parts, role, need, self.console, self._pads)
         with phase("advantage"):
             rows, coef, penalty = self._penalise(rows)
             rows = parts.algorithm.advantage(rows)
@@ -147,6 +149,7 @@ class Run:
             **measure.summarise_rows(rows),
             **penalty,
             **updated,
+            **{f"{role}/forward_pad_tokens": count for role, count in self._pads.items()},
             **measure.summarise_lengths(groups, config.data.max_prompt_tokens),
             **self._rounds(filled, rows),
             **self._engine_stats.metrics(full=config.rollout.log_stats),
@@ -168,7 +171,7 @@ class Run:
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Timed, shown, and its memory measured."""
-        with self.console.phase(name), self.parts.account.phase(name):
+        with self.console.phase(name), enough_memory(name), self.parts.account.phase(name):
             yield
 
     @property
@@ -197,7 +200,7 @@ class Run:
                 seed = int(sample_seed(config.run.seed, number, step))
                 groups = self._generate(prompts, training_sampling(config), seed)
             with self._phase("reward"):
-                scores = score_groups(parts, self.console, config, groups)
+                scores = score_groups(parts, self.console, config, groups, self._pads)
             return [Kept(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
 
         def useful(entry: Kept) -> bool:
@@ -223,7 +226,7 @@ class Run:
         with self._phase("rollout"):
             groups = self._generate(prompts, greedy_sampling(self.config), self.config.run.seed)
         with self._phase("reward"):
-            scores = score_groups(self.parts, self.console, self.config, groups)
+            scores = score_groups(self.parts, self.console, self.config, groups, self._pads)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
         return [replace(of_group[0], value=shape(of_group[0], group.samples[0])) for group, of_group in zip(groups, scores, strict=True)]
 

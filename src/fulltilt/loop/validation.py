@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fulltilt.batching.pack import forward_micro_batches
-from fulltilt.cluster.local import Parts
+from fulltilt.cluster.local import Parts, enough_memory
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
@@ -35,7 +35,7 @@ class Validated:
 
 
 def validate(config: Config, parts: Parts, console: Console) -> Validated:
-    with parts.account.phase("eval"):
+    with enough_memory("eval"), parts.account.phase("eval"):
         return _validate(config, parts, console)
 
 

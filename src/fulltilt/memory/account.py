@@ -4,10 +4,11 @@ Enters: for each kind, functions that name its tensors at the moment they are as
 as they begin and end, and the passes inside them. Leaves: a `Reading` for each phase, and the metrics `memory_gib/...` of docs/metrics.md.
 
 Guaranteed: a storage is counted once, whole, as the first of KINDS that names it (a float32 parameter is its own master; joined weights are
-views of one storage); what is on the host beside a CUDA device is counted apart. On CUDA the rest comes from torch's allocator, which
-counts when memory is asked for and not when a kernel runs: nothing waits for the device. `other` is what the allocator has handed out less
-the known kinds. On a CPU torch counts nothing, so peak, activations and `other` are left out rather than guessed; the process's resident
-bytes are said for what they are. A phase costs a look at every known tensor when it ends, two microseconds each.
+views of one storage); what is on the host beside a CUDA device is counted apart. Of each kind a phase says the most that a look has found:
+when its passes ended, when asked to look, and when it ended itself, for gradients and caches are gone by then. On CUDA the rest comes from
+torch's allocator, which counts when memory is asked for and not when a kernel runs: nothing waits for the device. `other` is what the
+allocator has handed out at the end less the known kinds. On a CPU torch counts nothing, so peak, activations and `other` are left out
+rather than guessed; the process's resident bytes are said for what they are. A look costs two microseconds for every known tensor.
 
     account = Account(device, {"parameters": [lambda: weights_of(model)], "gradients": [lambda: gradients_of(model)]})
     with account.phase("update-actor"):
@@ -16,8 +17,8 @@ bytes are said for what they are. A phase costs a look at every known tensor whe
         trainer.apply()
     account.metrics()  # of the phases that ended since it was last asked
 
-On CUDA an account resets the allocator's peak at every border, so `torch.cuda.max_memory_allocated` says less than before: `peak_bytes` is
-the peak of the process.
+On CUDA an account resets the allocator's peaks at every border, so `torch.cuda.max_memory_allocated` and `max_memory_reserved` say less
+than before: `peak_bytes` and `peak_reserved_bytes` are those of the process.
 """
 
 from __future__ import annotations
@@ -34,26 +35,34 @@ import torch
 from fulltilt.observe.health import MEMORY
 from fulltilt.observe.metrics import TIMING_NAMES
 
-Kind = Literal["parameters", "gradients", "optimizer", "kv"]
+# Activations are named where they are offloaded, for the host's sake; what is on the device of them, the allocator tells.
+Kind = Literal["parameters", "gradients", "optimizer", "kv", "activations"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Source = Callable[[], Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of each kind, now."""
+    """Bytes of each kind."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]  # beside a CUDA device: offloaded
 
+    def most(self, other: Held | None) -> Held:
+        """The larger number of each kind."""
+        if other is None:
+            return self
+        device = {kind: max(count, other.device[kind]) for kind, count in self.device.items()}
+        return Held(device, {kind: max(count, other.host[kind]) for kind, count in self.host.items()})
+
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one phase, in bytes: what is held at its end, and the most that it took. None: not to be known here."""
+    """Of one phase, in bytes. None: not to be known here."""
 
-    held: Held
-    other: int | None = None  # of no known kind, on the device
-    reserved: int | None = None  # taken from the device, handed out or not
+    held: Held  # the most of each kind that a look has found
+    other: int | None = None  # of no known kind, on the device, at the end
+    reserved: int | None = None  # taken from the device, handed out or not, at the end
     peak: int | None = None
     activations: int | None = None  # the most that passes took beyond what was there before or after them, the head's share included
     head: int | None = None  # the head's largest temporaries, by its own count
@@ -62,6 +71,7 @@ class Reading:
         """Of a phase that came twice in a step."""
         return replace(
             self,
+            held=self.held.most(earlier.held),
             peak=larger(earlier.peak, self.peak),
             activations=larger(earlier.activations, self.activations),
             head=larger(earlier.head, self.head),
@@ -70,7 +80,7 @@ class Reading:
     def numbers(self) -> dict[str, int | None]:
         on_host = sum(self.held.host.values()) if self.peak is not None else None
         passing = {"peak": self.peak, "activations": self.activations, "head": self.head}
-        return {**self.held.device, "other": self.other, "host": on_host, **passing}
+        return {**self.held.device, "other": self.other, "host": on_host, **passing}  # activations on the device: as the allocator counts
 
 
 @dataclass(eq=False)
@@ -80,6 +90,7 @@ class Span:
     begin: int  # allocated when it began
     end: int = 0  # and when it ended
     peak: int = 0  # the most allocated in between
+    held: Held | None = None  # the most that looks have found so far, of a phase
     activations: int | None = None  # of the passes in it
     head: int | None = None
 
@@ -90,7 +101,7 @@ class Account:
         self.device = device
         self._sources = {kind: tuple(sources[kind]) for kind in KINDS if kind in sources}
         self._counted = device.type == "cuda"
-        self._peak = 0
+        self._peak = self._peak_reserved = 0
         self._spans: list[Span] = []  # open, the innermost last
         self._phases: list[Span] = []  # those of them that are phases
         self._readings: dict[str, Reading] = {}  # of phases that ended since they were last asked for
@@ -116,6 +127,18 @@ class Account:
         self._mark()
         return self._peak if self._counted else None
 
+    @property
+    def peak_reserved_bytes(self) -> int | None:
+        """The most that the allocator ever had from the device, handed out or not; None on a CPU."""
+        self._mark()
+        return self._peak_reserved if self._counted else None
+
+    def look(self) -> None:
+        """Before what a phase holds is given back inside it."""
+        held = self.held()
+        for phase in self._phases:
+            phase.held = held.most(phase.held)
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measures a phase, unless it fails. Phases may nest: an inner one's peak is the outer one's too."""
@@ -132,11 +155,12 @@ class Account:
     @contextmanager
     def passes(self, head_bytes: int | None = None) -> Iterator[None]:
         """Around passes through a model and nothing else: what moves to or from the device for them belongs outside, or it is counted as
-        activations. Gradients that are made in them stay, and are not. `head_bytes`: the largest temporaries of the head in these passes,
-        by its own count, for no border can be drawn around its backward pass from here."""
+        activations. Gradients that are made in them stay, and are not. What is held is looked at when they end. `head_bytes`: the largest
+        temporaries of the head in these passes, by its own count, for no border can be drawn around its backward pass from here."""
         assert self._phases, "passes are part of a phase"
         with self._span() as span:
             yield
+        self.look()
         phase = self._phases[-1]
         if self._counted:
             phase.activations = larger(phase.activations, span.peak - max(span.begin, span.end))
@@ -171,8 +195,10 @@ class Account:
         """A border: every open span learns the peak since the last one. Returns what is allocated now."""
         if not self._counted:
             return 0
-        allocated = torch.cuda.memory_stats_as_nested_dict(self.device)["allocated_bytes"]["all"]
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated = stats["allocated_bytes"]["all"]
         self._peak = max(self._peak, allocated["peak"])
+        self._peak_reserved = max(self._peak_reserved, stats["reserved_bytes"]["all"]["peak"])
         for span in self._spans:
             span.peak = max(span.peak, allocated["peak"])
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -180,12 +206,13 @@ class Account:
 
     def _read(self, span: Span) -> Reading:
         held = self.held()
+        most = held.most(span.held)
         if not self._counted:
-            return Reading(held, head=span.head)
+            return Reading(most, head=span.head)
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         allocated, reserved = (int(stats[name]["all"]["current"]) for name in ("allocated_bytes", "reserved_bytes"))
         return Reading(
-            held=held,
+            held=most,
             other=allocated - sum(held.device.values()),
             reserved=reserved,
             peak=span.peak,

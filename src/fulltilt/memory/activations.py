@@ -308,12 +308,17 @@ class HostPages:
     def __init__(self, device: torch.device, size: int) -> None:
         self.size, self.allocated_bytes, self._device = size, 0, device
         self._free: list[torch.Tensor] = []
+        self._taken: list[torch.Tensor] = []  # from the system, free or not
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        yield from self._taken
 
     def take(self, wanted: int) -> list[torch.Tensor]:
         count = -(-wanted // self.size)
         missing = (count - len(self._free)) * self.size
         if missing > 0:
-            self._free += host_memory(missing, self._device).split(self.size)
+            self._taken.append(host_memory(missing, self._device))
+            self._free += self._taken[-1].split(self.size)
             self.allocated_bytes += missing
         return [self._free.pop() for _ in range(count)]
 

@@ -11,9 +11,11 @@ what was compiled, and other numbers of tokens do not compile anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -21,7 +23,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from fulltilt.model import attention, experts
 from fulltilt.model.attention import Packed
 from fulltilt.model.fuse import OF_GRADIENTS, ROUNDING, STATES, gaps, numbers_of
-from fulltilt.model.verify import random_documents
+from fulltilt.model.lora import without_adapters
+from fulltilt.model.verify import random_documents, run_packed
 
 BACKEND = "inductor"
 MARK = "_compiled"  # attribute of a layer that has two forwards
@@ -34,26 +37,37 @@ class WrongCompile(RuntimeError):
 
 def compile_and_compare(model: PreTrainedModel) -> str:
     """Compile, and look once on random documents whether hidden states, with and without a gradient, and gradients are what they were, by
-    the measure that fused layers have. Returns what was done, in words."""
+    the measure that fused layers have; and hidden states with the adapters off, as a reference runs them, where a model has some. Returns
+    what was done, in words."""
     layers = decoder_layers(model)
     documents = random_documents(model)
-    own = numbers_of(model, [documents])
-    allowed = {name: 4 * gap for name, gap in gaps(own, numbers_of(model, [[document] for document in documents])).items()}
+    ways: dict[str, Callable[..., dict[str, torch.Tensor]]] = {"": partial(numbers_of, model)}
+    if hasattr(model, "peft_config"):
+        ways[" with the adapters off"] = partial(bare_states, model)
+    own = {words: way([documents]) for words, way in ways.items()}
+    alone = {words: gaps(own[words], way([[document] for document in documents])) for words, way in ways.items()}
     # Beyond the limit, which is 8, torch would run layers uncompiled and only log it.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_KINDS)
     try:
         for layer in layers:
             install(layer)
-        found = gaps(own, numbers_of(model, [documents]))
+        found = {words: gaps(own[words], way([documents])) for words, way in ways.items()}
     except Exception as error:  # of a compiler that is not there, or of code that it does not understand
         restore(model)
         raise WrongCompile(f"a compiled pass failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    for name, gap in found.items():
-        rounding = max(allowed[name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
+    for words, name, gap in ((words, name, gap) for words, of_way in found.items() for name, gap in of_way.items()):
+        rounding = max(4 * alone[words][name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
         if not gap <= rounding:
             restore(model)
-            raise WrongCompile(f"{name} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding")
+            raise WrongCompile(f"{name}{words} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding")
     return f"compiled: {len(layers)} layers"
+
+
+@torch.no_grad()
+def bare_states(model: PreTrainedModel, packs: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tensor]:
+    """Of the base model, whose layers have no gradient."""
+    with without_adapters(model):
+        return {STATES[0]: torch.cat([states for documents in packs for states in run_packed(model, list(documents))[0]])}
 
 
 def restore(model: PreTrainedModel) -> None:

@@ -282,6 +282,10 @@ def require_peft() -> Any:
         import peft
     except ImportError as error:
         raise UserError('lora.rank: adapters need the package peft, which is not installed. pip install "fulltilt[peft]"') from error
+    from peft.tuners.lora import layer
+
+    if not hasattr(layer.ParamWrapper, "get_delta_factors"):  # adapters on stacked experts run through it
+        raise UserError(f'lora.rank: peft {peft.__version__} is too old, 0.21 is needed. pip install "fulltilt[peft]"')
     return peft
 
 
