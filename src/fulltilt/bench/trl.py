@@ -12,21 +12,20 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fulltilt.bench import vllm
+from fulltilt.bench import process, vllm
 from fulltilt.records import UserError
 
+PEERS = ("trl",)
+BY_DEVICE = {"cuda": "vllm", "cpu": "transformers"}  # what it generates with
 WARM_UP = 1  # steps that are reported apart: captures, compilation, first allocations
 START_LIMIT_S = 3600.0  # of one start with all its steps
 PACKAGES = ("trl", "accelerate", "liger-kernel")  # beside those that every benchmark names
@@ -148,6 +147,30 @@ AXES: Mapping[str, Axis] = {
     ),
     "vllm_gpu_memory_utilization": Axis((0.3, 0.5), _share, "numbers above 0, at most 1", of_vllm=True),
 }
+
+
+def check_peers(names: tuple[str, ...], generation: str, device: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Who is measured beside us. `options` are those that speak of TRL alone."""
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise UserError(f"--against {','.join(names)}: {', '.join(unknown)} is no peer. There is {', '.join(PEERS)}")
+    for option, given in options.items():
+        if given and "trl" not in names:
+            raise UserError(f"{option}: TRL is not measured here. Add it (--against trl), or leave the option out")
+    if "trl" not in names:
+        return ()
+    if generation not in GENERATION:
+        raise UserError(f"--generation {generation}: {' or '.join(GENERATION)}")
+    if generation == "vllm" and device != "cuda":
+        raise UserError("--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only. Use --generation transformers")
+    if not installed("trl"):
+        raise UserError("--against trl: TRL is not installed in this environment. Install it (pip install trl), or leave it out")
+    if generation == "vllm" and not installed("vllm"):
+        raise UserError(
+            '--against trl: it generates with vLLM, which is not installed in this environment. Install it (pip install "fulltilt[vllm]"), '
+            "or see TRL without it: --generation transformers"
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def axes(given: Sequence[str], samples: int, device: str, generation: str) -> dict[str, tuple[Any, ...]]:
@@ -296,9 +319,6 @@ GENERATION: Mapping[str, Callable[[Task], dict[str, Any]]] = {"vllm": _with_vllm
 
 
 def in_process(task: Task, setting: Setting, scratch: Path, held_by_others: int) -> Steps:
-    """Run this file's `main`. What it prints goes to a log, whose end becomes the error where it dies without a word."""
-    scratch.mkdir(parents=True)
-    asked, answered, log = (scratch / name for name in ("request.json", "result.json", "log.txt"))
     request = {
         "arguments": arguments(task, setting, scratch / "output"),
         "model": str(task.model),
@@ -309,29 +329,16 @@ def in_process(task: Task, setting: Setting, scratch: Path, held_by_others: int)
         "device": task.device,
         "held_by_others": held_by_others,
     }
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    source = str(Path(__file__).parents[2])  # of the package, which need not be installed
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = {"CUDA_VISIBLE_DEVICES": "0", **os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    with log.open("w", encoding="utf-8") as written:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fulltilt.bench.trl", str(asked), str(answered)],
-            stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            child.wait(START_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return Steps(setting, error=f"took longer than {START_LIMIT_S:.0f} s: {vllm.end_of(log)}")
-        finally:
-            vllm.end_session(child)
-    if not answered.exists():
-        return Steps(setting, error=f"ended with code {child.returncode}: {vllm.end_of(log)}")
-    return read_answer(task, setting, json.loads(answered.read_text(encoding="utf-8")))
+    return read_answer(task, setting, process.ask("fulltilt.bench.trl", request, scratch, environment(), START_LIMIT_S))
+
+
+def environment() -> dict[str, str]:
+    return ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
 
 
 def read_answer(task: Task, setting: Setting, answer: Mapping[str, Any]) -> Steps:
     """What the other process measured, or why it is not what was asked."""
-    error, seconds = answer.get("error"), answer["seconds"]
+    error, seconds = answer.get("error"), answer.get("seconds", [])
     if not error and len(seconds) != len(task.step_tokens):
         error = f"made {len(seconds)} steps instead of {len(task.step_tokens)}"
     if not error and answer["tokens"] != list(task.step_tokens):
@@ -354,17 +361,7 @@ def read_answer(task: Task, setting: Setting, answer: Mapping[str, Any]) -> Step
 
 
 def main(asked: Path, answered: Path) -> None:
-    request = json.loads(asked.read_text(encoding="utf-8"))
-    result: dict[str, Any] = {"seconds": []}
-    try:
-        run(request, result)
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    # Under another name first: the parent must not read half a file if this process is killed.
-    partial = answered.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.rename(answered)
+    process.serve(asked, answered, run, {"seconds": []})
 
 
 def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:

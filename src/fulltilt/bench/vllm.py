@@ -8,12 +8,8 @@ with an empty prefix cache; every response was checked to have its length; a poi
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
-import json
 import os
-import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -21,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fulltilt.bench import process
 from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.workload import WARM_UP_TOKENS, Requests
 
@@ -30,7 +27,6 @@ START_LIMIT_S = 3600.0  # of one start with all its passes
 # Offline, and sampling without a compiler: its sampler of choice is built with nvcc where it is missing, and serves top-k and top-p only.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1"}
 FORGET_LIMIT_S = 10.0  # to empty the prefix cache
-LOG_LINES = 12
 
 
 def installed() -> bool:
@@ -96,58 +92,17 @@ def engine_options(
 
 
 def in_process(request: Mapping[str, Any], scratch: Path, device: str, kv_bytes: int | None) -> dict[str, Any]:
-    """Run this file's `main` on a request. What it prints goes to a log, whose end becomes the error where it dies without a word."""
-    scratch.mkdir(parents=True)
-    asked, answered, log = (scratch / name for name in ("request.json", "result.json", "log.txt"))
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    source = str(Path(__file__).parents[2])  # of the package, which need not be installed
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": path}
-    if device == "cpu":
-        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", str(max(1, (kv_bytes or 2**30) // 2**30)))
-    with log.open("w", encoding="utf-8") as written:
-        child = subprocess.Popen(
-            [sys.executable, "-m", "fulltilt.bench.vllm", str(asked), str(answered)],
-            stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-        try:
-            child.wait(START_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return {"passes": [], "error": f"took longer than {START_LIMIT_S:.0f} s: {end_of(log)}"}
-        finally:
-            end_session(child)
-    if not answered.exists():
-        return {"passes": [], "error": f"ended with code {child.returncode}: {end_of(log)}"}
-    result: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-    return result
-
-
-def end_session(child: subprocess.Popen[bytes]) -> None:
-    """vLLM's own processes hold the device's memory: none may outlive the one that started them."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
-def end_of(log: Path) -> str:
-    return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+    environment = dict(ENVIRONMENT)
+    if device == "cpu" and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, (kv_bytes or 2**30) // 2**30))
+    return {"passes": []} | process.ask("fulltilt.bench.vllm", request, scratch, environment, START_LIMIT_S)
 
 
 # -- in the other process -----------------------------------------------------------------------------------------------------------------
 
 
 def main(asked: Path, answered: Path) -> None:
-    request = json.loads(asked.read_text(encoding="utf-8"))
-    result: dict[str, Any] = {"passes": []}
-    try:
-        run(request, result)
-    except Exception as error:
-        result["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    # Under another name first: the parent must not read half a file if this process is killed.
-    partial = answered.with_suffix(".partial")
-    partial.write_text(json.dumps(result), encoding="utf-8")
-    partial.rename(answered)
+    process.serve(asked, answered, run, {"passes": []})
 
 
 def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
