@@ -356,7 +356,7 @@ def test_a_run_beside_trl() -> None:
 @pytest.mark.skipif(WITHOUT_TRL or importlib.util.find_spec("vllm") is not None, reason="wants TRL without vLLM")
 def test_trl_without_vllm() -> None:
     with pytest.raises(UserError, match="it generates with vLLM, which is not installed"):
-        step.check_peers(step.Options(against=("trl",)), "vllm", torch.device("cuda"))
+        trl.check_peers(("trl",), "vllm", "cuda", {})
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------------------------

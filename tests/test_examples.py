@@ -36,9 +36,11 @@ MODELS_OF_THE_READER = (
     "models/mine",
     "models/mine-reward",
     "models/Qwen2.5-0.5B-Instruct",
+    "models/SmolLM2-135M-Instruct",
     "runs/mine/checkpoints/step-00000030/model",
     "runs/chat-sft/checkpoints/step-00000015/model",
     "runs/gsm8k-sft/checkpoints/step-00000232/model",
+    "runs/gsm8k/sft/checkpoints/step-00000348/model",
 )
 ADAPTER_OF_THE_READER = "adapters/mine"
 OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
@@ -222,6 +224,10 @@ FEWER: dict[str, tuple[str, ...]] = {
     "examples/gsm8k/lora.toml": (*AN_EPOCH, *GROUPS, "lora.rank=2", "lora.alpha=4"),
     "examples/gsm8k/ppo.toml": (*AN_EPOCH, *SAMPLED, "run.eval_every=1"),
     "examples/gsm8k/sft.toml": (*AN_EPOCH, "run.eval_every=1"),
+    "examples/gsm8k/smollm2/dapo.toml": (*TWO_STEPS, *GROUPS, "algorithm.overlong_buffer=4", "algorithm.prompts_per_round=2"),
+    "examples/gsm8k/smollm2/grpo.toml": (*TWO_STEPS, *GROUPS),
+    "examples/gsm8k/smollm2/ppo.toml": (*TWO_STEPS, *GROUPS, "algorithm.critic_warmup=1"),
+    "examples/gsm8k/smollm2/sft.toml": (*AN_EPOCH, "run.eval_every=1"),
     "examples/math/dapo.toml": (
         *TWO_STEPS, *GROUPS, "algorithm.overlong_buffer=4", "algorithm.prompts_per_round=2", "algorithm.max_rounds=2",
         "eval.samples_per_prompt=2",

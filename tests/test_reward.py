@@ -507,8 +507,12 @@ def test_a_sum_weighs_its_functions_and_keeps_what_each_said(tmp_path: Path, poo
     pool = pool_of({f"{file}:score": 0.5, f"{file}:length": -2.0, "gsm8k": 10.0})
     first, second = pool.collect([group_of(["#### 18", "no"])])[0]
     own = {"score": -1.0, "score/size": 2.0}
-    assert first == Score(-4.5, own | {"length": 7.0, "length/words": 2.0, "gsm8k": 1.0, "gsm8k/format": 1.0}, answer="last")
-    assert second == Score(-4.5, own | {"length": 2.0, "length/words": 1.0, "gsm8k": 0.0, "gsm8k/format": 0.0}, answer="last")
+    assert first == Score(
+        -4.5, own | {"length": 7.0, "length/words": 2.0, "gsm8k": 1.0, "gsm8k/format": 1.0, "gsm8k/flexible": 1.0}, answer="last"
+    )
+    assert second == Score(
+        -4.5, own | {"length": 2.0, "length/words": 1.0, "gsm8k": 0.0, "gsm8k/format": 0.0, "gsm8k/flexible": 0.0}, answer="last"
+    )
     # The batch function is called once for the group, the others once for each sample.
     assert pool.stats().calls == 5
 
@@ -522,10 +526,10 @@ def test_the_answer_is_the_first_that_a_function_gives(tmp_path: Path, pool_of: 
 def test_a_single_name_is_as_it_always_was(tmp_path: Path, pool_of: Any) -> None:
     groups = [group_of(["#### 18", "no"]), group_of(["#### 18", "no"], 1)]
     plain, table = pool_of("gsm8k"), pool_of({"gsm8k": 1.0})
-    expected = [[Score(1.0, {"format": 1.0}, answer="18"), Score(0.0, {"format": 0.0})]]
+    expected = [[Score(1.0, {"format": 1.0, "flexible": 1.0}, answer="18"), Score(0.0, {"format": 0.0, "flexible": 0.0})]]
     assert plain.collect(groups[:1]) == table.collect(groups[1:]) == expected
     assert plain.stats().calls == table.stats().calls == 2
-    assert pool_of({"gsm8k": -3.0}).collect(groups[:1])[0][0] == Score(-3.0, {"format": 1.0}, answer="18")
+    assert pool_of({"gsm8k": -3.0}).collect(groups[:1])[0][0] == Score(-3.0, {"format": 1.0, "flexible": 1.0}, answer="18")
 
 
 def test_sums_are_routed_by_data_source(tmp_path: Path, pool_of: Any) -> None:
@@ -533,7 +537,7 @@ def test_sums_are_routed_by_data_source(tmp_path: Path, pool_of: Any) -> None:
     pool = pool_of("gsm8k", sources={"sum": {"gsm8k": 1.0, f"{file}:length": 1.0}})
     groups = [group_of(["#### 18"], source=source) for source in ("plain", "sum")]
     (plain,), (both,) = pool.collect(groups)
-    assert (plain.value, dict(plain.parts)) == (1.0, {"format": 1.0})
+    assert (plain.value, dict(plain.parts)) == (1.0, {"format": 1.0, "flexible": 1.0})
     assert (both.value, both.parts["gsm8k"], both.parts["length"]) == (8.0, 1.0, 7.0)
 
 
@@ -567,8 +571,8 @@ def test_the_reward_model_is_left_to_the_device(tmp_path: Path, pool_of: Any) ->
     groups = [group_of(["#### 18", "no"], source=source) for source in ("anything", "model", "two")]
     pool.submit(groups[0])
     three, model_only, two = pool.collect(groups)
-    assert two[0] == Score(2.0, {"gsm8k": 1.0, "gsm8k/format": 1.0}, answer="18")
-    assert three[0] == Score(5.0, {"gsm8k": 1.0, "gsm8k/format": 1.0, mine: 3.0}, answer="18")
+    assert two[0] == Score(2.0, {"gsm8k": 1.0, "gsm8k/format": 1.0, "gsm8k/flexible": 1.0}, answer="18")
+    assert three[0] == Score(5.0, {"gsm8k": 1.0, "gsm8k/format": 1.0, "gsm8k/flexible": 1.0, mine: 3.0}, answer="18")
     assert model_only == [Score(0.0), Score(0.0)]
     assert pool.stats().calls == 6
 

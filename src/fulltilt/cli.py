@@ -61,6 +61,12 @@ BenchPrompts = Annotated[int | None, typer.Option(min=1, help="As many prompts i
 BenchSamples = Annotated[
     int | None, typer.Option(min=1, help="As many samples of each prompt instead of the workload's.", show_default=False)
 ]
+BenchGeneration = Annotated[
+    str | None,
+    typer.Option(
+        metavar="vllm|transformers", help="What TRL generates with. Default: vllm on cuda, transformers on cpu.", show_default=False
+    ),
+]
 BenchOut = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON document here too.", show_default=False)]
 
 
@@ -191,6 +197,35 @@ def doctor(
         print("\n".join(report.lines()))
     if report.broken:
         raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    sources: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or JSON files that this or `bench learn` wrote.", show_default=False),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="A .png, beside which the numbers go as .json; or a .json alone.", show_default=False)
+    ],
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="One panel for each: docs/metrics.md. Default: rewards or losses, whichever there are.", show_default=False
+        ),
+    ] = None,
+    against: Annotated[str, typer.Option(metavar="step|seconds", help="What runs from left to right.")] = "step",
+    smooth: Annotated[int, typer.Option(min=1, help="Draw means of so many points.")] = 1,
+    title: Annotated[str, typer.Option(help="Above the picture.", show_default=False)] = "",
+) -> None:
+    """Draw numbers of runs, one line a run: a PNG, and every point as JSON."""
+    from fulltilt.observe import plot as drawing
+
+    if against not in drawing.AGAINST:
+        raise UserError(f"--against {against}: {' or '.join(drawing.AGAINST)}")
+    drawing.files(out)
+    for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
+        print(f"wrote {path}")
 
 
 @bench.command()
@@ -372,12 +407,7 @@ def step(
         list[str] | None,
         typer.Option(metavar="NAME=VALUE,VALUE", help="What is tried of one of TRL's arguments: see docs/bench.md.", show_default=False),
     ] = None,
-    generation: Annotated[
-        str | None,
-        typer.Option(
-            metavar="vllm|transformers", help="What TRL generates with. Default: vllm on cuda, transformers on cpu.", show_default=False
-        ),
-    ] = None,
+    generation: BenchGeneration = None,
     out: BenchOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -400,6 +430,47 @@ def step(
             settings=tuple(settings or ()),
             trl=tuple(trl or ()),
             generation=generation,
+        )
+    )
+    if out is not None:
+        options.check_writable("--out", out)
+    with report.progress(quiet=quiet) as say:
+        found = benchmark.run(job, say)
+    deliver(found, benchmark.table(found), as_json=as_json, out=out)
+
+
+@bench.command()
+def learn(
+    run: RunFile,
+    overrides: Overrides = None,
+    against: Annotated[str, typer.Option(metavar="PEER", help="Who learns beside us: trl.", show_default=False)] = "",
+    folder: Annotated[Path, typer.Option("--dir", help="Where both work. What one of them measured there is not measured again.")] = Path(
+        "runs/bench-learn"
+    ),
+    trl: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="One of TRL's arguments: see docs/bench.md.", show_default=False)
+    ] = None,
+    generation: BenchGeneration = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0.01, help="Stop each after the step in which so many have passed.", show_default=False)
+    ] = None,
+    out: BenchOut = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and of the same run under TRL."""
+    from fulltilt.bench import learn as benchmark
+    from fulltilt.bench import options, report
+
+    job = benchmark.prepare(
+        benchmark.Options(
+            run=run,
+            folder=folder,
+            overrides=tuple(overrides or ()),
+            against=options.words(against),
+            generation=generation,
+            trl=tuple(trl or ()),
+            minutes=minutes,
         )
     )
     if out is not None:

@@ -64,6 +64,7 @@ EXTRAS = (
     Extra("alembic", "mlflow", "alembic", "MLflow's own store"),
     Extra("trackio", "trackio", "trackio", "metrics to Trackio"),
     Extra("peft", "peft", "peft", "LoRA adapters"),
+    Extra("matplotlib", "plot", "matplotlib", "pictures of curves (`fulltilt plot`)"),
 )
 PROBE_SECONDS = 60
 PROBE_BYTES = 64 << 20  # of pinned memory

@@ -26,23 +26,23 @@ LOG_LINES = 12
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-def ask(module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> dict[str, Any]:
+def ask(
+    module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None, limit_s: float | None = None
+) -> dict[str, Any]:
     """What `module` answers. `folder`: a new one, for files and the log; `defaults`: variables for where the environment has none."""
     folder.mkdir(parents=True)
     asked, answered, log = (folder / name for name in ("request.json", "result.json", "log.txt"))
     asked.write_text(json.dumps(request), encoding="utf-8")
-    source = str(Path(__file__).parents[2])  # of the package, which need not be installed
-    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     with log.open("w", encoding="utf-8") as written:
         child = subprocess.Popen(
             [sys.executable, "-m", module, str(asked), str(answered)],
             stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**(defaults or {}), **os.environ, **ENVIRONMENT, "PYTHONPATH": path},
+            env={**(defaults or {}), **own_environment(), **ENVIRONMENT},
         )  # fmt: skip
         try:
-            child.wait(LIMIT_S)
+            child.wait(limit_s or LIMIT_S)
         except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {LIMIT_S:.0f} s: {end_of(log)}"}
+            return {"error": f"took longer than {limit_s or LIMIT_S:.0f} s: {end_of(log)}"}
         finally:
             end_session(child)
     if not answered.exists():
@@ -51,7 +51,13 @@ def ask(module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping
     return answer
 
 
-def end_session(child: subprocess.Popen[bytes]) -> None:
+def own_environment() -> dict[str, str]:
+    """In which this package is found, though it need not be installed."""
+    source = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
+
+
+def end_session(child: subprocess.Popen[Any]) -> None:
     """The peer's own processes hold the device's memory: none may outlive the one that started them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)

@@ -47,7 +47,6 @@ from fulltilt.records import UserError
 from fulltilt.rollout.engine import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
 
-PEERS = ("trl",)
 WORKLOADS = {
     workload.name: workload
     for workload in (
@@ -57,7 +56,6 @@ WORKLOADS = {
     )
 }
 DEFAULT = {"cuda": "step", "cpu": "small"}
-GENERATION = {"cuda": "vllm", "cpu": "transformers"}
 STEPS = {"cuda": 3, "cpu": 2}
 GIB = 2**30
 
@@ -140,8 +138,8 @@ class Job:
 
 def prepare(options: Options) -> Job:
     device = choose_device(options.device)
-    generation = options.generation or GENERATION[device.type]
-    against = check_peers(options, generation, device)
+    generation = options.generation or trl.BY_DEVICE[device.type]
+    against = trl.check_peers(options.against, generation, device.type, {"--trl": options.trl, "--generation": options.generation})
     if (options.model or shapes.DEFAULT[device.type]) not in shapes.SHAPES:
         raise UserError(
             f"--model {options.model}: a step is measured on a named shape ({', '.join(shapes.SHAPES)}), whose tokenizer is made so that "
@@ -175,30 +173,6 @@ def resized(workload: Workload, options: Options) -> Workload:
         samples=options.samples or workload.samples,
         response_tokens=Even(tokens, tokens),
     )
-
-
-def check_peers(options: Options, generation: str, device: torch.device) -> tuple[str, ...]:
-    names = options.against
-    unknown = [name for name in names if name not in PEERS]
-    if unknown:
-        raise UserError(f"--against {','.join(names)}: {', '.join(unknown)} is no peer. There is {', '.join(PEERS)}")
-    for option, given in (("--trl", options.trl), ("--generation", options.generation)):
-        if given and "trl" not in names:
-            raise UserError(f"{option}: TRL is not measured here. Add it (--against trl), or leave the option out")
-    if "trl" not in names:
-        return ()
-    if generation not in trl.GENERATION:
-        raise UserError(f"--generation {generation}: {' or '.join(trl.GENERATION)}")
-    if generation == "vllm" and device.type != "cuda":
-        raise UserError("--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only. Use --generation transformers")
-    if not trl.installed("trl"):
-        raise UserError("--against trl: TRL is not installed in this environment. Install it (pip install trl), or leave it out")
-    if generation == "vllm" and not trl.installed("vllm"):
-        raise UserError(
-            '--against trl: it generates with vLLM, which is not installed in this environment. Install it (pip install "fulltilt[vllm]"), '
-            "or see TRL without it: --generation transformers"
-        )
-    return tuple(dict.fromkeys(names))
 
 
 def check_knobs(settings: Sequence[str]) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 from fulltilt.bench import process
 from fulltilt.records import UserError
 
+PEERS = ("trl",)
+BY_DEVICE = {"cuda": "vllm", "cpu": "transformers"}  # what it generates with
 WARM_UP = 1  # steps that are reported apart: captures, compilation, first allocations
 PACKAGES = ("trl", "accelerate", "liger-kernel")  # beside those that every benchmark names
 ONE_DEVICE = {"CUDA_VISIBLE_DEVICES": "0"}  # a second GPU would make TRL refuse to run in one process
@@ -152,6 +154,30 @@ AXES: Mapping[str, Axis] = {
     "vllm_enable_sleep_mode": Axis((False, True), _switch, "true or false", of_vllm=True),
 }
 MAKES_ROOM = ("vllm_enable_sleep_mode", True)  # vLLM's memory is the trainer's during the update
+
+
+def check_peers(names: tuple[str, ...], generation: str, device: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+    """Who is measured beside us. `options` are those that speak of TRL alone."""
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise UserError(f"--against {','.join(names)}: {', '.join(unknown)} is no peer. There is {', '.join(PEERS)}")
+    for option, given in options.items():
+        if given and "trl" not in names:
+            raise UserError(f"{option}: TRL is not measured here. Add it (--against trl), or leave the option out")
+    if "trl" not in names:
+        return ()
+    if generation not in GENERATION:
+        raise UserError(f"--generation {generation}: {' or '.join(GENERATION)}")
+    if generation == "vllm" and device != "cuda":
+        raise UserError("--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only. Use --generation transformers")
+    if not installed("trl"):
+        raise UserError("--against trl: TRL is not installed in this environment. Install it (pip install trl), or leave it out")
+    if generation == "vllm" and not installed("vllm"):
+        raise UserError(
+            '--against trl: it generates with vLLM, which is not installed in this environment. Install it (pip install "fulltilt[vllm]"), '
+            "or see TRL without it: --generation transformers"
+        )
+    return tuple(dict.fromkeys(names))
 
 
 def axes(given: Sequence[str], samples: int, device: str, generation: str) -> dict[str, tuple[Any, ...]]:

@@ -1,7 +1,8 @@
 """The GSM8K rewards: a response and the true answer enter, 1 or 0 leaves.
 
 `strict` reads the number right after the last `####`, as the data set's own solutions end; `flexible` reads the last number anywhere.
-Both report `format`, 1.0 when a number stands after the last `####`, and `pred`, the number they read. Commas between thousands, a dollar
+Both report `format`, 1.0 when a number stands after the last `####`, and `pred`, the number they read; `strict` also reports `flexible`,
+what the other one would say, so that one validation shows both. Commas between thousands, a dollar
 sign, a plus sign and a full stop at the end are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or
 not, or a whole GSM8K solution. Free of torch and numpy: worker processes import it.
 """
@@ -21,7 +22,7 @@ _NUMBER = re.compile(rf"(?P<sign>(?:(?<![0-9])-)?)\+?(?:\$(?P<inner>-?))?(?P<dig
 def strict(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """1 if the number after the last `####` is the answer."""
     answer, found = answer_of(ground_truth), _marked_number(solution_str)
-    return _result(found, answer, marked=found is not None)
+    return {**_result(found, answer, marked=found is not None), "flexible": _right(_last_number(solution_str), answer)}
 
 
 def flexible(solution_str: str, ground_truth: Any) -> dict[str, Any]:
@@ -31,7 +32,11 @@ def flexible(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def _result(found: str | None, answer: str, *, marked: bool) -> dict[str, Any]:
-    return {"score": float(found is not None and _equal(found, answer)), "format": float(marked), "pred": found and _shortest(found)}
+    return {"score": _right(found, answer), "format": float(marked), "pred": found and _shortest(found)}
+
+
+def _right(found: str | None, answer: str) -> float:
+    return float(found is not None and _equal(found, answer))
 
 
 def answer_of(ground_truth: Any) -> str:

@@ -1,0 +1,319 @@
+"""From a pretrained model to GSM8K, by one command: prepare, evaluate, SFT, evaluate, GRPO, evaluate, curves.
+
+Enters: a model (a folder or a hub name), GSM8K's own files, and a folder of run files (`sft.toml`, `grpo.toml`, ...), which say how each
+stage trains. Leaves, in --dir: the data, a run folder for each stage, `evaluations/`, `summary.json`, and the curves as PNG and JSON.
+Guaranteed: given again after a stop or a kill at any moment, the command goes on where it was: a stage that is done is not done again,
+one in progress goes on from its newest checkpoint; what was done with other values or other weights is never taken for what is asked.
+
+    python examples/gsm8k/recipe.py --model models/SmolLM2-135M-Instruct --data DOWNLOADED --dir runs/gsm8k
+    python examples/gsm8k/recipe.py --data DOWNLOADED --dir runs/gsm8k-small --small
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import prepare
+import small
+
+from fulltilt import config as configuration
+from fulltilt import loop
+from fulltilt.algo import presets
+from fulltilt.config import Config
+from fulltilt.observe import plot
+from fulltilt.observe.console import Console
+from fulltilt.observe.metrics import TIMING_NAMES
+from fulltilt.records import UserError
+from fulltilt.train.checkpoint import CheckpointStore
+
+SOURCE = "openai/gsm8k"
+STRICT, FLEXIBLE, MARKED = f"val-core/{SOURCE}/reward/mean@1", f"val-aux/{SOURCE}/flexible/mean@1", f"val-aux/{SOURCE}/format/mean@1"
+CURVES = (
+    "val/reward/mean",
+    f"val-aux/{SOURCE}/flexible/mean@1",
+    "critic/score/mean",
+    "response_length/mean",
+    "rollout_corr/logprob_abs_gap",
+)
+WHAT_EVALUATION_READS = ("model.", "data.", "rollout.", "reward.", "eval.")  # of a configuration
+DATA = {  # of a stage: what its run file calls train and val
+    "sft": ("train_sft.jsonl", "test_sft.jsonl"),
+    "rl": ("train.parquet", "test.parquet"),
+}
+
+
+class Stopped(Exception):
+    """By Ctrl-C, after saving."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    model: str
+    source: Path  # with GSM8K's own files
+    folder: Path  # for all that is made
+    files: Path  # with the run files
+    algorithms: tuple[str, ...]  # that go on from SFT, by the names of their run files
+    seeds: tuple[int, ...]  # of each of these
+    solutions: str
+    rows: int | None  # of each file of the data; None: all
+    overrides: tuple[str, ...]  # KEY=VALUE for all stages, STAGE.KEY=VALUE for one
+    console: Console
+
+    def config(self, stage: str, model: str, run: str, *others: str) -> Config:
+        """The stage's run file with the places of this recipe, and what the user gave last."""
+        stages = {path.stem for path in self.files.glob("*.toml")}
+        train, val = DATA["sft" if stage == "sft" else "rl"]
+        data = self.folder / "data"
+        places = (f"model.path={model}", f"data.train={data / train}", f"data.val={data / val}", f"run.dir={self.folder / run}")
+        given = [(*text.partition("."), text) for text in self.overrides]
+        mine = [rest if name in stages else whole for name, _, rest, whole in given if name not in stages or name == stage]
+        return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine], extra_checks=[presets.mistakes])
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------------------------
+
+
+def run(recipe: Recipe) -> dict[str, Any]:
+    begin = time.perf_counter()
+    recipe.console.note("== data")
+    prepare.prepare(recipe.source, recipe.folder / "data", recipe.solutions, recipe.rows)
+    for stage in ("sft", *recipe.algorithms):  # a mistake in the last stage's file is said now, not hours later
+        recipe.config(stage, recipe.model, stage)
+    results = {"before": evaluate(recipe, "before", recipe.model)}
+    warm = train(recipe, "sft", "sft", recipe.model)
+    results["sft"] = evaluate(recipe, "sft", warm)
+    for stage in recipe.algorithms:
+        for seed in recipe.seeds:
+            name = f"{stage}-seed{seed}" if seed else stage  # so that seeds can be added to a recipe that had one
+            results[name] = evaluate(recipe, name, train(recipe, stage, name, warm, f"run.seed={seed}"))
+    runs = [name for name in results if name not in ("before", "sft")]
+    found = summary(recipe, results, runs) | {"seconds_of_this_command": time.perf_counter() - begin}
+    write(recipe.folder / "summary.json", found)
+    recipe.console.note("== curves")
+    for path in draw(recipe, runs):
+        recipe.console.note(f"wrote {path}")
+    return found
+
+
+def train(recipe: Recipe, stage: str, name: str, model: str, *others: str) -> str:
+    """The folder of the trained model."""
+    config = recipe.config(stage, model, name, *others)
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
+
+    def make() -> dict[str, Any]:
+        recipe.console.note(f"== {name}: training as {recipe.files / stage}.toml says, in {config.run.dir}")
+        trained = loop.train(config, recipe.console)
+        if trained.interrupted:
+            raise Stopped
+        return {"steps": trained.steps}
+
+    begun_with = Path(config.run.dir) / "begun_with.json"
+    weights = {"weights": weights_of(model)}
+    if store.folder.is_dir() and begun_with.is_file() and read(begun_with) != weights:
+        raise UserError(f"{config.run.dir} was trained from other weights than {model} holds now. Delete it, or use another --dir")
+    write(begun_with, weights)
+    once(recipe, Path(config.run.dir) / "done.json", name, configuration.snapshot(config), make)
+    found = store.latest()
+    if found is None:
+        raise UserError(f"{store.folder}: the checkpoint that {name} ended with is gone. Delete {config.run.dir} to train again")
+    return str(found.model_folder)
+
+
+def evaluate(recipe: Recipe, name: str, model: str) -> dict[str, Any]:
+    """Greedy, on all problems of the test file."""
+    config = recipe.config(recipe.algorithms[0], model, f"evaluations/{name}")
+
+    def make() -> dict[str, Any]:
+        recipe.console.note(f"== {name}: evaluating {model}")
+        begin = time.perf_counter()
+        metrics = loop.evaluate(config, recipe.console, latest=False)
+        return {"metrics": metrics, "seconds": time.perf_counter() - begin}
+
+    asked = {key: value for key, value in configuration.snapshot(config).items() if key.startswith(WHAT_EVALUATION_READS)}
+    asked |= {"weights": weights_of(model)}
+    found = once(recipe, recipe.folder / "evaluations" / f"{name}.json", f"the evaluation {name}", asked, make)
+    metrics = found["metrics"]
+    recipe.console.note(f"{name}: strict {metrics[STRICT]:.4f}, flexible {metrics[FLEXIBLE]:.4f} of {metrics['val/prompts']} problems")
+    return found
+
+
+def once(recipe: Recipe, record: Path, what: str, asked: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` gives, or gave when the same was asked before."""
+    if record.is_file() and (known := read(record))["asked"] == asked:
+        recipe.console.note(f"== {what}: done before")
+        return known
+    found = {"asked": dict(asked), **make()}
+    write(record, found)
+    let_go()
+    return found
+
+
+def let_go() -> None:
+    """What a stage held of the device is free for the next."""
+    gc.collect()
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def weights_of(model: str) -> str | None:
+    """Tells one checkpoint from another under the same path; None where there is no manifest: a hub's model, a folder of the user's."""
+    manifest = Path(model).parent / "manifest.json"
+    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+
+
+def read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def write(path: Path, found: Mapping[str, Any]) -> None:
+    """A file that is there is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+# -- what came of it ----------------------------------------------------------------------------------------------------------------------
+
+
+def summary(recipe: Recipe, results: Mapping[str, Mapping[str, Any]], runs: Sequence[str]) -> dict[str, Any]:
+    accuracy = {name: accuracy_of(result["metrics"]) for name, result in results.items()}
+    return {
+        "accuracy": accuracy,
+        "algorithms": {stage: over_seeds([accuracy[name] for name in runs if name.split("-")[0] == stage]) for stage in recipe.algorithms},
+        "runs": {name: of_run(recipe.folder / name) for name in ("sft", *runs)},
+        "evaluation_seconds": {name: result["seconds"] for name, result in results.items()},
+    }
+
+
+def accuracy_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    right, problems = metrics[STRICT], metrics["val/prompts"]
+    return {
+        "strict": right,
+        "flexible": metrics[FLEXIBLE],
+        "marked": metrics[MARKED],  # answers with a number after "####", right or wrong
+        "problems": problems,
+        "standard_error": (right * (1 - right) / problems) ** 0.5,  # of strict, as if problems were drawn anew
+        "response_tokens": metrics["val/response_length/mean"],
+    }
+
+
+def over_seeds(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    spread = {name: [each[name] for each in found] for name in ("strict", "flexible")}
+    return {name: {"mean": mean(values), "least": min(values), "most": max(values)} for name, values in spread.items()}
+
+
+def of_run(folder: Path) -> dict[str, Any]:
+    """Seconds by phase, and what must stay as it is along a run."""
+    lines = plot.read_lines(folder / plot.METRICS)
+    steps = [line for line in lines if line["step"] > 0]
+    phases = {phase: [line[f"timing_s/{name}"] for line in steps if f"timing_s/{name}" in line] for phase, name in TIMING_NAMES.items()}
+    watched = ("rollout_corr/logprob_abs_gap", "rollout_corr/rollout_is_mean", "memory_gib/reserved", "memory_gib/process")
+    columns = {name: [line[name] for line in steps if line.get(name) is not None] for name in watched}
+    return {
+        "steps": len(steps),
+        "seconds": plot.seconds(lines)[-1],
+        "step_seconds": median(line["timing_s/step"] for line in steps),
+        "phase_seconds": {phase: median(times) for phase, times in phases.items() if times},
+        "watched": {
+            name: {"first": values[0], "last": values[-1], "least": min(values), "most": max(values)}
+            for name, values in columns.items()
+            if values
+        },
+    }
+
+
+def draw(recipe: Recipe, runs: Sequence[str]) -> list[Path]:
+    folders = [recipe.folder / name for name in runs]
+    out = recipe.folder / ("curves.png" if plot.can_draw() else "curves.json")
+    if not plot.can_draw():
+        recipe.console.note('without matplotlib there is no picture, only its numbers: pip install "fulltilt[plot]"')
+    there = {curve.metric for folder in folders for curve in plot.of_source(folder, folder.name)}
+    return plot.write(plot.read(folders, [name for name in CURVES if name in there]), out, against="seconds")
+
+
+def table(found: Mapping[str, Any]) -> str:
+    problems = found["accuracy"]["before"]["problems"]
+    lines = [f"{'':<16} {'strict':>8} {'flexible':>9} {'marked':>8} {'tokens':>8}   greedy, {problems} problems"]
+    lines += [
+        f"{name:<16} {each['strict']:>8.4f} {each['flexible']:>9.4f} {each['marked']:>8.4f} {each['response_tokens']:>8.1f}"
+        for name, each in found["accuracy"].items()
+    ]
+    warm = found["accuracy"]["sft"]["strict"]
+    for stage, each in found["algorithms"].items():
+        strict = each["strict"]
+        lines.append(
+            f"{stage}: strict {strict['mean']:.4f} ({strict['least']:.4f} to {strict['most']:.4f}), {strict['mean'] - warm:+.4f} to SFT"
+        )
+    for name, each in found["runs"].items():
+        phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in each["phase_seconds"].items())
+        lines.append(f"{name}: {each['steps']} steps in {each['seconds']:.0f} s, median {each['step_seconds']:.2f} s ({phases})")
+    return "\n".join(lines)
+
+
+# -- the command --------------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="GSM8K by one command: prepare, evaluate, SFT, evaluate, GRPO, evaluate, curves.")
+    add = parser.add_argument
+    add("--data", type=Path, required=True, metavar="DIR", help="folder with GSM8K's train.jsonl and test.jsonl")
+    add("--model", metavar="MODEL", help="folder or hub name of the model to start from; with --small a tiny one is made")
+    add("--dir", type=Path, default=Path("runs/gsm8k"), metavar="DIR", help="folder for all that is made (default: runs/gsm8k)")
+    add("--files", type=Path, default=Path(__file__).parent / "smollm2", metavar="DIR", help="folder with the run files (default: smollm2)")
+    add("--then", default="grpo", metavar="NAMES", help="what follows SFT, by the names of run files: grpo, or grpo,dapo,ppo")
+    add("--seeds", default="0", metavar="NUMBERS", help="of what follows SFT, a run each: 0,1,2")
+    add("--solutions", choices=prepare.SOLUTIONS, default="text", help="what SFT keeps of a solution (default: text)")
+    add("--small", action="store_true", help="few rows, few steps: all stages in about two minutes on a CPU")
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="for all stages, or for one: grpo.train.lr=1e-5")
+    arguments = parser.parse_args()
+    try:
+        found = run(recipe_of(arguments, Console()))
+    except Stopped:
+        print("stopped and saved; the same command goes on", file=sys.stderr)
+        return 130
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(table(found))
+    return 0
+
+
+def recipe_of(arguments: argparse.Namespace, console: Console) -> Recipe:
+    if not arguments.model and not arguments.small:
+        raise UserError("--model is missing. Give a folder or a hub name; examples/gsm8k/smollm2.py makes one without a hub")
+    if not all(word.isdecimal() for word in arguments.seeds.split(",")):
+        raise UserError(f"--seeds {arguments.seeds}: give whole numbers with commas between them, for example 0,1,2")
+    algorithms = tuple(arguments.then.split(","))
+    missing = [name for name in ("sft", *algorithms) if not (arguments.files / f"{name}.toml").is_file()]
+    if missing:
+        raise UserError(f"--files {arguments.files}: there is no {missing[0]}.toml in it")
+    return Recipe(
+        model=arguments.model or str(small.model(arguments.data, arguments.dir / "model")),
+        source=arguments.data,
+        folder=arguments.dir,
+        files=arguments.files,
+        algorithms=algorithms,
+        seeds=tuple(dict.fromkeys(map(int, arguments.seeds.split(",")))),
+        solutions="equations" if arguments.small else arguments.solutions,
+        rows=small.ROWS if arguments.small else None,
+        overrides=(*(small.OVERRIDES if arguments.small else ()), *arguments.overrides),
+        console=console,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

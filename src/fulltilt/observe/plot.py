@@ -1,0 +1,192 @@
+"""Curves of runs: numbers of `metrics.jsonl` as JSON and as a picture.
+
+Enters: run folders, or JSON files with curves (what this writes, and what `fulltilt bench learn` writes). Leaves: one JSON document that
+holds every point, and a PNG with one panel for each metric and one line for each run. Guaranteed: what a run did not measure is no point;
+a metric that nothing has is the user's mistake, named with those that are near it; the JSON needs no package that a run does not, the PNG
+matplotlib (the extra `plot`). Free of torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from fulltilt.records import UserError
+
+METRICS = "metrics.jsonl"
+DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # of these, what there is
+PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+AGAINST = ("step", "seconds")
+
+Line = Mapping[str, Any]  # of metrics.jsonl
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Example: Curve("runs/a", "val/reward/mean", (0, 20), (3.1, 70.2), (0.03, 0.05))"""
+
+    label: str
+    metric: str
+    steps: tuple[float, ...]
+    seconds: tuple[float, ...]  # at the end of these steps
+    values: tuple[float, ...]
+
+    def places(self, against: str) -> tuple[float, ...]:
+        return self.steps if against == "step" else self.seconds
+
+
+# -- reading ------------------------------------------------------------------------------------------------------------------------------
+
+
+def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
+    """Every curve of `metrics`, in their order; without metrics, those of DEFAULT that there are."""
+    known = [curve for source, label in zip(sources, labels(sources), strict=True) for curve in of_source(source, label)]
+    return chosen(known, metrics)
+
+
+def chosen(known: Sequence[Curve], metrics: Sequence[str]) -> list[Curve]:
+    there = dict.fromkeys(curve.metric for curve in known)
+    wanted = list(metrics) or [name for name in DEFAULT if name in there] or list(there)
+    unknown = [name for name in wanted if name not in there]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], there, n=3, cutoff=0.3)
+        raise UserError(
+            f"--metric {unknown[0]}: nothing here has it. {'Near it: ' + ', '.join(near) if near else 'docs/metrics.md lists all'}"
+        )
+    if not wanted:
+        raise UserError("nothing to draw: no step has been made yet")
+    return [curve for name in wanted for curve in known if curve.metric == name]
+
+
+def labels(sources: Sequence[Path]) -> list[str]:
+    """The shortest ends of their paths that tell them apart."""
+    parts = [source.resolve().parts for source in sources]
+    for length in range(1, max(map(len, parts), default=1)):
+        found = ["/".join(part[-length:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    return [str(source) for source in sources]
+
+
+def of_source(source: Path, label: str) -> list[Curve]:
+    if source.is_dir():
+        return of_run(read_lines(source / METRICS), label)
+    try:
+        found = json.loads(source.read_text(encoding="utf-8"))
+        return [
+            Curve(each["label"], each["metric"], tuple(each["steps"]), tuple(each["seconds"]), tuple(each["values"]))
+            for each in found["curves"]
+        ]
+    except OSError as error:
+        raise UserError(f"{source}: cannot be read ({error.strerror}). Give the folder of a run, or a JSON file with curves") from error
+    except (ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{source}: holds no curves. Give the folder of a run, or what `fulltilt plot` or `fulltilt bench learn` wrote"
+        ) from None
+
+
+def read_lines(path: Path) -> list[Line]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}). Give the folder of a run, which holds {METRICS}") from error
+    # A run that is being written, or was killed, may end in half a line.
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    try:
+        return [json.loads(line) for line in whole]
+    except ValueError:
+        raise UserError(f"{path}: is damaged: some line is no JSON. Give the folder of a run") from None
+
+
+def of_run(lines: Sequence[Line], label: str) -> list[Curve]:
+    ends = seconds(lines)
+    names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "nonfinite"))
+    return [curve_of([(line["step"], end, line.get(name)) for line, end in zip(lines, ends, strict=True)], label, name) for name in names]
+
+
+def curve_of(points: Iterable[tuple[float, float, float | None]], label: str, metric: str) -> Curve:
+    """Of (step, seconds, value); what has no value is left out."""
+    known = [(float(step), float(end), float(value)) for step, end, value in points if value is not None]
+    steps, ends, values = zip(*known, strict=True) if known else ((), (), ())
+    return Curve(label, metric, steps, ends, values)
+
+
+def seconds(lines: Iterable[Line]) -> list[float]:
+    """At the end of each line's step: all steps, validations and saves so far. Starting, and what a kill lost, are not in it; a save is in
+    the line after it."""
+    return list(accumulate(sum(line.get(name) or 0.0 for name in PARTS_OF_TIME) for line in lines))
+
+
+# -- writing ------------------------------------------------------------------------------------------------------------------------------
+
+
+def files(out: Path) -> tuple[Path | None, Path]:
+    """Picture and JSON. Example: curves.png -> curves.png and curves.json; curves.json -> only that."""
+    if out.suffix not in (".png", ".json"):
+        raise UserError(f"--out {out}: give a name that ends with .png, or with .json for the numbers alone")
+    numbers = out.with_suffix(".json")
+    if out.suffix == ".png" and not can_draw():
+        raise UserError(
+            f'--out {out}: drawing needs matplotlib. Install it (pip install "fulltilt[plot]"), or take the numbers alone: --out {numbers}'
+        )
+    return (out if out.suffix == ".png" else None), numbers
+
+
+def can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def write(
+    curves: Sequence[Curve], out: Path, against: str = "step", smooth: int = 1, title: str = "", sources: Sequence[Path] = ()
+) -> list[Path]:
+    """The files written. `smooth`: lines are means of so many points, in the picture only. A source is never written over: a picture
+    beside the JSON it was made of has its numbers there already."""
+    picture, numbers = files(out)
+    has_numbers = numbers.resolve() in [source.resolve() for source in sources]
+    if has_numbers and not picture:
+        raise UserError(f"--out {out}: is what is read. Give another name")
+    document = {"against": against, "smooth": smooth, "title": title, "curves": [asdict(curve) for curve in curves]}
+    try:
+        if not has_numbers:
+            numbers.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if picture:
+            draw(curves, picture, against, smooth, title)
+    except OSError as error:
+        raise UserError(f"--out {out}: it cannot be written ({error.strerror}). Give a file that can") from error
+    return [*([] if has_numbers else [numbers]), *([picture] if picture else [])]
+
+
+def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, title: str) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found, unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+
+    metrics = list(dict.fromkeys(curve.metric for curve in curves))
+    colours = {label: f"C{number % 10}" for number, label in enumerate(dict.fromkeys(curve.label for curve in curves))}
+    figure = Figure(figsize=(7.0, 3.2 * len(metrics)), layout="constrained")
+    FigureCanvasAgg(figure)
+    if title:
+        figure.suptitle(title)
+    for panel, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
+        for curve in (curve for curve in curves if curve.metric == metric):
+            x, y = curve.places(against), trailing_means(curve.values, smooth)
+            # A few points, of validations, are marked; the many of training steps would hide their line.
+            panel.plot(
+                x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= 40 else None, markersize=3
+            )
+        panel.set_ylabel(metric)
+        panel.grid(alpha=0.3)
+        panel.legend(frameon=False, fontsize="small")
+        panel.set_xlabel(against)
+    figure.savefig(picture, dpi=130)
+
+
+def trailing_means(values: Sequence[float], size: int) -> list[float]:
+    """Each value with those before it, `size` in all; the first ones with as many as there are."""
+    windows = [values[max(0, end - size) : end] for end in range(1, len(values) + 1)]
+    return [sum(window) / len(window) for window in windows]

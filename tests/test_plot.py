@@ -1,0 +1,103 @@
+"""Curves of runs: what is read of metrics, what is written, and what is said of mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fulltilt.observe import plot
+from fulltilt.records import UserError
+
+LINES = [
+    {"step": 0, "val/reward/mean": 0.1, "timing_s/testing": 2.0},
+    {"step": 1, "critic/score/mean": 0.2, "timing_s/step": 3.0},
+    {"step": 2, "critic/score/mean": None, "nonfinite": ["critic/score/mean"], "timing_s/step": 4.0, "timing_s/save_checkpoint": 0.5},
+    {"step": 3, "critic/score/mean": 0.4, "val/reward/mean": 0.3, "timing_s/step": 1.0, "timing_s/testing": 2.0},
+]
+
+
+def run_folder(folder: Path, lines: list[dict] = LINES, tail: str = "") -> Path:
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+    return folder
+
+
+def test_what_a_run_did_not_measure_is_no_point(tmp_path: Path) -> None:
+    accuracy, reward = plot.read([run_folder(tmp_path / "a")], [])
+    assert accuracy == plot.Curve("a", "val/reward/mean", (0, 3), (2, 12.5), (0.1, 0.3))
+    assert reward == plot.Curve("a", "critic/score/mean", (1, 3), (5, 12.5), (0.2, 0.4))
+    assert reward.places("step") == (1, 3) and reward.places("seconds") == (5, 12.5)
+
+
+def test_a_run_that_is_being_written_ends_in_half_a_line(tmp_path: Path) -> None:
+    whole = plot.read([run_folder(tmp_path / "a")], ["critic/score/mean"])
+    half = plot.read([run_folder(tmp_path / "b" / "a", tail='{"step": 4, "critic/sc')], ["critic/score/mean"])
+    assert whole == half
+
+
+def test_runs_are_told_apart_by_the_ends_of_their_paths() -> None:
+    assert plot.labels([Path("x/one"), Path("x/two")]) == ["one", "two"]
+    assert plot.labels([Path("x/one/grpo"), Path("y/one/grpo"), Path("y/two/grpo")]) == ["x/one/grpo", "y/one/grpo", "y/two/grpo"]
+    assert plot.labels([Path("/same"), Path("/same")]) == ["/same", "/same"]
+
+
+def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
+    curves = plot.read([run_folder(tmp_path / "a"), run_folder(tmp_path / "b", LINES[:2])], [])
+    assert plot.write(curves, tmp_path / "both.json", against="seconds") == [tmp_path / "both.json"]
+    assert plot.read([tmp_path / "both.json"], []) == curves
+    assert [curve.label for curve in plot.read([tmp_path / "both.json"], ["critic/score/mean"])] == ["a", "b"]
+
+
+def test_a_source_is_never_written_over(tmp_path: Path) -> None:
+    curves = plot.read([run_folder(tmp_path / "a")], [])
+    plot.write(curves, tmp_path / "a.json")
+    with pytest.raises(UserError, match="is what is read"):
+        plot.write(curves, tmp_path / "a.json", sources=[tmp_path / "a.json"])
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    before = (tmp_path / "a.json").read_text()
+    assert plot.write(curves, tmp_path / "a.png", "seconds", sources=[tmp_path / "a.json"]) == [tmp_path / "a.png"]
+    assert (tmp_path / "a.json").read_text() == before
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from matplotlib.image import imread
+
+    curves = plot.read([run_folder(tmp_path / "a"), run_folder(tmp_path / "b", LINES[:2])], [])
+    assert plot.write(curves, tmp_path / "both.png", "seconds", smooth=2, title="both") == [tmp_path / "both.json", tmp_path / "both.png"]
+    two_panels, one_panel = imread(tmp_path / "both.png"), tmp_path / "one.png"
+    plot.write(curves[:1], one_panel)
+    assert two_panels.std() > 0 and two_panels.shape[0] == 2 * imread(one_panel).shape[0]
+
+
+@pytest.mark.skipif(plot.can_draw(), reason="matplotlib is installed: its absence cannot be shown")
+def test_without_matplotlib_there_are_numbers(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'pip install "fulltilt\[plot\]".*--out .*a\.json'):
+        plot.files(tmp_path / "a.png")
+    assert plot.files(tmp_path / "a.json") == (None, tmp_path / "a.json")
+
+
+def test_trailing_means() -> None:
+    assert plot.trailing_means([1, 3, 5, 7], 2) == [1, 2, 4, 6]
+    assert plot.trailing_means([1, 3], 1) == [1, 3]
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "a")
+    with pytest.raises(UserError, match=r"--metric reward/mean: nothing here has it. Near it: val/reward/mean"):
+        plot.read([run], ["reward/mean"])
+    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(No such file"):
+        plot.read([tmp_path], [])
+    with pytest.raises(UserError, match=r"nowhere\.json: cannot be read"):
+        plot.read([tmp_path / "nowhere.json"], [])
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(UserError, match="holds no curves"):
+        plot.read([tmp_path / "other.json"], [])
+    with pytest.raises(UserError, match="is damaged"):
+        plot.read([run_folder(tmp_path / "c", [], tail="no JSON\n")], [])
+    with pytest.raises(UserError, match="no step has been made"):
+        plot.read([run_folder(tmp_path / "d", [])], [])
+    with pytest.raises(UserError, match=r"ends with \.png"):
+        plot.files(tmp_path / "a.pdf")
