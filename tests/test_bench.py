@@ -189,12 +189,33 @@ def test_a_point_of_the_grid_that_fails_is_recorded(tmp_path: Path) -> None:
     folder = shapes.write_config(TINY, CPU, tmp_path / "model")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     found = vllm.measure(
-        requests, folder, tmp_path, dummy_weights=True, device="cpu", dtype="float32", kv_bytes=None, repeats=1, grid=(4,), say=said.append
-    )
-    assert len(said) == 1
+        requests, folder, tmp_path, dummy_weights=True, device="cpu", dtype="float32", kv_bytes=None, room=None, repeats=1, grid=(4,),
+        say=said.append,
+    )  # fmt: skip
+    assert len(said) == 2
     (timing,) = found.timings
     assert timing.setting["max_num_seqs"] == 4 and timing.error is not None and "No module named 'vllm'" in timing.error
     assert found.as_json(requests)["tokens_per_s"] is None
+
+
+def test_vllm_starts_together_where_the_device_holds_them() -> None:
+    points = [vllm.Point(256, 20), vllm.Point(512, 30), vllm.Point(1024, 45)]
+    assert vllm.waves(points, vllm.Room(free=120, beside=10, per_token=1)) == [points[:2], points[2:]]
+    assert vllm.waves(points, vllm.Room(free=40, beside=10, per_token=1)) == [[point] for point in points]
+    assert vllm.waves(points, vllm.Room(free=1000, beside=10, per_token=1)) == [points]
+    assert vllm.waves(points, None) == [[point] for point in points]
+
+
+def test_vllm_has_memory_for_as_many_samples_as_it_may_run() -> None:
+    requests, room = tiny_requests(), vllm.Room(free=0, beside=0, per_token=100)
+    sizes = sorted((len(requests.prompts[uid].ids) + length for (uid, _), length in requests.lengths.items()), reverse=True)
+    for most in (1, 3, 10**6):
+        assert room.kv_bytes(requests, most) >= 100 * max(requests.positions, sum(size + vllm.BLOCK for size in sizes[:most]))
+    assert room.kv_bytes(requests, 10**6) <= 110 * max(requests.positions + vllm.BLOCK, sum(size + vllm.BLOCK for size in sizes))
+    options = vllm.engine_options(requests, Path("m"), vllm.Point(3, 7), dummy_weights=True, device="cuda", dtype="bfloat16", alone=False)
+    assert options["kv_cache_memory_bytes"] == 7 and options["gpu_memory_utilization"] < 0.1
+    alone = vllm.engine_options(requests, Path("m"), vllm.Point(3, None), dummy_weights=True, device="cpu", dtype="float32", alone=True)
+    assert not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & alone.keys()
 
 
 # -- the command --------------------------------------------------------------------------------------------------------------------------

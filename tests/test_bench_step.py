@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -305,6 +310,49 @@ def test_a_peer_that_answers_fails_or_dies(tmp_path: Path, monkeypatch: pytest.M
     assert ask("sleep") == {"error": "took longer than 2 s: asleep"}
 
 
+def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "peer.py").write_text(PEER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with ExitStack() as started:
+        first, second, dead = (
+            started.enter_context(process.start("peer", {"do": name}, tmp_path / str(number)))
+            for number, name in enumerate(("turn", "turn", "die"))
+        )
+        for peer in (first, second, dead):
+            peer.wait_until_ready()
+        assert first.child.poll() is None and second.child.poll() is None and dead.child.poll() == 3
+        begin = time.time()
+        ends = [peer.measure()["measured"] for peer in (first, second)]
+        assert begin < ends[0] < ends[1]
+        assert "last words" in dead.measure()["error"]
+
+
+def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "peer.py").write_text(PEER)
+    (tmp_path / "parent.py").write_text(PARENT)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(process.__file__).parents[2])]))
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "the parent dies" in ended.stderr
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{int(ended.stdout)}").exists():
+        assert time.monotonic() < deadline, "a peer waits for a turn that never comes"
+        time.sleep(0.05)
+
+
+PARENT = """
+import os, sys
+from pathlib import Path
+from fulltilt.bench import process
+
+peer = process.start("peer", {"do": "turn"}, Path(sys.argv[1]))
+peer.wait_until_ready()
+print(peer.child.pid, flush=True)
+print("the parent dies", file=sys.stderr, flush=True)
+os._exit(1)
+"""
+
+
 PEER = """
 import os, sys, time
 from fulltilt.bench import process
@@ -316,6 +364,10 @@ def run(request, answer):
     if request["do"] == "die":
         print("last words", flush=True)
         os._exit(3)
+    if request["do"] == "turn":
+        process.wait_for_turn()
+        answer["measured"] = time.time()
+        return
     if request["do"] == "sleep":
         print("asleep", flush=True)
         time.sleep(60)

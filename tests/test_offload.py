@@ -126,14 +126,14 @@ class Plain:
         return norm
 
 
-def random_gradients(model: torch.nn.Module, update: int) -> dict[str, torch.Tensor]:
-    """One of them is not finite in the third update, some are clipped and some are not."""
+def random_gradients(model: torch.nn.Module, update: int, scale: int = 1) -> dict[str, torch.Tensor]:
+    """One of them is not finite in the third update, some are clipped and some are not, however large the model is (`scale`)."""
     random = torch.Generator().manual_seed(100 + update)
     found = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name != "alone":
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            gradient = (0.01 + update % 2) * torch.randn(parameter.shape, generator=random)
+            gradient = (0.01 + update % 2) / scale**0.5 * torch.randn(parameter.shape, generator=random)
             found[name] = torch.empty_like(parameter, dtype=wide).copy_(gradient)
     if update == 2:
         found["matrix"][0, 0] = float("inf")
@@ -162,7 +162,7 @@ def compare_with_plain(offload: OffloadSetting, dtype: torch.dtype, device: torc
     optimizer, plain = Optimizer(model, config, updates, offload=offload), Plain(twin, config, updates)
     clipped = []
     for update in range(updates):
-        gradients = random_gradients(twin, update)
+        gradients = random_gradients(twin, update, scale)
         give(optimizer, model, gradients)
         report = optimizer.step()
         assert report.grad_norm == plain.step(gradients) or report.skipped

@@ -3,8 +3,14 @@
 Enters: the module that runs there, and a request. Leaves: its answer. Guaranteed: none of its processes outlives the call; an answer is
 whole or not there; what fails is told in the answer, under "error", with the end of what was printed where it died without a word.
 
-    answer = ask("fulltilt.bench.vllm", request, folder)        # starts: python -m fulltilt.bench.vllm REQUEST.json RESULT.json
+    answer = ask("fulltilt.bench.trl", request, folder)         # starts: python -m fulltilt.bench.trl REQUEST.json RESULT.json
     serve(run)                                                  # what that module does: run(request, answer) fills the answer
+
+Peers that take minutes to start can start together and be measured one after another:
+
+    with start(module, request, folder) as peer:
+        peer.wait_until_ready()                                 # in its `run`, the peer calls wait_for_turn()
+        answer = peer.measure()
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,33 +29,65 @@ from typing import Any
 
 LIMIT_S = 3600.0  # of one start with all that is measured
 LOG_LINES = 12
+LOOK_S = 0.05  # between looks at a flag
+READY, TURN = "ready", "turn"
 # Offline, and sampling without a compiler: vLLM's sampler of choice is built with nvcc where it is missing, for top-k and top-p only.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class Peer:
+    """A process that was started. Inside `with`: none of its own processes is left afterwards."""
+
+    def __init__(self, module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None) -> None:
+        folder.mkdir(parents=True)
+        asked, self.answered, self.log = (folder / name for name in ("request.json", "result.json", "log.txt"))
+        self.begin = time.monotonic()
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        with self.log.open("w", encoding="utf-8") as written:
+            self.child = subprocess.Popen(
+                [sys.executable, "-m", module, str(asked), str(self.answered)],
+                stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
+                env={**(defaults or {}), **own_environment(), **ENVIRONMENT},
+            )  # fmt: skip
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_session(self.child)
+
+    def wait_until_ready(self) -> None:
+        """Or until it has ended, or until its time is up: `measure` tells which."""
+        while self.child.poll() is None and not flag(self.answered, READY).exists() and time.monotonic() - self.begin < LIMIT_S:
+            time.sleep(LOOK_S)
+
+    def measure(self, limit_s: float | None = None) -> dict[str, Any]:
+        """Its answer, once it had its turn."""
+        flag(self.answered, TURN).touch()
+        limit_s = limit_s or LIMIT_S
+        try:
+            self.child.wait(max(0.0, limit_s - (time.monotonic() - self.begin)))
+        except subprocess.TimeoutExpired:
+            return {"error": f"took longer than {limit_s:.0f} s: {end_of(self.log)}"}
+        finally:
+            end_session(self.child)
+        if not self.answered.exists():
+            return {"error": f"ended with code {self.child.returncode}: {end_of(self.log)}"}
+        answer: dict[str, Any] = json.loads(self.answered.read_text(encoding="utf-8"))
+        return answer
+
+
+def start(module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> Peer:
+    """`folder`: a new one, for files and the log; `defaults`: variables for where the environment has none."""
+    return Peer(module, request, folder, defaults)
 
 
 def ask(
     module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """What `module` answers. `folder`: a new one, for files and the log; `defaults`: variables for where the environment has none."""
-    folder.mkdir(parents=True)
-    asked, answered, log = (folder / name for name in ("request.json", "result.json", "log.txt"))
-    asked.write_text(json.dumps(request), encoding="utf-8")
-    with log.open("w", encoding="utf-8") as written:
-        child = subprocess.Popen(
-            [sys.executable, "-m", module, str(asked), str(answered)],
-            stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
-            env={**(defaults or {}), **own_environment(), **ENVIRONMENT},
-        )  # fmt: skip
-        try:
-            child.wait(limit_s or LIMIT_S)
-        except subprocess.TimeoutExpired:
-            return {"error": f"took longer than {limit_s or LIMIT_S:.0f} s: {end_of(log)}"}
-        finally:
-            end_session(child)
-    if not answered.exists():
-        return {"error": f"ended with code {child.returncode}: {end_of(log)}"}
-    answer: dict[str, Any] = json.loads(answered.read_text(encoding="utf-8"))
-    return answer
+    """What `module` answers."""
+    with start(module, request, folder, defaults) as peer:
+        return peer.measure(limit_s)
 
 
 def own_environment() -> dict[str, str]:
@@ -66,6 +105,24 @@ def end_session(child: subprocess.Popen[Any]) -> None:
 
 def end_of(log: Path) -> str:
     return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+
+
+def flag(answered: Path, name: str) -> Path:
+    """A file whose presence one process tells the other something with."""
+    return answered.with_name(name)
+
+
+# -- in the other process -----------------------------------------------------------------------------------------------------------------
+
+
+def wait_for_turn() -> None:
+    """Said to be ready, until it is this process's turn to be measured. Where its parent has died, nobody will come."""
+    answered, parent = Path(sys.argv[2]), os.getppid()
+    flag(answered, READY).touch()
+    while not flag(answered, TURN).exists():
+        if os.getppid() != parent:
+            raise SystemExit("the process that started this one is gone")
+        time.sleep(LOOK_S)
 
 
 def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:

@@ -3,7 +3,8 @@
 Enters: `Options`. Leaves: one JSON-ready document: absolute figures of every engine, how many times faster ours is, what share of the
 roofline each reaches, how far engine and trainer agree, and what is needed to repeat it. Guaranteed: what can be wrong with the options is
 said before anything is measured; warm-up is outside the measured passes; in-process engines take turns, so that a slow moment of the
-computer does not fall on one of them; vLLM has the device to itself, but for this process's context.
+computer does not fall on one of them; vLLM has the device to itself, but for this process's context and its other
+starts, which wait.
 """
 
 from __future__ import annotations
@@ -139,17 +140,20 @@ def run(job: Job, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     ours, others, facts = in_turns(job, say)
     if "vllm" in job.against:  # last: its starts take minutes, which must not be lost to a failure of ours
-        others["vllm"] = against_vllm(job, say)
+        others["vllm"] = against_vllm(job, facts, say)
     return document(job, {OURS: ours} | {name: others[name] for name in job.against}, facts) | {"seconds": time.perf_counter() - begin}
 
 
-def against_vllm(job: Job, say: Say) -> Measured:
-    held = let_go(job.device)
+def against_vllm(job: Job, facts: dict[str, Any], say: Say) -> Measured:
+    held, room = let_go(job.device), None
+    if job.device.type == "cuda":
+        beside = vllm.BESIDE + 2 * facts["parameters"]
+        room = vllm.Room(torch.cuda.mem_get_info(job.device)[0], beside, facts["kv_bytes_per_token"])
     with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as folder:
         model = shapes.write_config(job.source, job.device, Path(folder) / "model")
         measured = vllm.measure(
             job.requests, model, Path(folder), dummy_weights=job.source.folder is None, device=job.device.type,
-            dtype=DTYPES[job.device.type], kv_bytes=job.kv_bytes, repeats=job.repeats, grid=job.vllm_grid, say=say,
+            dtype=DTYPES[job.device.type], kv_bytes=job.kv_bytes, room=room, repeats=job.repeats, grid=job.vllm_grid, say=say,
         )  # fmt: skip
     return replace(measured, details={**measured.details, "device_bytes_held_by_others": held})
 

@@ -1,7 +1,8 @@
 """vLLM, as a peer, in processes of its own: one start for each point of the grid, so that its memory is gone afterwards.
 
-Enters: requests and a grid of `max_num_seqs`. Leaves: seconds at every point, with log-probs and without. Guaranteed: each pass begins
-with an empty prefix cache; every response was checked to have its length; a point that fails is recorded with its error.
+Enters: requests and a grid of `max_num_seqs`. Leaves: seconds at every point, with log-probs and without. Guaranteed: one engine works at
+a time, though as many as the device holds start together, for a start takes a minute or more; each pass begins with an empty prefix cache;
+every response was checked to have its length; a point that fails is recorded with its error.
 
     python -m fulltilt.bench.vllm REQUEST.json RESULT.json        (what `measure` starts; nothing of ours runs in that process)
 """
@@ -12,6 +13,8 @@ import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,8 @@ from fulltilt.bench.workload import WARM_UP_TOKENS, Requests
 
 GRID = (256, 512, 1024)
 LARGEST_GRAPH = 1024
+BLOCK = 16  # tokens of vLLM's KV cache that a sample takes at a time
+BESIDE = 8 * 2**30  # bytes that a start may take beside weights and KV cache: its context, activations, graphs, logits
 FORGET_LIMIT_S = 10.0  # to empty the prefix cache
 
 
@@ -28,45 +33,99 @@ def installed() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
+@dataclass(frozen=True)
+class Room:
+    """Bytes: what the device has for vLLM, what a start holds beside its KV cache, and what a token takes in that."""
+
+    free: int
+    beside: int
+    per_token: int
+
+    def kv_bytes(self, requests: Requests, most: int) -> int:
+        """With which `most` samples never wait for memory, whichever of them run: the longest at their ends, and a twentieth more."""
+        lengths = sorted((len(requests.prompts[uid].ids) + length + BLOCK for (uid, _), length in requests.lengths.items()), reverse=True)
+        return int(1.05 * self.per_token * max(requests.positions + BLOCK, sum(lengths[:most])))
+
+
+@dataclass(frozen=True)
+class Point:
+    """Of the grid."""
+
+    most: int  # max_num_seqs
+    kv_bytes: int | None  # None: as vLLM chooses
+
+
 def measure(
-    requests: Requests, model: Path, scratch: Path, *, dummy_weights: bool, device: str, dtype: str, kv_bytes: int | None, repeats: int,
-    grid: Sequence[int], say: Callable[[str], None],
+    requests: Requests, model: Path, scratch: Path, *, dummy_weights: bool, device: str, dtype: str, kv_bytes: int | None,
+    room: Room | None, repeats: int, grid: Sequence[int], say: Callable[[str], None],
 ) -> Measured:  # fmt: skip
-    """One process a point of the grid."""
-    timings: list[Timing] = []
-    details: dict[str, Any] = {"starts": []}
-    for most in grid:
-        say(f"vllm: max_num_seqs {most}, start and passes")
-        setting = {"max_num_seqs": most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
+    """One process a point of the grid. Without `room` they start one after another."""
+    points = [Point(most, kv_bytes or (room.kv_bytes(requests, most) if room else None)) for most in grid]
+
+    def start(point: Point) -> process.Peer:
         request = {
-            "engine": engine_options(requests, model, most, dummy_weights=dummy_weights, device=device, dtype=dtype, kv_bytes=kv_bytes),
+            "engine": engine_options(requests, model, point, dummy_weights=dummy_weights, device=device, dtype=dtype, alone=room is None),
             "prompts": [prompt.ids.tolist() for prompt in requests.prompts],
             "samples": [[uid, length] for (uid, _), length in requests.lengths.items()],
             "repeats": repeats,
             "per_token": requests.workload.per_token,
             "slow": requests.workload.slow,
         }
-        room = {"VLLM_CPU_KVCACHE_SPACE": str(max(1, (kv_bytes or 2**30) // 2**30))} if device == "cpu" else None
-        result = process.ask("fulltilt.bench.vllm", request, scratch / f"vllm-{most}", room)
-        details["starts"].append(setting | {"seconds": result.get("start_seconds"), "error": result.get("error")})
-        details["version"] = result.get("version", details.get("version"))
-        timings += [
-            Timing(
-                setting=setting | {"logprob_format": pass_["logprobs"]} if pass_["logprobs"] else setting,
-                seconds=tuple(pass_["seconds"]),
-                prefill_seconds=tuple(pass_["prefill_seconds"]),
-                logprobs=pass_["logprobs"] is not None,
-                error=pass_["error"],
-            )
-            for pass_ in result.get("passes", [])
-        ]
-        if result.get("error"):
-            timings.append(Timing(setting=setting, error=result["error"]))
+        folder = scratch / f"vllm-{point.most}"
+        defaults = {"VLLM_CACHE_ROOT": str(folder / "cache")}  # one compiler must not read what another is about to write
+        if device == "cpu":
+            defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, (kv_bytes or 2**30) // 2**30))
+        return process.start("fulltilt.bench.vllm", request, folder, defaults)
+
+    timings: list[Timing] = []
+    details: dict[str, Any] = {"starts": []}
+    for wave in waves(points, room):
+        say(f"vllm: max_num_seqs {', '.join(str(point.most) for point in wave)}: starting")
+        with ExitStack() as started:
+            peers = [started.enter_context(start(point)) for point in wave]
+            for peer in peers:
+                peer.wait_until_ready()
+            for point, peer in zip(wave, peers, strict=True):
+                say(f"vllm: max_num_seqs {point.most}: passes")
+                setting = {"max_num_seqs": point.most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
+                result = peer.measure()
+                beside = {"kv_bytes": point.kv_bytes, "started_together": len(wave)}
+                details["starts"].append(setting | beside | {"seconds": result.get("start_seconds"), "error": result.get("error")})
+                details["version"] = result.get("version", details.get("version"))
+                timings += read_timings(setting, result)
     return Measured("vllm", timings, details)
 
 
+def waves(points: Sequence[Point], room: Room | None) -> list[list[Point]]:
+    """Which points start together: as many as the device holds, in their order."""
+    found: list[list[Point]] = []
+    left = 0
+    for point in points:
+        held = room.beside + (point.kv_bytes or 0) if room else 0
+        if not found or room is None or held > left:
+            found.append([])
+            left = room.free if room else 0
+        found[-1].append(point)
+        left -= held
+    return found
+
+
+def read_timings(setting: dict[str, Any], result: Mapping[str, Any]) -> list[Timing]:
+    timings = [
+        Timing(
+            setting=setting | {"logprob_format": pass_["logprobs"]} if pass_["logprobs"] else setting,
+            seconds=tuple(pass_["seconds"]),
+            prefill_seconds=tuple(pass_["prefill_seconds"]),
+            logprobs=pass_["logprobs"] is not None,
+            error=pass_["error"],
+        )
+        for pass_ in result.get("passes", [])
+    ]
+    return [*timings, Timing(setting=setting, error=result["error"])] if result.get("error") else timings
+
+
 def engine_options(
-    requests: Requests, model: Path, most: int, *, dummy_weights: bool, device: str, dtype: str, kv_bytes: int | None
+    requests: Requests, model: Path, point: Point, *, dummy_weights: bool, device: str, dtype: str, alone: bool
 ) -> dict[str, Any]:
     """Arguments of `vllm.LLM`. What is not here is as vLLM chooses."""
     options: dict[str, Any] = {
@@ -75,15 +134,17 @@ def engine_options(
         "dtype": dtype,
         "skip_tokenizer_init": True,
         "max_model_len": requests.positions,
-        "max_num_seqs": most,
+        "max_num_seqs": point.most,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "seed": requests.seed,
     }
     if device == "cuda":
         options["max_cudagraph_capture_size"] = LARGEST_GRAPH
-    if kv_bytes is not None:
-        options["kv_cache_memory_bytes"] = kv_bytes
+    if point.kv_bytes is not None:
+        options["kv_cache_memory_bytes"] = point.kv_bytes
+    if not alone:  # a start refuses where this share of the device is not free; with the bytes given it does nothing else
+        options["gpu_memory_utilization"] = 0.01
     return options
 
 
@@ -97,6 +158,7 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     begin = time.perf_counter()
     engine = vllm.LLM(**request["engine"])
     result["start_seconds"] = time.perf_counter() - begin
+    process.wait_for_turn()
     # Flat log-probs cost vLLM less than one dictionary a token; versions without them have only these.
     with_logprobs = "flat" if hasattr(vllm.SamplingParams(), "flat_logprobs") else "dictionaries"
     # Those with log-probs last: whole passes have warmed the engine up by then.
