@@ -42,9 +42,11 @@ class Room:
     per_token: int
 
     def kv_bytes(self, requests: Requests, most: int) -> int:
-        """With which `most` samples never wait for memory, whichever of them run: the longest at their ends, and a twentieth more."""
-        lengths = sorted((len(requests.prompts[uid].ids) + length + BLOCK for (uid, _), length in requests.lengths.items()), reverse=True)
-        return int(1.05 * self.per_token * max(requests.positions + BLOCK, sum(lengths[:most])))
+        """With which `most` samples never wait for memory, whichever of them run: the longest at their ends, every prompt once, since its
+        group shares it, and a twentieth more."""
+        prompts = sum(len(prompt.ids) + BLOCK for prompt in requests.prompts)
+        responses = sum(sorted(requests.lengths.values(), reverse=True)[:most]) + 2 * BLOCK * min(most, len(requests.lengths))
+        return int(1.05 * self.per_token * max(requests.positions + BLOCK, prompts + responses))
 
 
 @dataclass(frozen=True)
