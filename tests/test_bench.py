@@ -15,7 +15,7 @@ import runs
 import torch
 from transformers import Qwen2Config
 
-from fulltilt.bench import options, report, rollout, roofline, shapes, vllm
+from fulltilt.bench import device, options, report, rollout, roofline, shapes, vllm
 from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.hf import HuggingFace, Setting
 from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
@@ -196,6 +196,17 @@ def test_a_point_of_the_grid_that_fails_is_recorded(tmp_path: Path) -> None:
     (timing,) = found.timings
     assert timing.setting["max_num_seqs"] == 4 and timing.error is not None and "No module named 'vllm'" in timing.error
     assert found.as_json(requests)["tokens_per_s"] is None
+
+
+def test_kernels_have_names_that_can_be_read() -> None:
+    assert (
+        device.short("void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::BFloat16>(int)")
+        == "at::native::indexSelectSmallIndex"
+    )
+    assert device.short("Memcpy DtoH (Device -> Pinned)") == "Memcpy DtoH" and device.short("_attend") == "_attend"
+    left = torch.ones(64, 64)
+    seen = {entry["kernel"]: entry for entry in device.kernels_of(lambda: [left @ left for _ in range(6)], CPU, parts=2)}
+    assert seen["aten::mm"]["calls"] == 3 and seen["aten::mm"]["microseconds"] > 0
 
 
 def test_vllm_starts_together_where_the_device_holds_them() -> None:

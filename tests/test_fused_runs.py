@@ -403,8 +403,8 @@ def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
         for graphs in ("auto", "false")
     )
     assert on_cuda - eager == 2 * len(local.sizes_up_to(1024)) * local.GRAPH_BYTES and eager > many
-    assert local.sizes_up_to(1024)[-2:] == [768, 1024] and local.sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and local.sizes_up_to(1) == [1]
-    assert local.sizes_up_to(2500)[-4:] == [1024, 1536, 2048, 2500]
+    assert local.sizes_up_to(1024)[-2:] == [960, 1024] and local.sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and local.sizes_up_to(1) == [1]
+    assert local.sizes_up_to(2000)[-5:] == [1024, 1280, 1536, 1792, 2000]
 
 
 @pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])

@@ -17,6 +17,7 @@ import torch
 
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, scatter
 from fulltilt.bench import shapes
+from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.bench.roofline import StepCost
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.local import Fusing, find_facts, limits
@@ -25,7 +26,7 @@ from fulltilt.loop.opening import what_stays
 from fulltilt.model.verify import verify
 from fulltilt.plan import make_plan
 from fulltilt.records import Group, Row, UserError
-from fulltilt.rollout.decode import BURST, Decoder, DecodeRow
+from fulltilt.rollout.decode import BURST, DecodeRow
 from fulltilt.rollout.engine import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
@@ -44,20 +45,6 @@ class NoText:
 
     def decode(self, *_: Any, **__: Any) -> str:
         return ""
-
-
-def kernels_of(decoder: Decoder, steps: int) -> list[dict[str, Any]]:
-    """Where the time of a step goes on the device, longest first."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        decoder.launch(steps)()
-    found: dict[str, list[float]] = {}
-    for event in profile.events() or []:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            found.setdefault(event.name, []).append(event.device_time)
-    return [
-        {"kernel": name, "calls": len(times) / steps, "microseconds": sum(times) / steps}
-        for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))
-    ]
 
 
 class Native:
@@ -177,7 +164,7 @@ class Native:
             milliseconds[str(size)] = 1e3 * median(times) / BURST
             if self.device.type == "cuda" and size in PROFILED:
                 engine.decoder.start(rows, sampling)
-                kernels[str(size)] = kernels_of(engine.decoder, PROFILED_STEPS)
+                kernels[str(size)] = kernels_of(lambda: engine.decoder.launch(PROFILED_STEPS)(), self.device, PROFILED_STEPS)
         return {"decode_step_ms": {"context": context} | milliseconds, "decode_step_kernels": kernels or None}
 
     def step_cost(self) -> StepCost | str:
@@ -216,8 +203,3 @@ def run_config(source: shapes.Source, requests: Requests, kv_bytes: int | None) 
         rollout=RolloutConfig(max_new_tokens=requests.longest_response, kv_bytes=kv_bytes or "auto"),
         run=RunConfig(steps=1),
     )
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

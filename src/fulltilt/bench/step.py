@@ -30,7 +30,7 @@ from fulltilt import config as configuration
 from fulltilt import knobs
 from fulltilt.algo import presets
 from fulltilt.bench import report, shapes, trl
-from fulltilt.bench.native import synchronize
+from fulltilt.bench.device import synchronize
 from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.rollout import DTYPES, choose_device, let_go
 from fulltilt.bench.trl import WARM_UP, Steps

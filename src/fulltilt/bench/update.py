@@ -24,7 +24,7 @@ from fulltilt import config as configuration
 from fulltilt.algo.presets import build
 from fulltilt.batching.pack import minibatch
 from fulltilt.bench import flops, report, rollout, roofline, shapes
-from fulltilt.bench.native import synchronize
+from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.local import (
     Fusing,
@@ -251,24 +251,6 @@ def make_rows(requests: Requests, vocabulary: int) -> list[Row]:
             )
         )
     return rows
-
-
-def kernels_of(work: Callable[[], Any], device: torch.device) -> list[dict[str, Any]]:
-    """What ran, longest first: kernels on CUDA, operators on a CPU, each with the time that it took by itself."""
-    on_cuda = device.type == "cuda"
-    activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[activity]) as profile:
-        work()
-        synchronize(device)
-    found: dict[str, list[float]] = {}
-    for event in profile.events() or []:
-        if event.is_user_annotation or (on_cuda and event.device_type != torch.autograd.DeviceType.CUDA):
-            continue  # a name for a stretch of time, which would count what runs in it a second time; or the host's part
-        found.setdefault(event.name, []).append(event.device_time if on_cuda else event.self_cpu_time_total)
-    return [
-        {"kernel": name, "calls": len(times), "microseconds": sum(times)}
-        for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))
-    ]
 
 
 def run(job: Job, say: report.Say) -> dict[str, Any]:

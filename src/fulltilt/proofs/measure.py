@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fulltilt.bench.device import kernels_of
 from fulltilt.bench.native import synchronize
-from fulltilt.bench.update import kernels_of
 from fulltilt.loop.experience import training_sampling
 from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes

@@ -39,13 +39,13 @@ from fulltilt.records import UserError
 from fulltilt.rollout.sampler import Sampling
 
 BURST = 16  # steps between two looks of the host
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)  # of batches that graphs are made for
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # of batches that graphs are made for: rows that only fill up cost what others do
 TABLE_STEP = 64  # blocks by which the table grows
 
 
 def sizes_up_to(rows: int) -> list[int]:
     """Of the batches that graphs are captured for, where at most that many samples decode at once."""
-    return [size for size in (*SIZES, *range(1536, rows, 512)) if size < rows] + [rows]
+    return [size for size in (*SIZES, *range(192, 1024, 64), *range(1024, rows, 256)) if size < rows] + [rows]
 
 
 class DecodeRow(NamedTuple):  # a dataclass takes three times as long to make, and the device waits for a thousand of them
