@@ -15,7 +15,7 @@ import runs
 import torch
 from transformers import Qwen2Config
 
-from fulltilt.bench import device, options, report, rollout, roofline, shapes, vllm
+from fulltilt.bench import device, options, rollout, roofline, shapes, vllm
 from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.hf import HuggingFace, Setting
 from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
@@ -259,11 +259,11 @@ def test_a_run_beside_transformers(folder: Path) -> None:
     assert found["roofline"] is None and "--bandwidth" in found["roofline_missing"]
     assert found["command"].startswith("fulltilt bench rollout") and found["versions"]["torch"] == torch.__version__
     assert "hf: trying" in ended.error
-    text = report.table(found)
+    text = rollout.table(found)
     assert f"{ours['tokens_per_s']:,.0f}" in text and f"{found['ratio']:.2f} times as fast as hf" in text
     assert (ours["captures"], ours["eager_reason"]) == (0, None) and "CUDA graphs" not in text
     ours["eager_reason"] = "a hook on layer 3"
-    assert "decoded without them, slower: a hook on layer 3" in report.table(found)
+    assert "decoded without them, slower: a hook on layer 3" in rollout.table(found)
 
 
 def test_time_per_token_and_the_roofline_of_a_given_device() -> None:

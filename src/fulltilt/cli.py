@@ -11,6 +11,7 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -266,30 +267,24 @@ def rollout(
     quiet: Quiet = False,
 ) -> None:
     """Measure how fast samples with log-probs are generated: output tokens/s, prefill included, ours and others' on the same requests."""
-    from fulltilt.bench import options, report
+    from fulltilt.bench import options
     from fulltilt.bench import rollout as benchmark
 
-    job = benchmark.prepare(
-        benchmark.Options(
-            model=model,
-            against=options.words(against),
-            device=device,
-            workload=workload,
-            prompts=prompts,
-            samples=samples,
-            kv_bytes=options.size("--kv-bytes", kv_bytes),
-            repeats=repeats,
-            seed=seed,
-            vllm_grid=options.numbers("--vllm-grid", vllm_grid),
-            bandwidth=bandwidth,
-            flops=flops,
-        )
+    asked = benchmark.Options(
+        model=model,
+        against=options.words(against),
+        device=device,
+        workload=workload,
+        prompts=prompts,
+        samples=samples,
+        kv_bytes=options.size("--kv-bytes", kv_bytes),
+        repeats=repeats,
+        seed=seed,
+        vllm_grid=options.numbers("--vllm-grid", vllm_grid),
+        bandwidth=bandwidth,
+        flops=flops,
     )
-    if out is not None:
-        options.check_writable("--out", out)
-    with report.progress(quiet=quiet) as say:
-        found = benchmark.run(job, say)
-    deliver(found, report.table(found), as_json=as_json, out=out)
+    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
 
 
 @bench.command()
@@ -341,7 +336,6 @@ def update(
     quiet: Quiet = False,
 ) -> None:
     """Measure an update: tokens/s and MFU of forward and backward, seconds of the optimizer step, memory, and where the time goes."""
-    from fulltilt.bench import options, report
     from fulltilt.bench import update as benchmark
 
     given = {
@@ -360,24 +354,18 @@ def update(
         "--no-packing": False if no_packing else None,
         "--compile": compile_layers or None,
     }
-    job = benchmark.prepare(
-        benchmark.Options(
-            model=model,
-            device=device,
-            workload=workload,
-            prompts=prompts,
-            samples=samples,
-            repeats=repeats,
-            seed=seed,
-            flops=flops,
-            knobs={option: value for option, value in given.items() if value is not None},
-        )
+    asked = benchmark.Options(
+        model=model,
+        device=device,
+        workload=workload,
+        prompts=prompts,
+        samples=samples,
+        repeats=repeats,
+        seed=seed,
+        flops=flops,
+        knobs={option: value for option, value in given.items() if value is not None},
     )
-    if out is not None:
-        options.check_writable("--out", out)
-    with report.progress(quiet=quiet) as say:
-        found = benchmark.run(job, say)
-    deliver(found, benchmark.table(found), as_json=as_json, out=out)
+    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
 
 
 @bench.command()
@@ -413,30 +401,24 @@ def step(
     quiet: Quiet = False,
 ) -> None:
     """Measure whole GRPO steps, prompts to optimizer step: seconds by phase and peak memory, ours and TRL's on the same prompts."""
-    from fulltilt.bench import options, report
+    from fulltilt.bench import options
     from fulltilt.bench import step as benchmark
 
-    job = benchmark.prepare(
-        benchmark.Options(
-            model=model,
-            against=options.words(against),
-            device=device,
-            workload=workload,
-            prompts=prompts,
-            samples=samples,
-            new_tokens=new_tokens,
-            steps=steps,
-            seed=seed,
-            settings=tuple(settings or ()),
-            trl=tuple(trl or ()),
-            generation=generation,
-        )
+    asked = benchmark.Options(
+        model=model,
+        against=options.words(against),
+        device=device,
+        workload=workload,
+        prompts=prompts,
+        samples=samples,
+        new_tokens=new_tokens,
+        steps=steps,
+        seed=seed,
+        settings=tuple(settings or ()),
+        trl=tuple(trl or ()),
+        generation=generation,
     )
-    if out is not None:
-        options.check_writable("--out", out)
-    with report.progress(quiet=quiet) as say:
-        found = benchmark.run(job, say)
-    deliver(found, benchmark.table(found), as_json=as_json, out=out)
+    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
 
 
 @bench.command()
@@ -460,33 +442,33 @@ def learn(
 ) -> None:
     """Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and of the same run under TRL."""
     from fulltilt.bench import learn as benchmark
+    from fulltilt.bench import options
+
+    asked = benchmark.Options(
+        run=run,
+        folder=folder,
+        overrides=tuple(overrides or ()),
+        against=options.words(against),
+        generation=generation,
+        trl=tuple(trl or ()),
+        minutes=minutes,
+    )
+    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
+
+
+def measure(benchmark: ModuleType, asked: Any, *, out: Path | None, as_json: bool, quiet: bool) -> None:
+    """What can be wrong is said before anything is measured. Neither a disk that filled up meanwhile nor a reader that went away may cost
+    what was."""
     from fulltilt.bench import options, report
 
-    job = benchmark.prepare(
-        benchmark.Options(
-            run=run,
-            folder=folder,
-            overrides=tuple(overrides or ()),
-            against=options.words(against),
-            generation=generation,
-            trl=tuple(trl or ()),
-            minutes=minutes,
-        )
-    )
+    job = benchmark.prepare(asked)
     if out is not None:
         options.check_writable("--out", out)
     with report.progress(quiet=quiet) as say:
         found = benchmark.run(job, say)
-    deliver(found, benchmark.table(found), as_json=as_json, out=out)
-
-
-def deliver(found: dict[str, Any], table: str, *, as_json: bool, out: Path | None) -> None:
-    """What a benchmark found. Neither a disk that filled up meanwhile nor a reader that went away may cost what was measured."""
-    from fulltilt.bench import options
-
     written = json.dumps(found, indent=1)
     try:
-        print(written if as_json else table, flush=True)
+        print(written if as_json else benchmark.table(found), flush=True)
     finally:
         if out is not None:
             options.write("--out", out, written + "\n")

@@ -387,7 +387,7 @@ def document(job: Job, found: Mapping[str, Found]) -> dict[str, Any]:
         "run": configuration.snapshot(config),
         "steps": job.steps,
         **repeat,
-        "versions": repeat["versions"] | (trl.versions() if "trl" in job.against else {}),
+        "versions": repeat["versions"] | (report.packages(trl.PACKAGES) if "trl" in job.against else {}),
     }
 
 

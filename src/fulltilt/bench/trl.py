@@ -259,17 +259,6 @@ class Task:
         return self.prompts_per_step * self.samples_per_prompt
 
 
-def versions() -> dict[str, str]:
-    """Of what a step of TRL runs on: its processes are of this very environment."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
