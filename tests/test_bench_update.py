@@ -227,6 +227,12 @@ def test_an_entropy_bonus_keeps_or_computes_again(folder: Path, plain: dict[str,
     assert kernels_run(kept) < kernels_run(again)
 
 
+def test_logits_are_kept_or_made_again(folder: Path, plain: dict[str, Any]) -> None:
+    again, kept = (measured(folder, "--head-recompute", value) for value in ("true", "false"))
+    assert again["settings"] == plain["settings"] and kept["settings"] == again["settings"] | {"head_recompute": False}
+    assert kept["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-4) and products(kept) < products(again)
+
+
 def kernels_run(found: dict[str, Any]) -> int:
     return sum(int(entry["calls"]) for entry in found["kernels"]["update"])
 

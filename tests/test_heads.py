@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from itertools import product as every
 from pathlib import Path
@@ -23,13 +24,15 @@ from fulltilt.model.heads import CUDA_BYTES, Head, HeadOptions, LogitShape, head
 DEVICE = "cuda" if torch.cuda.is_available() and not dispatch.INTERPRETED else "cpu"
 SHAPES = [LogitShape(), LogitShape(scale=0.4), LogitShape(scale=2.0, cap=1.5)]
 OPTIONS = [HeadOptions(*given) for given in every((True, False), (None, 5), (True, False))]
+OPTIONS += [HeadOptions(recompute=False), HeadOptions(entropy_chunk=5, recompute=False)]
 ROWS, VOCABULARY, WIDTH = 23, 50, 6
 rows_of_a_chunk = pytest.mark.parametrize("numbers", [4 * VOCABULARY, 1 << 26], ids=["chunks of 4", "one chunk"])
 
 
 def name(value: Any) -> str | None:
     if isinstance(value, HeadOptions):
-        return f"{'fused' if value.fused else 'plain'}, chunk {value.entropy_chunk}, {'recompute' if value.entropy_recompute else 'keep'}"
+        kept = "keep" if not value.entropy_recompute else "recompute" if value.recompute else "keep all"
+        return f"{'fused' if value.fused else 'plain'}, chunk {value.entropy_chunk}, {kept}"
     return str(value) if isinstance(value, LogitShape) else None
 
 
@@ -257,9 +260,12 @@ def test_peak_is_as_the_formula_says(options: HeadOptions, entropy: Any, tmp_pat
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 @rows_of_a_chunk
-def test_bytes_saved_for_the_entropy(numbers: int, options: HeadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_saved_for_the_backward_pass(numbers: int, options: HeadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", numbers)
     hidden, weight, targets = inputs(biased=False)
+    least, _alive = saved_bytes(
+        lambda: token_logprobs(hidden, Head(weight, None), targets, 1.0, replace(options, recompute=True), entropy="none")
+    )
     saved = {}
     for entropy in ("gradient", "value", "none"):
         saved[entropy], _alive = saved_bytes(
@@ -268,8 +274,9 @@ def test_bytes_saved_for_the_entropy(numbers: int, options: HeadOptions, monkeyp
     assert saved["value"] == saved["none"]
     for entropy in ("gradient", "value"):
         formula = head_bytes(ROWS, VOCABULARY, WIDTH, options, dtype=torch.float64, device="cpu", entropy=entropy).saved
-        assert saved[entropy] - saved["none"] == formula
-        assert (formula > ROWS * VOCABULARY) is (entropy == "gradient" and not options.entropy_recompute)
+        assert saved[entropy] - least == formula
+        of_entropy = entropy == "gradient" and not options.entropy_recompute
+        assert (formula > ROWS * VOCABULARY) is (of_entropy or not options.recompute)
 
 
 @pytest.mark.parametrize("entropy", ["gradient", "value", "none"])
@@ -278,20 +285,18 @@ def test_what_is_kept_is_not_made_again(entropy: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(biased=False)
     counts = []
-    for recompute in (True, False):
+    for options in (HeadOptions(), HeadOptions(entropy_recompute=False), HeadOptions(recompute=False)):
         with Created() as created:
-            token_logprobs(hidden, Head(weight, None), targets, 1.0, HeadOptions(True, None, recompute), entropy=entropy)[
-                0
-            ].sum().backward()
+            token_logprobs(hidden, Head(weight, None), targets, 1.0, options, entropy=entropy)[0].sum().backward()
         counts.append((sum(count for name, count in created.calls.items() if name.startswith("mm.")), created.calls["addmm_.default"]))
-    assert counts == [(18, 6), (12 if entropy == "gradient" else 18, 6)]
+    assert counts == [(18, 6), (12 if entropy == "gradient" else 18, 6), (12, 6)]
 
 
 def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(biased=False)
     with torch.no_grad(), Created() as created:
-        token_logprobs(hidden, Head(weight, None), targets, 1.0, HeadOptions(entropy_recompute=False))
+        token_logprobs(hidden, Head(weight, None), targets, 1.0, HeadOptions(entropy_recompute=False, recompute=False))
     assert created.calls["empty.memory_format"] == 3 and created.calls["empty_like.default"] == 1  # one chunk's logits, and results
 
 
@@ -406,7 +411,9 @@ def large(rows: int, vocabulary: int, width: int) -> tuple[torch.Tensor, torch.n
 @gpu
 @pytest.mark.parametrize("shape", [LogitShape(), LogitShape(cap=30.0)], ids=name)
 @pytest.mark.parametrize(
-    "options", [*OPTIONS[:1], HeadOptions(entropy_recompute=False), HeadOptions(entropy_chunk=100), OPTIONS[4]], ids=name
+    "options",
+    [*OPTIONS[:1], HeadOptions(entropy_recompute=False), HeadOptions(recompute=False), HeadOptions(entropy_chunk=100), OPTIONS[4]],
+    ids=name,
 )
 def test_bfloat16_against_float64(options: HeadOptions, shape: LogitShape) -> None:
     hidden, weight, targets = large(700, 30_001, 896)  # an odd vocabulary: rows of logits are not aligned

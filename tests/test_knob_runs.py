@@ -122,6 +122,7 @@ KNOBS = {
     "whole logits": ("train.fused_head=false", "train.entropy_chunk=3"),
     "whole logits, kept": ("train.fused_head=false", "train.entropy_recompute=false"),
     "chunks": ("train.entropy_chunk=3", "train.entropy_recompute=false", "ref.entropy_chunk=2"),
+    "kept logits": ("train.head_recompute=false", "train.entropy_chunk=3"),
     "fixed micro-batches": tuple(
         f"{role}.{key}" for role in ("actor", "critic", "ref", "reward_model") for key in ("dynamic_batch=false", "micro_batch=3")
     ),
@@ -177,7 +178,7 @@ def test_a_compiled_run_is_the_run_that_is_not(folder: Path, quick_compiler: Non
     assert_same(found, train(folder, "adapters", *options))
 
 
-@pytest.mark.parametrize("name", ["recompute", "chunks", "packing"])
+@pytest.mark.parametrize("name", ["recompute", "chunks", "kept logits", "packing"])
 def test_sft_has_the_same_knobs(tmp_path: Path, model_folders: ModelFolders, name: str) -> None:
     folder = runs.make(tmp_path / "folder", model_folders("llama-tied"), runs.SFT)
     options = [option for option in KNOBS[name] if option.startswith("train.") and "entropy_recompute" not in option]
@@ -326,6 +327,9 @@ def test_what_no_role_can_do_is_refused(folder: Path, offload_anyway: None) -> N
     assert mistake.startswith("ref.offload_params: true, but the ref runs the actor's own model without its adapters")
     (mistake,) = refused(folder, *alone, "train.entropy_recompute=false")
     assert mistake.startswith("train.entropy_recompute: false, but the loss has no entropy bonus")
+    for value in ("true", "false"):
+        (mistake,) = refused(folder, *alone, "train.fused_head=false", f"train.head_recompute={value}")
+        assert mistake.startswith("train.head_recompute: the head is not fused (train.fused_head), and keeps")
 
 
 def test_more_layers_than_there_are_are_refused(folder: Path) -> None:

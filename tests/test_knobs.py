@@ -48,6 +48,7 @@ BUILT = {
     "train.fused_head": False,
     "train.entropy_chunk": 64,
     "train.entropy_recompute": False,
+    "train.head_recompute": False,
     "ref.offload_params": True,
     "ref.entropy_chunk": 64,
     "critic.packing": False,

@@ -228,7 +228,7 @@ def of_head(tokens: int, keys: Any, entropy_gradient: bool) -> int:
     """Of 152,064 tokens of vocabulary: bounded where it is fused, unless it keeps logits; else four or five times the logits."""
     logits = 4 * 152_064 * tokens
     if keys["fused_head"]:
-        return GIB if keys["entropy_recompute"] else GIB + logits
+        return GIB if keys["entropy_recompute"] and keys.get("head_recompute") is not False else GIB + logits
     return (5 if entropy_gradient else 4) * logits
 
 
@@ -249,6 +249,24 @@ def test_the_estimate_knows_the_head() -> None:
     bonus = {"algorithm": {"entropy_coef": 0.01}, "actor": {"token_budget": 19000}}
     assert settled(where, **bonus).roles["actor"].recompute == "none"
     assert settled(where, **bonus, train={"entropy_recompute": False}).roles["actor"].recompute == "selective"
+
+
+def test_logits_are_kept_where_they_fit_beside_all_else() -> None:
+    where = room(actor=replace(transformer(1.5), head=of_head))
+    found = settled(where)
+    assert not found.roles["actor"].head_recompute
+    assert found.words == ("actor: logits kept until the backward pass (auto: they fit)",)
+    for sections in (
+        {"train": {"head_recompute": True}},
+        {"train": {"fused_head": False}},
+        {"train": {"recompute": "full"}},
+        {"train": {"offload_activations": True}},
+        {"actor": {"token_budget": 50_000}},  # 28 GiB of logits beside 70 of activations
+    ):
+        assert settled(where, **sections).roles["actor"].head_recompute, sections
+    assert not settled(where, train={"head_recompute": False, "recompute": "full"}).roles["actor"].head_recompute
+    assert settled(replace(where, device="cpu")).roles["actor"].head_recompute  # bounded memory, as before
+    assert settled(room(device_gib=40, actor=where.roles["actor"])).roles["actor"].head_recompute
 
 
 def test_a_device_that_would_be_full_to_the_brim_recomputes() -> None:

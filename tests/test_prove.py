@@ -43,6 +43,7 @@ OF_TRAIN = {
     "fused_head": {"actor", "sft", "ref"},
     "entropy_chunk": {"actor", "sft"},
     "entropy_recompute": {"actor"},  # SFT has no entropy bonus
+    "head_recompute": {"actor", "sft"},
     "fused_layers": ALL_ROLES,
     "compile": ALL_ROLES,
 }

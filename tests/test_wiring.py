@@ -430,8 +430,10 @@ def test_the_plan_asks_the_head_itself_for_its_bytes(folder: Path) -> None:
         facts = local.role_facts(parts.actor.model)
         body = parts.actor.model.base_model
     assert facts.head and local.role_facts(ScalarModel(body, torch.nn.Linear(facts.width, 1))).head is None
-    for options in (HeadOptions(), HeadOptions(fused=False), HeadOptions(entropy_chunk=3), HeadOptions(entropy_recompute=False)):
+    differing = ({}, {"fused": False}, {"entropy_chunk": 3}, {"entropy_recompute": False}, {"recompute": False})
+    for options in (HeadOptions(**given) for given in differing):
         keys = {"fused_head": options.fused, "entropy_chunk": options.entropy_chunk, "entropy_recompute": options.entropy_recompute}
+        keys |= {"head_recompute": options.recompute}
         for entropy in ("gradient", "value"):
             sizes = {"dtype": torch.float32, "device": "cpu", "entropy": entropy}
             expected = head_bytes(50, models.VOCABULARY, facts.width, options, **sizes).peak  # type: ignore[arg-type]

@@ -322,6 +322,10 @@ def update(
     no_entropy_recompute: Annotated[
         bool, typer.Option("--no-entropy-recompute", help="Keep what the bonus's gradient needs instead of computing it again.")
     ] = False,
+    head_recompute: Annotated[
+        str | None,
+        typer.Option(metavar="true|false", help="Make the head's logits again in the backward. Default: where they do not fit."),
+    ] = None,
     no_fused_layers: Annotated[bool, typer.Option("--no-fused-layers", help="Layers as transformers has them.")] = False,
     no_fused_head: Annotated[bool, typer.Option("--no-fused-head", help="The head without its kernel.")] = False,
     no_packing: Annotated[bool, typer.Option("--no-packing", help="Pad every sample to the longest of its micro-batch.")] = False,
@@ -349,6 +353,7 @@ def update(
         "--entropy-coef": entropy_coef,
         "--entropy-chunk": entropy_chunk,
         "--no-entropy-recompute": False if no_entropy_recompute else None,
+        "--head-recompute": {"true": True, "false": False}.get(head_recompute or "", head_recompute),
         "--no-fused-layers": False if no_fused_layers else None,
         "--no-fused-head": False if no_fused_head else None,
         "--no-packing": False if no_packing else None,

@@ -262,6 +262,10 @@ class TrainConfig(Section):
     entropy_recompute: bool = True
     """Compute the entropy again in the backward pass instead of keeping what its gradient needs: the softmax of all tokens, or their logits
     in float32 where the head is fused. For algorithms with an entropy bonus."""
+    head_recompute: bool | Auto = "auto"
+    """Make the logits of the fused head again in the backward pass. Off: those of a whole micro-batch are kept until then, in float32,
+    which saves one of the head's four matrix products. `auto`: off on CUDA, where a micro-batch is estimated to fit with them and without
+    any other recompute or offload of activations; else on."""
 
 
 class ActorConfig(Section):

@@ -668,6 +668,15 @@ _SPEED_KNOBS = (
         built=True,
     ),
     _training(
+        "train.head_recompute",
+        (),
+        _AUTO_SWITCH,
+        "bytes saved for the head's backward",
+        "off where the logits of a micro-batch fit beside all else, on CUDA",
+        note="For the fused head; the other one keeps its logits in any case.",
+        built=True,
+    ),
+    _training(
         "train.fused_layers",
         (
             "actor_rollout_ref.model.use_liger",

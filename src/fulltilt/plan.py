@@ -78,6 +78,7 @@ class RoleSettings:
     fused_head: bool = True
     entropy_chunk: int | None = None  # None: by memory
     entropy_recompute: bool = True
+    head_recompute: bool = True
 
 
 @dataclass(frozen=True)
@@ -375,8 +376,8 @@ def given_settings(config: Config, role: str) -> dict[str, Any]:
         shared |= {"recompute_layers": None, "recompute_method": "block"}
     if role == "critic":
         return shared
-    head = {"fused_head": train.fused_head, "entropy_chunk": number(train.entropy_chunk), "entropy_recompute": train.entropy_recompute}
-    return shared | head
+    head = {"entropy_chunk": number(train.entropy_chunk)}
+    return shared | head | {key: getattr(train, key) for key in ("fused_head", "entropy_recompute", "head_recompute")}
 
 
 def number(given: int | str) -> int | None:
@@ -384,8 +385,8 @@ def number(given: int | str) -> int | None:
 
 
 def resolved(keys: Mapping[str, Any]) -> RoleSettings:
-    """Every `auto` that nothing has decided otherwise is off."""
-    off: dict[str, Any] = {"recompute": "none"}
+    """Every `auto` that nothing has decided otherwise is off, but for what saves memory at the cost of time alone."""
+    off: dict[str, Any] = {"recompute": "none", "head_recompute": True}
     return RoleSettings(**{key: off.get(key, False) if value == "auto" else value for key, value in keys.items()})
 
 
@@ -453,8 +454,8 @@ def decide_activations(
     of_host = room.host_bytes - sum(on_host(config, room, given).values())
     bonus = (config.algorithm.entropy_coef or 0) > 0
 
-    def shortage(level: str) -> str | None:
-        at = {**keys, "recompute": level}
+    def shortage(level: str, **other: Any) -> str | None:
+        at = {**keys, "recompute": level, **other}
         if keys["offload_activations"] is True:
             found, where, there = tokens * facts.kept_bytes(at), "hold", of_host
         else:
@@ -469,6 +470,11 @@ def decide_activations(
             reasons[role, "recompute"] = shortage("none") or ""
     if why := shortage(keys["recompute"]):
         switch_on(given, role, "offload_activations", why, reasons)
+    # Last, with what is left: it saves less time for its bytes than all the others cost.
+    all_kept = keys["recompute"] == "none" and keys["offload_activations"] is not True
+    if facts.head and keys.get("head_recompute") == "auto" and keys["fused_head"] and all_kept:
+        keys["head_recompute"] = shortage("none", head_recompute=False) is not None
+        reasons[role, "head_recompute"] = "they fit"
 
 
 def micro_batch_tokens(config: Config, room: Room, role: str) -> int:
@@ -557,6 +563,7 @@ def not_default(role: str, own: RoleSettings) -> Iterator[tuple[str, str]]:
         "fused_head": "whole logits",
         "entropy_chunk": f"{in_pieces} of at most {many(own.entropy_chunk or 0, 'token')} at a time",
         "entropy_recompute": f"{'logits of all tokens' if own.fused_head else 'softmax'} kept for the entropy's gradient",
+        "head_recompute": "logits kept until the backward pass",
     }
     default = RoleSettings()
     yield from ((key, text) for key, text in texts.items() if getattr(own, key) != getattr(default, key))

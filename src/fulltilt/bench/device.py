@@ -31,7 +31,7 @@ def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) ->
             continue  # a name for a stretch of time, which would count what runs in it a second time; or the host's part
         found.setdefault(short(event.name), []).append(event.device_time if on_cuda else event.self_cpu_time_total)
     return [
-        {"kernel": name, "calls": len(times) / parts, "microseconds": sum(times) / parts}
+        {"kernel": name, "calls": len(times) if parts == 1 else len(times) / parts, "microseconds": sum(times) / parts}
         for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))
     ]
 

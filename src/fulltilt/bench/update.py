@@ -65,6 +65,7 @@ KEYS = {
     "--entropy-coef": "algorithm.entropy_coef",
     "--entropy-chunk": "train.entropy_chunk",
     "--no-entropy-recompute": "train.entropy_recompute",
+    "--head-recompute": "train.head_recompute",
     "--compile": "train.compile",
 }
 

@@ -424,7 +424,7 @@ def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOfflo
 
 
 def head_options(settings: RoleSettings) -> HeadOptions:
-    return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute)
+    return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
 def make_account(device: torch.device, models: Models, roles: Roles, engine: NativeEngine | None) -> Account:
@@ -462,6 +462,11 @@ def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -
         or_bonus = ", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else ""
         mistakes.append(
             f"train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. Remove the key{or_bonus}"
+        )
+    if config.train.head_recompute != "auto" and not config.train.fused_head:
+        mistakes.append(
+            "train.head_recompute: the head is not fused (train.fused_head), and keeps the logits of a micro-batch in any case. Remove one "
+            "of the keys"
         )
     return mistakes
 
@@ -519,7 +524,10 @@ def role_facts(model: torch.nn.Module) -> RoleFacts:
 
 def head_peak(model: PreTrainedModel, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
     """Most bytes of the vocabulary head's temporaries, where all tokens are trained on."""
-    weight, options = Head.of(model).weight, HeadOptions(keys["fused_head"], keys["entropy_chunk"], keys["entropy_recompute"])
+    weight, options = (
+        Head.of(model).weight,
+        HeadOptions(keys["fused_head"], keys["entropy_chunk"], keys["entropy_recompute"], keys["head_recompute"] is not False),
+    )
     vocabulary, width = weight.shape
     entropy: Entropy = "gradient" if entropy_gradient else "value"
     return head_bytes(tokens, vocabulary, width, options, dtype=weight.dtype, device=weight.device.type, entropy=entropy).peak

@@ -49,7 +49,7 @@ class Call:
     cap: float | None
     rows: Rows
     entropy: Entropy = "gradient"
-    keep: bool = False  # the products of the forward pass until the backward pass, where the entropy has one
+    keep: bool = False  # the products of the forward pass until the backward pass, which makes them again otherwise
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def token_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Log-probs [R], and entropies [R] or None."""
     learns = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    if call.keep and not (learns and call.entropy == "gradient"):
+    if call.keep and not learns:
         call = replace(call, keep=False)
     return _TokenLogprobs.apply(hidden, weight, bias, targets, call)  # type: ignore[no-any-return, no-untyped-call]
 

@@ -83,11 +83,18 @@ class HeadOptions:
     entropy_chunk: int | None = None
     """Most rows at a time: of the entropy where it is not fused, of everything where it is. None: by memory."""
     entropy_recompute: bool = True
-    """False: what the backward pass of the entropy needs is kept from the forward pass, the softmax of all rows; fused, the products of all
-    rows, in float32, so that neither the entropy's nor the log-prob's backward pass makes them again: one matrix product of four less."""
+    """False: what the backward pass of the entropy needs is kept from the forward pass, the softmax of all rows; fused, as `recompute` has
+    it."""
+    recompute: bool = True
+    """Fused, the backward pass makes the products of a chunk again. False: those of all rows are kept from the forward pass, in float32:
+    one matrix product of four less."""
 
     def __post_init__(self) -> None:
         assert self.entropy_chunk is None or self.entropy_chunk > 0
+
+    def keeps(self, entropy: Entropy) -> bool:
+        """Fused, the products of all rows."""
+        return not self.recompute or (entropy == "gradient" and not self.entropy_recompute)
 
 
 @overload
@@ -115,7 +122,7 @@ def token_logprobs(
     if not options.fused:
         return plain_logprobs(hidden, head, targets, temperature, options, entropy)
     rows = rows_at_once(len(hidden), len(head.weight), options, hidden.dtype, hidden.device.type)
-    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, keep=not options.entropy_recompute)
+    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, keep=options.keeps(entropy))
     return fused_logprobs(hidden, head.weight, head.bias, targets, call)
 
 
@@ -178,7 +185,7 @@ class HeadBytes:
 
     largest: int  # one tensor, forward or backward
     entropy: int  # the largest that the entropy is computed through
-    saved: int  # for the backward pass of the entropy alone, until it
+    saved: int  # for the backward pass, until it, beside what log-probs need whose products are made again
     peak: int  # all that exist at one time, at most; where torch reads capped logits, one tensor of the same size more
 
 
@@ -196,7 +203,7 @@ def head_bytes(
 
 def fused_bytes(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str, entropy: Entropy) -> HeadBytes:
     size = rows_at_once(rows, vocabulary, options, dtype, device)
-    kept = entropy == "gradient" and not options.entropy_recompute
+    kept = options.keeps(entropy)
     wide = wide_bytes(dtype) * vocabulary
     forward, logits, gradient = (min(rows, given) for given in (size.forward, size.logits, size.gradient))
     of_gradient = dtype.itemsize * vocabulary * gradient
@@ -205,7 +212,7 @@ def fused_bytes(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.d
     return HeadBytes(
         largest,
         entropy=0 if entropy == "none" else largest,
-        saved=rows * ((wide if kept else 0) + wide_bytes(dtype)) if entropy == "gradient" else 0,
+        saved=rows * ((wide if kept else 0) + (wide_bytes(dtype) if entropy == "gradient" else 0)),
         peak=rows * wide + of_gradient + beside if kept else max(wide * forward, wide * logits + of_gradient + beside),
     )
 

@@ -21,6 +21,7 @@ ROLES: tuple[tuple[str, str, str, Base], ...] = (
     ("reward_model", "reward_model", "reward_model", "ppo"),
 )
 LEARNERS = ROLES[:3]
+AGAIN: Settings = {"train.head_recompute": True}  # where other activations are counted, or `auto` would keep logits on one side
 # transformers' norms compute in float32 whatever the model does, and a compiler orders their sums anew; with wider ones 1e-15 is left.
 COMPILED = 4e-6
 NO_KERNELS = "a CPU runs no kernels: there fused layers run torch's own operations, with joined products"
@@ -48,7 +49,7 @@ def of_recompute() -> Iterator[Proof]:
     for shown, role, section, base in LEARNERS:
         knob, kept = f"{section}.recompute", measure.activations(role)
         for kind in ("selective", "full"):
-            yield Proof(knob, shown, kept.where(kind), Sides({knob: "none"}, {knob: kind}), base=base)
+            yield Proof(knob, shown, kept.where(kind), Sides({knob: "none"}, {knob: kind}, AGAIN), base=base)
         some = Sides({layers: 1}, {layers: 3}, {knob: "full"})
         yield Proof(layers, shown, kept.where("of the first layer or the first three"), some, base=base)
         blocks = Sides({method: "block"}, {method: "uniform"}, {knob: "full", layers: 2})
@@ -58,7 +59,7 @@ def of_recompute() -> Iterator[Proof]:
 def of_activations() -> Iterator[Proof]:
     for shown, role, section, base in LEARNERS:
         knob, left = f"{section}.offload_activations", measure.between_passes(role)
-        yield Proof(knob, shown, left, Sides.switch(knob), base=base, needs_cuda=REFUSED)
+        yield Proof(knob, shown, left, Sides.switch(knob, AGAIN), base=base, needs_cuda=REFUSED)
         both = Sides.switch(knob, {f"{section}.recompute": "full"})
         yield Proof(knob, shown, left.where("with full recompute"), both, base=base, needs_cuda=REFUSED)
 
@@ -104,9 +105,12 @@ def of_head(world: World) -> Iterator[Proof]:
     # Without the fused head the reference role has no use for a chunk, and the key is refused.
     yield Proof("train.fused_head", "ref", head.where(f"{few} tokens at a time"), Sides(plain, {**fused, **of_ref}))
     yield Proof("ref.entropy_chunk", "ref", head, Sides({"ref.entropy_chunk": "auto"}, of_ref))
-    for path, shared in (("fused", fused), ("not fused", plain)):
+    for path, shared in (("fused", {**fused, **AGAIN}), ("not fused", plain)):
         kept = measure.activations("actor").where(f"the head's included, {path}")
         yield Proof("train.entropy_recompute", "actor", kept, Sides.switch("train.entropy_recompute", shared))
+    for shown, role, _, base in LEARNERS[:2]:
+        kept = measure.activations(role).where("the head's included")
+        yield Proof("train.head_recompute", shown, kept, Sides.switch("train.head_recompute"), base=base)
 
 
 def of_layers(*, on_cuda: bool) -> Iterator[Proof]:

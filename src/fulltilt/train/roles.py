@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -86,7 +86,8 @@ class Policy:
         """Of the head's largest temporary in passes over these, by its own count."""
         weight, rows = Head.of(self.model).weight, max((len(micro.trained) for micro in micro_batches), default=0)
         entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
-        return head_bytes(rows, vocabulary, width, self.options, dtype=weight.dtype, device=self.device.type, entropy=entropy).largest
+        options = self.options if learns else replace(self.options, recompute=True)  # nothing is kept without a gradient
+        return head_bytes(rows, vocabulary, width, options, dtype=weight.dtype, device=self.device.type, entropy=entropy).largest
 
     def terms(self, micro: MicroBatch) -> TokenTerms:
         logprobs, entropy = self.run(micro, self.learning_entropy)
