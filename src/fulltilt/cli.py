@@ -54,7 +54,7 @@ BenchWorkload = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="design, long, tail or small: see docs/bench.md. Default: design on cuda, small on cpu.",
+        help="design, long, tail, whole or small: see docs/bench.md. Default: design on cuda, small on cpu.",
         show_default=False,
     ),
 ]

@@ -72,6 +72,7 @@ WORKLOADS = {
         Workload("design", 128, 8, Even(96, 512), Lognormal(319, 0.8, 16, 1024)),
         Workload("long", 192, 8, Even(256, 256), Lognormal(1490, 0.8, 1, 8192), kv_bytes=12 * GIB, slow=True),
         Workload("tail", 16, 1, Even(4096, 4096), Even(256, 256), per_token=True),
+        Workload("whole", 4, 1, Even(256, 256), Even(32512, 32512), slow=True),
         # An eighth of `design` in every length: what two cores do in seconds.
         Workload("small", 32, 4, Even(12, 64), Lognormal(40, 0.8, 2, 128)),
     )
