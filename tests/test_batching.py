@@ -28,7 +28,7 @@ from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.plan import Facts, make_budgets
 from fulltilt.records import MicroBatch, Row
 from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Critic, Policy, Scorer
+from fulltilt.train.roles import Critic, Policy, Scorer, annotate_all
 from fulltilt.train.trainer import Trainer
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -408,7 +408,7 @@ def test_padding_changes_no_gradient_of_a_critic_and_no_score_of_a_reward_model(
     role, scores = Scorer("reward_model", model), []
     for packing in (True, False):
         micro_batches = forward_micro_batches(texts, MicroSizing(True, 10_000, packing=packing))
-        judged = scatter(texts, micro_batches, [role.annotate(micro) for micro in micro_batches], "values")
+        judged = scatter(texts, micro_batches, list(annotate_all(role, micro_batches)), "values")
         scores.append([float(row.values[-1]) for row in judged if row.values is not None])
     assert scores[0] == pytest.approx(scores[1], abs=1e-6) and len(set(scores[0])) == len(rows)  # annotate gives float32
 

@@ -23,8 +23,10 @@ from test_scalar import classifier
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss, value_loss
+from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import ModelConfig, TrainConfig
+from fulltilt.config import AlgorithmConfig, Config, DataConfig, ModelConfig, TrainConfig
+from fulltilt.model.arrays import to_host
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import add_adapters, without_adapters
@@ -35,7 +37,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineLimits, NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Critic, Policy
+from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
@@ -157,6 +159,40 @@ def test_few_samples_decode_as_training_computes(hidden: int, inner: int, heads:
     assert gap < 1e-6  # the log-probs' own rounding in float32; one other bit in a layer makes a thousand times that
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_a_micro_batch_never_waits_for_the_device(fused: bool, model_folders) -> None:
+    """While one is computed the host prepares the next: a copy that waits would leave the device idle in between, twice a micro-batch."""
+    model = load_model(ModelConfig(path=str(model_folders("qwen3")), dtype="bfloat16"), GPU)
+    if fused:
+        fuse_and_compare(model)
+    random = np.random.default_rng(2)
+    rows = [
+        Row(
+            ids=document,
+            mask=np.arange(len(document)) >= 2,
+            **{name: random.normal(size=len(document)).astype(np.float32) for name in ("rollout_logprobs", "advantages")},
+        )
+        for document in documents()
+    ]
+    policy = Policy("actor", model, 1.0, Optimizer(model, TrainConfig(), 1))
+    config = Config(model=ModelConfig(path="-"), data=DataConfig(train="-"), algorithm=AlgorithmConfig(name="grpo", prompts_per_step=1))
+    loss = build(config).loss
+    trainer = Trainer(policy, loss)
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 120))
+    trainer.accumulate(batch)  # compiles
+    trainer.optimizer.prepare()
+    first, *_ = annotate_all(policy, batch.micro_batches)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for micro in batch.micro_batches:
+            loss(policy.terms(micro)).loss.backward()
+        given = [to_host(policy.annotate(micro)) for micro in batch.micro_batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    np.testing.assert_array_equal(given[0](), first)  # nothing has changed the weights
+
+
 # ---- critic, reward model, adapters ------------------------------------------------------------------------------------------------
 
 
@@ -176,7 +212,7 @@ def test_critics_values_and_gradients_equal_the_cpus(family: str, tmp_path: Path
         model = load_scalar(ModelConfig(path=str(tmp_path), dtype=dtype), device, key="critic.path", head="new")
         verify_body(model.body)
         critic = Critic("critic", model, Optimizer(model, TrainConfig(), 1, keeps_parameters=True))
-        numbers.append(np.concatenate([critic.annotate(micro) for micro in batch.micro_batches]))
+        numbers.append(np.concatenate(list(annotate_all(critic, batch.micro_batches))))
         Trainer(critic, partial(value_loss, value_clip=0.0)).accumulate(batch)
         flat.append(gradients(model))
     assert np.std(numbers[1]) > 0.1

@@ -24,7 +24,7 @@ from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
 from fulltilt.records import MiniBatch, Row
 from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Critic, Policy
+from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def filled(rows: list[Row], policy: Policy) -> list[Row]:
     found = []
     for row in rows:
         (micro,) = minibatch([row], "token-mean", 1, MicroSizing(True, 1)).micro_batches
-        own = policy.annotate(micro)
+        (own,) = annotate_all(policy, [micro])
         fields: dict[str, Any] = {name: np.zeros(row.tokens, np.float32) for name in ("rollout", "old", "ref")}
         for array, spread in zip(fields.values(), (0.3, 0.3, 0.5), strict=True):
             array[row.mask] = own + random.normal(0.1, spread, len(own))

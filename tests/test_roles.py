@@ -139,7 +139,7 @@ def watched(folder: Path, *overrides: str) -> Iterator[Watched]:
 def count_passes(role: Any, counts: Counter[str]) -> None:
     really = role.annotate
 
-    def annotate(micro: MicroBatch) -> np.ndarray:
+    def annotate(micro: MicroBatch) -> torch.Tensor:
         counts[role.name] += 1
         return really(micro)  # type: ignore[no-any-return]
 

@@ -31,7 +31,7 @@ from fulltilt.rollout.engine import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.train.roles import Policy
+from fulltilt.train.roles import Policy, annotate_all
 
 BATCHES = (1, 8, 16, 32, 128, 256, 512, 1024)  # whose decode steps are timed
 PROFILED, PROFILED_STEPS = (16, 32, 256, 1024), 4  # whose kernels are timed one by one, over so many steps
@@ -121,7 +121,7 @@ class Native:
         ]
         micro = forward_micro_batches(rows, MicroSizing(dynamic=True, token_budget=self.budgets.forward_token_budget))
         trainer = Policy("actor", self.model, self.sampling.temperature)
-        rows = scatter(rows, micro, [trainer.annotate(batch) for batch in micro], "old_logprobs")
+        rows = scatter(rows, micro, list(annotate_all(trainer, micro)), "old_logprobs")
         gaps = np.concatenate(
             [
                 np.abs(row.old_logprobs[row.mask] - sample.logprobs)

@@ -23,6 +23,7 @@ from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import Kept, collect
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.train.roles import annotate_all
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -103,9 +104,9 @@ def annotate(rows: list[Row], parts: Parts, name: str, field: str, console: Cons
     parts.residents.need(parts.owner(name))
     found = []
     with parts.account.passes(role.head_bytes(micro_batches, learns=False)):
-        for number, micro in enumerate(micro_batches, 1):
-            found.append(role.annotate(micro))
-            console.phase_progress(number, len(micro_batches))
+        for numbers in annotate_all(role, micro_batches):
+            found.append(numbers)
+            console.phase_progress(len(found), len(micro_batches))
     if pads is not None:
         pads[name] += sum(micro.pad_tokens for micro in micro_batches)
     return scatter(rows, micro_batches, found, field)

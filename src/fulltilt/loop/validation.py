@@ -21,6 +21,7 @@ from fulltilt.loop.experience import sample_groups, score_groups, validation_sam
 from fulltilt.observe.console import Console
 from fulltilt.observe.validation import sample_rows, summarise
 from fulltilt.records import Group, Score
+from fulltilt.train.roles import annotate_all
 
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 
@@ -56,8 +57,7 @@ def validation_loss(data: RowSet, parts: Parts) -> float:
     parts.residents.need("actor")
     micro_batches = forward_micro_batches(data.rows, parts.forward_sizes["actor"])
     with parts.account.passes(parts.actor.head_bytes(micro_batches, learns=False)):
-        for micro in micro_batches:
-            logprobs = parts.actor.annotate(micro)
+        for logprobs in annotate_all(parts.actor, micro_batches):
             total -= float(logprobs.sum(dtype=np.float64))
             tokens += len(logprobs)
     return total / max(1, tokens)

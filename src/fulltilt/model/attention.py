@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 
 from fulltilt.kernels.dispatch import runs_triton
 from fulltilt.kernels.paged_attention import paged_attention, rotate_and_write, write_kv
+from fulltilt.model.arrays import to_device
 from fulltilt.records import UserError
 
 NAME = "fulltilt"
@@ -66,32 +67,28 @@ class Scoring:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Documents side by side in one stream of tokens; each attends to itself only.
+    """Documents side by side in one stream of tokens; each attends to itself only."""
 
-    Documents of one length share a call on CPU, where a call costs more than a short document: `buckets` holds their token indices and
-    `unsort` puts the results back into stream order.
-    """
-
-    cu_seqlens: torch.Tensor  # int32 [documents + 1]
+    bounds: np.ndarray  # int64 [documents + 1]: where each begins, and the end
+    cu_seqlens: torch.Tensor  # the same, int32, on the device
     longest: int
-    buckets: tuple[torch.Tensor, ...]  # int64 [documents of that length, length]
-    unsort: torch.Tensor  # int64 [T]
     seen: dict[int, LayerShape] = field(default_factory=dict)  # layer index -> shape, filled as layers pass through
 
     @staticmethod
     def of(cu_seqlens: np.ndarray | Sequence[int], device: torch.device) -> Packed:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
-        starts, lengths = bounds[:-1], np.diff(bounds)
+        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(np.diff(bounds).max(initial=0)))
+
+    @cached_property
+    def by_length(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Where no kernel takes documents of many lengths, those of one length share a call: the indices of their tokens, int64 [documents
+        of that length, length], and what puts the results back into stream order, int64 [T]."""
+        starts, lengths, device = self.bounds[:-1], np.diff(self.bounds), self.cu_seqlens.device
         buckets = [starts[lengths == length][:, None] + np.arange(length)[None, :] for length in np.unique(lengths) if length]
         order = np.concatenate([bucket.ravel() for bucket in buckets]) if buckets else np.zeros(0, np.int64)
         unsort = np.empty_like(order)
         unsort[order] = np.arange(len(order))
-        return Packed(
-            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)).to(device),
-            longest=int(lengths.max(initial=0)),
-            buckets=tuple(torch.from_numpy(bucket).to(device) for bucket in buckets),
-            unsort=torch.from_numpy(unsort).to(device),
-        )
+        return tuple(to_device(bucket, device) for bucket in buckets), to_device(unsort, device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,14 +287,15 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, s
         bounds = context.cu_seqlens
         return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)
     outputs = []
-    for index in context.buckets:
+    buckets, unsort = context.by_length
+    for index in buckets:
         length = index.shape[1]
         qs, ks, vs = (states[index].transpose(1, 2) for states in (q, k, v))  # [documents, heads, length, width]
         narrow = scoring.window is not None and scoring.window < length
         mask = causal_mask(length, length, scoring.window, q.device) if narrow else None
         out = attend(qs, repeat(ks, q), repeat(vs, q), mask, scoring)
         outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
-    return torch.cat(outputs)[context.unsort] if outputs else q
+    return torch.cat(outputs)[unsort] if outputs else q
 
 
 def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, layer: int, scoring: Scoring) -> torch.Tensor:

@@ -200,8 +200,8 @@ def keep_micro_batch(step: Step, role: str, own: Callable[[MicroBatch], Any], mi
     step.micro_batches.setdefault((role, learns), []).append(micro)
     found = own(micro)
     if not learns:
-        rows = step.outputs.setdefault(role, {})
-        rows |= {row: found[micro.trained_row == place] for place, row in enumerate(micro.rows)}
+        rows, numbers = step.outputs.setdefault(role, {}), found.cpu().numpy()
+        rows |= {row: numbers[micro.trained_row == place] for place, row in enumerate(micro.rows)}
     return found
 
 

@@ -30,6 +30,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import EMPTY, RUNNING, Progress, Workspace, finish, sample
+from fulltilt.model.arrays import to_device
 from fulltilt.model.attention import Decode, LayerShape
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.forward import hidden_states
@@ -150,13 +151,8 @@ class Decoder:
     def give(self, blocks: Sequence[tuple[int, int, int]]) -> None:
         """More blocks for rows of the batch, as (row, place in its table, block), for launches to come."""
         if blocks:
-            rows, places, numbers = self._moved(np.array(blocks, dtype=np.int64).T).unbind(0)
+            rows, places, numbers = to_device(np.array(blocks, dtype=np.int64).T, self.model.device).unbind(0)
             self._table[rows, places] = numbers.int()
-
-    def _moved(self, numbers: np.ndarray) -> torch.Tensor:
-        """On the device, without a wait for what runs there."""
-        here = torch.from_numpy(np.ascontiguousarray(numbers))
-        return here if self.model.device.type == "cpu" else here.pin_memory().to(self.model.device, non_blocking=True)
 
     def _fill(self, rows: Sequence[DecodeRow], size: int, sampling: Sampling) -> None:
         """Everything that a step reads, in one go."""
@@ -170,12 +166,12 @@ class Decoder:
         table = np.zeros((size, self._table.shape[1]), dtype=np.int32)
         for place, own in enumerate(blocks):
             table[place, : len(own)] = own
-        progress, there = self._progress, self._moved(numbers)
+        progress, there = self._progress, to_device(numbers, self.model.device)
         targets = (progress.states, progress.limits, progress.lengths, progress.positions, progress.inputs, self._seeds)
         for target, column in zip(targets, there, strict=False):
             target[:size].copy_(column)
         self._ends[:size] = torch.where(there[6, :, None] > 0, -1, self._end_tokens)
-        self._table[:size].copy_(self._moved(table))
+        self._table[:size].copy_(to_device(table, self.model.device))
         self._temperature.fill_(sampling.temperature)
         self._top_k.fill_(sampling.top_k)
         self._top_p.fill_(sampling.top_p)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.model.arrays import to_device
 from fulltilt.model.attention import LayerShape, Paged
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
@@ -87,17 +88,17 @@ class Runner:
         device = self.model.device
         ids = [token for work in step.work for token in work.sequence.ids(work.start, work.start + work.count)]
         positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in step.work])
-        hidden = hidden_states(self.model, torch.tensor(ids, device=device), torch.from_numpy(positions).to(device), self._context(step))
+        hidden = hidden_states(self.model, to_device(np.array(ids), device), to_device(positions, device), self._context(step))
         ends = np.cumsum([work.count for work in step.work]) - 1
         drawn = [int(end) for end, work in zip(ends, step.work, strict=True) if work.samples]
-        return self.head.logits(hidden[torch.tensor(drawn, dtype=torch.int64, device=device)])
+        return self.head.logits(hidden[to_device(np.array(drawn, dtype=np.int64), device)])
 
     def copy(self, copies: tuple[tuple[int, int], ...]) -> None:
         if not copies:
             return
         place = np.arange(self.block_tokens)
         sources, targets = (
-            torch.from_numpy((np.array(blocks)[:, None] * self.block_tokens + place).ravel()).to(self.model.device)
+            to_device((np.array(blocks)[:, None] * self.block_tokens + place).ravel(), self.model.device)
             for blocks in zip(*copies, strict=True)
         )
         for cache in self._keys + self._values:
@@ -114,7 +115,7 @@ class Runner:
         place = np.arange(slots.shape[1])
         new = (place >= (lengths - counts)[:, None]) & (place < lengths[:, None])
         old = place < lengths[:, None]
-        move = lambda array, dtype=np.int64: torch.from_numpy(array.astype(dtype)).to(device)  # noqa: E731
+        move = lambda array, dtype=np.int64: to_device(array.astype(dtype), device)  # noqa: E731
         return Paged(
             keys=self._keys,
             values=self._values,

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from fulltilt.kernels.sampling import sample
+from fulltilt.model.arrays import to_device
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,12 @@ def draw(
     device = logits.device
     return sample(
         logits.float(),
-        torch.from_numpy(seeds.view(np.int64)).to(device),
-        torch.from_numpy(positions.astype(np.int64)).to(device),
+        to_device(seeds.view(np.int64), device),
+        to_device(positions.astype(np.int64), device),
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
-        rows=None if rows is None else torch.from_numpy(rows).to(device),
+        rows=None if rows is None else to_device(rows, device),
     )
 
 

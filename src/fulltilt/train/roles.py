@@ -7,7 +7,7 @@ computed with its gradient where the loss has a bonus, as a number where it is o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Entropy, Head, HeadOptions, head_bytes, token_logprobs
@@ -45,7 +46,7 @@ class Annotator(Protocol):
 
     name: str
 
-    def annotate(self, micro: MicroBatch) -> np.ndarray: ...
+    def annotate(self, micro: MicroBatch) -> torch.Tensor: ...
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None: ...
 
@@ -96,18 +97,18 @@ class Policy:
             logprobs=logprobs,
             entropy=entropy,
             weights=like(micro.weights, logprobs),
-            row=torch.from_numpy(micro.trained_row).to(self.device),
+            row=to_device(micro.trained_row, self.device),
             rollout_logprobs=like_if_any(micro.rollout_logprobs, logprobs),
             old_logprobs=like_if_any(micro.old_logprobs, logprobs),
             ref_logprobs=like_if_any(micro.ref_logprobs, logprobs),
             advantages=like_if_any(micro.advantages, logprobs),
-            fresh=torch.from_numpy(micro.fresh).to(self.device),
+            fresh=to_device(micro.fresh, self.device),
         )
 
     @torch.no_grad()
-    def annotate(self, micro: MicroBatch) -> np.ndarray:
+    def annotate(self, micro: MicroBatch) -> torch.Tensor:
         """Log-probs, float32 [R]."""
-        return self.run(micro)[0].float().cpu().numpy()
+        return self.run(micro)[0].float()
 
 
 @dataclass(eq=False)
@@ -132,9 +133,9 @@ class Critic(ScalarHead):
         return ValueTerms(values, like(micro.weights, values), like(micro.values, values), like(micro.returns, values))
 
     @torch.no_grad()
-    def annotate(self, micro: MicroBatch) -> np.ndarray:
+    def annotate(self, micro: MicroBatch) -> torch.Tensor:
         """Values, float32 [R]."""
-        return self.run(micro).float().cpu().numpy()
+        return self.run(micro).float()
 
 
 @dataclass(eq=False)
@@ -145,19 +146,30 @@ class Scorer(ScalarHead):
     model: ScalarModel
 
     @torch.no_grad()
-    def annotate(self, micro: MicroBatch) -> np.ndarray:
+    def annotate(self, micro: MicroBatch) -> torch.Tensor:
         """Scores, float32 [R]."""
         ids, positions, marked = stream(micro, self.model.device)
-        return self.model.values(ids, positions, Packed.of(micro.cu_seqlens, self.model.device))[marked].float().cpu().numpy()
+        return self.model.values(ids, positions, Packed.of(micro.cu_seqlens, self.model.device))[marked].float()
+
+
+def annotate_all(role: Annotator, micro_batches: Iterable[MicroBatch]) -> Iterator[np.ndarray]:
+    """What the role says of each micro-batch, read while the device works on the next."""
+    last: Callable[[], np.ndarray] | None = None
+    for micro in micro_batches:
+        before, last = last, to_host(role.annotate(micro))
+        if before is not None:
+            yield before()
+    if last is not None:
+        yield last()
 
 
 def stream(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, positions, trained = (torch.from_numpy(array).to(device) for array in (micro.ids, micro.positions, micro.trained))
+    ids, positions, trained = (to_device(array, device) for array in (micro.ids, micro.positions, micro.trained))
     return ids, positions, trained
 
 
 def like(array: np.ndarray, other: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(array).to(device=other.device, dtype=other.dtype)
+    return to_device(array, other.device).to(other.dtype)
 
 
 def like_if_any(array: np.ndarray | None, other: torch.Tensor) -> torch.Tensor | None:
