@@ -327,26 +327,28 @@ def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypat
         assert "last words" in dead.measure()["error"]
 
 
-def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("busy", ["turn", "sleep"])
+def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str) -> None:
     (tmp_path / "peer.py").write_text(PEER)
     (tmp_path / "parent.py").write_text(PARENT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(process.__file__).parents[2])]))
-    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked")]
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked"), busy]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "the parent dies" in ended.stderr
     deadline = time.monotonic() + 20
     while Path(f"/proc/{int(ended.stdout)}").exists():
-        assert time.monotonic() < deadline, "a peer waits for a turn that never comes"
+        assert time.monotonic() < deadline, "a peer works for nobody"
         time.sleep(0.05)
 
 
 PARENT = """
-import os, sys
+import os, sys, time
 from pathlib import Path
 from fulltilt.bench import process
 
-peer = process.start("peer", {"do": "turn"}, Path(sys.argv[1]))
-peer.wait_until_ready()
+peer = process.start("peer", {"do": sys.argv[2]}, Path(sys.argv[1]))
+while not peer.log.read_text():
+    time.sleep(0.02)
 print(peer.child.pid, flush=True)
 print("the parent dies", file=sys.stderr, flush=True)
 os._exit(1)
@@ -365,6 +367,7 @@ def run(request, answer):
         print("last words", flush=True)
         os._exit(3)
     if request["do"] == "turn":
+        print("ready", flush=True)
         process.wait_for_turn()
         answer["measured"] = time.time()
         return

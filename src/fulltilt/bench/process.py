@@ -1,7 +1,7 @@
 """A peer in a process of its own, so that its memory is gone afterwards.
 
-Enters: the module that runs there, and a request. Leaves: its answer. Guaranteed: none of its processes outlives the call; an answer is
-whole or not there; what fails is told in the answer, under "error", with the end of what was printed where it died without a word.
+Enters: the module that runs there, and a request. Leaves: its answer. Guaranteed: none of its processes outlives the call, nor the caller,
+however that ends; an answer is whole or not there; what fails is told in the answer, under "error", with the end of what was printed where it died without a word.
 
     answer = ask("fulltilt.bench.trl", request, folder)         # starts: python -m fulltilt.bench.trl REQUEST.json RESULT.json
     serve(run)                                                  # what that module does: run(request, answer) fills the answer
@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from typing import Any
 LIMIT_S = 3600.0  # of one start with all that is measured
 LOG_LINES = 12
 LOOK_S = 0.05  # between looks at a flag
+LOOK_AT_PARENT_S = 1.0
 READY, TURN = "ready", "turn"
 # Offline, and sampling without a compiler: vLLM's sampler of choice is built with nvcc where it is missing, for top-k and top-p only.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -116,17 +118,23 @@ def flag(answered: Path, name: str) -> Path:
 
 
 def wait_for_turn() -> None:
-    """Said to be ready, until it is this process's turn to be measured. Where its parent has died, nobody will come."""
-    answered, parent = Path(sys.argv[2]), os.getppid()
+    """Said to be ready, until it is this process's turn to be measured."""
+    answered = Path(sys.argv[2])
     flag(answered, READY).touch()
     while not flag(answered, TURN).exists():
-        if os.getppid() != parent:
-            raise SystemExit("the process that started this one is gone")
         time.sleep(LOOK_S)
+
+
+def end_with(parent: int) -> None:
+    """The parent that was killed could not end this session, which would hold the device for nobody."""
+    while os.getppid() == parent:
+        time.sleep(LOOK_AT_PARENT_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
     """In the other process. What `run` had put into the answer before it failed is in it too."""
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     asked, answered = map(Path, sys.argv[1:])
     answer: dict[str, Any] = {}
     try:
