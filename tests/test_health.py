@@ -69,7 +69,7 @@ BORDERS = [
     ("entropy-collapse", {"actor/entropy": 0.00499}, {"actor/entropy": 0.005}),
     ("all-clipped", {"response_length/clip_ratio": 0.9901}, {"response_length/clip_ratio": 0.99}),
     ("reward-errors", {"reward/errors": 33}, {"reward/errors": 32}),
-    ("logprob-gap", {"rollout_corr/logprob_abs_gap": 0.0101}, {"rollout_corr/logprob_abs_gap": 0.01}),
+    ("logprob-gap", {"rollout_corr/logprob_abs_gap": 0.0501}, {"rollout_corr/logprob_abs_gap": 0.05}),
 ]
 
 

@@ -385,8 +385,9 @@ class HealthConfig(Section):
     """`all-clipped`: a larger share of responses cut at `rollout.max_new_tokens`."""
     max_reward_errors: float = Field(default=0.5, ge=0, le=1)
     """`reward-errors`: a larger share of samples whose reward failed."""
-    max_logprob_gap: float = Field(default=0.01, gt=0)
-    """`logprob-gap`: mean absolute difference between rollout and trainer log-probs above this."""
+    max_logprob_gap: float = Field(default=0.05, gt=0)
+    """`logprob-gap`: mean absolute difference between rollout and trainer log-probs above this. Rounding to bfloat16 alone makes 0.025 of
+    SmolLM2-135M's."""
 
 
 class LogConfig(Section):
