@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +116,25 @@ def test_rewards_in_the_other_process_are_the_runs_own(place: Path) -> None:
     assert score(["abc", "ABC"], [0, 1]) == [3 / 24, 0]
 
 
-def test_prompts_of_other_tokens_are_an_error() -> None:
-    learn_trl.check_prompts([10, 20], [15, 41], [5, 6])
+def test_prompts_of_other_tokens_end_the_measurement_at_once(tmp_path: Path) -> None:
+    lines = tmp_path / "steps.jsonl"
+    asked = {"device": "cpu", "samples": 2, "limit_s": None, "save_at": [], "models": str(tmp_path), "lines": str(lines), "begun": 0.0}
+    watch = learn_trl.Watch(asked | {"prompt_tokens": [10, 24, 8]})
+    reward = watch.reward(lambda texts, rows: [float(len(text)) for text in texts])
+    for step, tokens_seen in ((1, 15), (2, 41)):
+        reward(["a", "bcd"], completion_ids=[[1, 2], [3] * (2 + step)], row=[0, 1])
+        if step == 1:
+            assert not watch.step_ends(step, tokens_seen)
     with pytest.raises(ValueError, match="step 2 had prompts of 20 tokens instead of 24"):
-        learn_trl.check_prompts([10, 24], [15, 41], [5, 6])
+        watch.step_ends(step, tokens_seen)
+    (line,) = [json.loads(text) for text in lines.read_text().splitlines()]
+    assert (line["step"], line["reward"], line["response_length"]) == (1, 2.0, 2.5)
+
+
+def test_vllm_is_spared_what_trl_does_anyway(place: Path) -> None:
+    asked = learn.Job(**{**vars(job(place)), "generation": "vllm", "setting": learn.one_setting((), 16, "cuda", "vllm")})
+    found = learn.trl_arguments(asked, place / "output", 10)
+    assert found["generation_kwargs"] == {"detokenize": False} and found["vllm_max_model_length"] == 10 + 12
 
 
 # -- what is made of it -------------------------------------------------------------------------------------------------------------------
@@ -159,10 +175,10 @@ def test_who_had_the_reward_first() -> None:
 def test_the_document_and_its_table(place: Path) -> None:
     asked = learn.Job(**{**vars(job(place)), "against": ("trl",)})
     ours, theirs = learned(2, [n / 30 for n in range(1, 31)]), learned(6, [min(0.5, n / 60) for n in range(1, 61)])
-    ours["accuracy"] = [{"step": 0, "seconds": 4.0, "accuracy": 0.25}]
-    found = learn.document(asked, {"fulltilt": ours, "trl": learn.with_beginning(ours, theirs)})
+    found = learn.document(asked, {name: learn.with_beginning(each, 0.25) for name, each in (("fulltilt", ours), ("trl", theirs))})
     assert found["ratio"] == found["reached"]["trl"]["ratio"]
     assert found["systems"]["trl"]["accuracy"] == [{"step": 0, "seconds": 5.0, "accuracy": 0.25}]
+    assert learn.with_beginning({"steps": [], "accuracy": []}, 0.25)["accuracy"] == []
     assert [(curve["label"], curve["metric"], len(curve["values"])) for curve in found["curves"]] == [
         ("fulltilt", "reward", 30), ("fulltilt", "accuracy", 1), ("trl", "reward", 60), ("trl", "accuracy", 1),
     ]  # fmt: skip
@@ -183,6 +199,30 @@ def test_without_trl(place: Path) -> None:
     assert "No module named" in found["error"] and found["steps"] == [] and found["accuracy"] == []
 
 
+def test_what_failed_is_measured_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [learned(1, [0.1]) | {"error": "out of memory"}, learned(1, [0.2]), learned(1, [0.3])]
+    monkeypatch.setitem(learn.MEASURE, "trl", lambda job, say: answers.pop(0))
+    found = [learn.kept(job(place), "trl", quiet) for _ in range(3)]
+    assert [each["error"] for each in found] == ["out of memory", None, None] and found[1] == found[2]
+
+
+def test_models_are_evaluated_one_by_one_and_go_on_after_a_kill(place: Path) -> None:
+    asked, models = job(place), place / "bench" / "trl" / "models"
+    steps = learned(1, [0.1] * 12)["steps"]
+    for step in (6, 12):
+        shutil.copytree(place / "model", models / f"step-{step:08d}")
+    (models / "step-00000012" / "config.json").rename(models / "config.json")  # what ends the first try half-way
+    with pytest.raises(UserError, match=r"has no config\.json"):
+        learn.evaluate_models(asked, steps, quiet)
+    assert sorted(path.name for path in models.glob("step-*")) == ["step-00000012"]
+    (models / "config.json").rename(models / "step-00000012" / "config.json")
+    said: list[str] = []
+    found = learn.evaluate_models(asked, steps, said.append)
+    assert [(point["step"], point["seconds"]) for point in found] == [(6, 11.0), (12, 17.0)] and len(said) == 1
+    assert found[0]["accuracy"] == found[1]["accuracy"] == learn.accuracy_of(asked, "model")
+    assert learn.evaluate_models(asked, steps, quiet) == found and not list(models.glob("step-*"))
+
+
 @pytest.mark.long
 def test_ours_is_measured_once(place: Path) -> None:
     found = learn.run(job(place), quiet)
@@ -193,8 +233,11 @@ def test_ours_is_measured_once(place: Path) -> None:
     assert ours["start_seconds"] > 0 and [point["step"] for point in ours["accuracy"]] == [0, 6, 12]
     assert max(line["logprob_gap"] for line in ours["steps"]) < 1e-4
     assert all(line["importance_weight"] == pytest.approx(1, abs=1e-4) for line in ours["steps"])
+    # Nothing is sampled before the first step: it has all captures in its seconds.
+    assert "validation after step 0" not in (place / "bench" / "fulltilt" / "log.txt").read_text()
     said: list[str] = []
-    assert learn.run(job(place), said.append)["systems"] == found["systems"] and "measured before" in said[0]
+    assert learn.run(job(place), said.append)["systems"] == found["systems"]
+    assert len(said) == 2 and all("measured before" in text for text in said)
     # Another question is another measurement.
     other = learn.run(job(place, "run.steps=2", "run.eval_every=0"), quiet)["systems"]["fulltilt"]
     assert len(other["steps"]) == 2 and other["accuracy"] == []

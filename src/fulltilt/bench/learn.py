@@ -4,8 +4,9 @@ Enters: a run file, whose numbers both follow, and `Options`. Leaves: one JSON-r
 that `fulltilt plot` draws, and with how much sooner ours had the reward that the peer ended with; `table` makes it readable. Guaranteed:
 what the peer cannot do as the run file says is refused before anything is measured; both have the same model, prompts in the same order,
 reward, batch numbers, sampling and learning rate of every step; each runs in a process of its own, whose start is counted, while
-validations and saved models, of which they need not make equally many, are not; accuracy is measured by the same code for both. What one
-of them measured is kept in the folder, and not measured again when the command is given again.
+validations and saved models, of which they need not make equally many, are not, and none comes before the first step, whose captures and
+compilation it would hide; accuracy is measured by the same code for both. What was measured without a failure is kept in the folder, and
+not measured again when the command is given again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -173,7 +174,7 @@ def measure_ours(job: Job, say: Say) -> Found:
         *job.options.overrides,
         f"run.dir={folder / 'run'}",
         "run.save_every=0",
-        *(["run.eval_before=true"] if job.evaluated else []),
+        "run.eval_before=false",  # it would make captures and compile kernels in seconds that do not count
     ]
     command = [sys.executable, "-m", "fulltilt.cli", "train", str(job.options.run), *overrides, "--json"]
     lines: list[tuple[float, dict[str, Any]]] = []
@@ -232,13 +233,7 @@ def measure_trl(job: Job, say: Say) -> Found:
     answer = process.ask("fulltilt.bench.learn_trl", request, folder / "process", trl.ONE_DEVICE, LIMIT_S)
     lines = Path(request["lines"])
     steps = [json.loads(line) for line in lines.read_text(encoding="utf-8").splitlines()] if lines.exists() else []
-    return {
-        "setting": dict(job.setting) | {"generation": job.generation},
-        "steps": steps,
-        "accuracy": evaluate_models(job, folder / "models", steps, say),
-        "error": None,
-        **answer,
-    }
+    return {"setting": dict(job.setting) | {"generation": job.generation}, "steps": steps, "accuracy": [], "error": None, **answer}
 
 
 def trl_request(job: Job, folder: Path) -> dict[str, Any]:
@@ -282,7 +277,9 @@ def trl_arguments(job: Job, output: Path, longest_prompt: int) -> dict[str, Any]
     generation: dict[str, Any] = {"use_vllm": False}
     if job.generation == "vllm":
         positions = longest_prompt + rollout.max_new_tokens
-        generation = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": positions}
+        # TRL makes text of the tokens by itself: vLLM need not do so too.
+        spared = {"detokenize": False}
+        generation = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": positions, "generation_kwargs": spared}
     return {
         "output_dir": str(output),
         "max_steps": job.steps,
@@ -317,60 +314,92 @@ def trl_arguments(job: Job, output: Path, longest_prompt: int) -> dict[str, Any]
     }
 
 
-def evaluate_models(job: Job, folder: Path, steps: Sequence[Mapping[str, Any]], say: Say) -> list[dict[str, Any]]:
-    """The accuracy of every model that was saved, as a run validates. Each is deleted then: they may be large."""
-    found = []
+# -- accuracy, where a run did not measure it ----------------------------------------------------------------------------------------------
+
+
+def measure_beginning(job: Job, say: Say) -> Found:
+    """Of the model that both begin with."""
+    say("evaluating the model that both begin with")
+    return {"accuracy": accuracy_of(job, job.config.model.path), "error": None}
+
+
+def evaluate_models(job: Job, steps: Sequence[Mapping[str, Any]], say: Say) -> list[dict[str, Any]]:
+    """The accuracy of every model that TRL left. It is written down at once and the model, which may be large, deleted: after a kill the
+    others are still there to be evaluated."""
+    folder = job.options.folder / "trl"
+    record = folder / "accuracy.json"
+    found = {point["step"]: point for point in (read(record) if record.is_file() else [])}
     for line in steps:
-        model = folder / f"step-{line['step']:08d}"
+        model = folder / "models" / f"step-{line['step']:08d}"
         if not model.is_dir():
             continue
         say(f"trl: evaluating its model of step {line['step']}")
-        overrides = [*job.options.overrides, f"model.path={model}", f"run.dir={folder / 'run'}"]
-        config = configuration.load(job.options.run, overrides, extra_checks=[presets.mistakes])
-        metrics = loop.evaluate(config, Console(quiet=True, stdout=sys.stderr, terminal=False), latest=False)
-        let_go(job.device)
-        found.append({"step": line["step"], "seconds": line["seconds"], "accuracy": metrics[ACCURACY]})
+        found[line["step"]] = {"step": line["step"], "seconds": line["seconds"], "accuracy": accuracy_of(job, str(model))}
+        write(record, list(found.values()))
         shutil.rmtree(model)
-    return found
+    return list(found.values())
+
+
+def accuracy_of(job: Job, model: str) -> float:
+    """As a run validates."""
+    overrides = [*job.options.overrides, f"model.path={model}", f"run.dir={job.options.folder / 'evaluation'}"]
+    config = configuration.load(job.options.run, overrides, extra_checks=[presets.mistakes])
+    metrics = loop.evaluate(config, Console(quiet=True, stdout=sys.stderr, terminal=False), latest=False)
+    let_go(job.device)
+    return float(metrics[ACCURACY])
 
 
 # -- both ---------------------------------------------------------------------------------------------------------------------------------
 
 
-MEASURE = {OURS: measure_ours, "trl": measure_trl}
+MEASURE: Mapping[str, Callable[[Job, Say], Found]] = {OURS: measure_ours, "trl": measure_trl, "beginning": measure_beginning}
 
 
 def run(job: Job, say: Say) -> dict[str, Any]:
     found = {name: kept(job, name, say) for name in (OURS, *job.against)}
     if "trl" in found:
-        found["trl"] = with_beginning(found[OURS], found["trl"])
+        found["trl"] = found["trl"] | {"accuracy": evaluate_models(job, found["trl"]["steps"], say)}
+    if job.evaluated:
+        first = kept(job, "beginning", say)["accuracy"]
+        found = {name: with_beginning(each, first) for name, each in found.items()}
     return document(job, found)
 
 
 def kept(job: Job, name: str, say: Say) -> Found:
-    """Measured now, or before in the same folder for the same question."""
+    """Measured now, or before in the same folder for the same question. What failed is tried again."""
     record = job.options.folder / f"{name}.json"
     asked = asked_of(job, name)
-    if record.is_file() and (known := json.loads(record.read_text(encoding="utf-8")))["asked"] == asked:
+    known = read(record) if record.is_file() else {}
+    if known.get("asked") == asked and known["found"]["error"] is None:
         say(f"{name}: measured before, in {record}")
         before: Found = known["found"]
         return before
     found = MEASURE[name](job, say)
-    partial = record.with_suffix(".partial")
-    partial.write_text(json.dumps({"asked": asked, "found": found}), encoding="utf-8")
-    partial.replace(record)
+    write(record, {"asked": asked, "found": found})
     return found
+
+
+def read(record: Path) -> Any:
+    return json.loads(record.read_text(encoding="utf-8"))
+
+
+def write(record: Path, found: Any) -> None:
+    """A file that is there is whole."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    partial = record.with_suffix(".partial")
+    partial.write_text(json.dumps(found), encoding="utf-8")
+    partial.replace(record)
 
 
 def asked_of(job: Job, name: str) -> dict[str, Any]:
     shared = {"config": configuration.snapshot(job.config), "minutes": job.options.minutes, "device": job.device.type}
-    return shared | ({} if name == OURS else {"setting": dict(job.setting), "generation": job.generation})
+    return shared | ({"setting": dict(job.setting), "generation": job.generation} if name == "trl" else {})
 
 
-def with_beginning(ours: Mapping[str, Any], theirs: Found) -> Found:
-    """Both begin with one model, which ours evaluates before its first step."""
-    first = [{**point, "seconds": theirs.get("start_seconds") or 0.0} for point in ours["accuracy"] if point["step"] == 0]
-    return theirs | {"accuracy": first + theirs["accuracy"]} if theirs["steps"] else theirs
+def with_beginning(found: Found, accuracy: float) -> Found:
+    """The accuracy before the first step, at the second in which it began."""
+    first = {"step": 0, "seconds": found.get("start_seconds") or 0.0, "accuracy": accuracy}
+    return found | {"accuracy": [first, *found["accuracy"]]} if found["steps"] else found
 
 
 def document(job: Job, found: Mapping[str, Found]) -> dict[str, Any]:

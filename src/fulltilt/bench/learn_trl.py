@@ -2,15 +2,14 @@
 
 Enters: a request: TRL's arguments, a model, prompts in the order of steps, the name of a reward. Leaves: lines in a file, one for each
 step as it is made: seconds since the process was asked for, and the mean reward; models of some steps in folders, to be evaluated later.
-Guaranteed: what saving takes is not in the seconds; every step's prompts were seen to have the tokens that they have for us; learning
-rates are ours, update by update; what was measured before a failure is in the file.
+Guaranteed: what saving takes is not in the seconds; every step's prompts were seen to have the tokens that they have for us, and the first
+where they do not is the last; learning rates are ours, update by update; what was measured before a failure is in the file.
 
     python -m fulltilt.bench.learn_trl REQUEST.json RESULT.json        (what `fulltilt bench learn` starts)
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +39,6 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     result["start_seconds"] = watch.now()
     trainer.train()
     logs = [line for line in trainer.state.log_history if "grad_norm" in line]
-    check_prompts(request["prompt_tokens"], [int(line["num_tokens"]) for line in logs], watch.response_tokens)
     result["grad_norms"] = [float(line["grad_norm"]) for line in logs]
     result["learning_rates"] = [float(line["learning_rate"]) for line in logs]
     result["peak_bytes"], result["peak_device_bytes"] = trl.peak_memory(request["device"])
@@ -70,15 +68,6 @@ def scorer(reward: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Call
     return of_all
 
 
-def check_prompts(expected: Sequence[int], seen: Sequence[int], responses: Sequence[int]) -> None:
-    """`seen`: tokens of all steps so far, prompts and responses, as TRL counts them."""
-    found = [now - before - response for (before, now), response in zip(itertools.pairwise([0, *seen]), responses, strict=True)]
-    wrong = [step for step, (here, there) in enumerate(zip(found, expected, strict=False)) if here != there]
-    if wrong:
-        step = wrong[0]
-        raise ValueError(f"step {step + 1} had prompts of {found[step]} tokens instead of {expected[step]}")
-
-
 class Watch:
     """What is measured: seconds, without those of saving, and rewards."""
 
@@ -86,11 +75,13 @@ class Watch:
         self.device: str = request["device"]
         self.samples: int = request["samples"]
         self.limit_s: float | None = request["limit_s"]
+        self.prompt_tokens: Sequence[int] = request["prompt_tokens"]  # of each step
         self.save_at: set[int] = set(request["save_at"])
         self.models = Path(request["models"])
         self.lines = Path(request["lines"])
         self.save: Callable[[str], None] | None = None
-        self.response_tokens: list[int] = []
+        self._response_tokens = 0  # of the step in progress
+        self._tokens_seen = 0  # before it
         self._begun: float = request["begun"]  # by the clock of the computer, which both processes share
         self._saving = 0.0
         self._reward = 0.0
@@ -110,20 +101,24 @@ class Watch:
             texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
             found = score(texts, row)
             self._reward = sum(found) / len(found)
-            self.response_tokens.append(sum(map(len, completion_ids)))
+            self._response_tokens = sum(map(len, completion_ids))
             return found
 
         return of_all
 
-    def step_ends(self, step: int) -> bool:
-        """Whether it is time to stop."""
+    def step_ends(self, step: int, tokens_seen: int) -> bool:
+        """Whether it is time to stop. `tokens_seen`: of all steps so far, prompts and responses, as TRL counts them."""
         seconds = self.now()
+        found, expected = tokens_seen - self._tokens_seen - self._response_tokens, self.prompt_tokens[step - 1]
+        if found != expected:
+            raise ValueError(f"step {step} had prompts of {found} tokens instead of {expected}")
+        self._tokens_seen = tokens_seen
         line = {
             "step": step,
             "seconds": seconds,
             "reward": self._reward,
             "rollout_ends": self._rollout_ends,
-            "response_length": self.response_tokens[-1] / self.samples,
+            "response_length": self._response_tokens / self.samples,
         }
         with self.lines.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -143,7 +138,7 @@ def callback(watch: Watch) -> Any:
 
     class OfSteps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if watch.step_ends(state.global_step):
+            if watch.step_ends(state.global_step, int(state.num_input_tokens_seen)):
                 control.should_training_stop = True
 
     return OfSteps()

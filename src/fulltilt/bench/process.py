@@ -1,7 +1,8 @@
 """A peer in a process of its own, so that its memory is gone afterwards.
 
 Enters: the module that runs there, and a request. Leaves: its answer. Guaranteed: none of its processes outlives the call, nor the caller,
-however that ends; an answer is whole or not there; what fails is told in the answer, under "error", with the end of what was printed where it died without a word.
+however that ends; an answer is whole or not there; what fails is told in the answer, under "error", with the end of what was printed where
+it died without a word.
 
     answer = ask("fulltilt.bench.trl", request, folder)         # starts: python -m fulltilt.bench.trl REQUEST.json RESULT.json
     serve(run)                                                  # what that module does: run(request, answer) fills the answer
