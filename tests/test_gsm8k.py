@@ -150,6 +150,21 @@ def test_spread_over_seeds() -> None:
     assert found["strict"] == {"mean": pytest.approx(0.3), "least": 0.2, "most": 0.4}
 
 
+def test_a_summary_of_what_is_done_so_far(downloaded: Path) -> None:
+    """Of two stages, one with two seeds and a name like that of the other's second seed; the last run is not done yet."""
+    asked = made(downloaded)
+    metrics = {recipe.STRICT: 0.25, recipe.FLEXIBLE: 0.5, recipe.MARKED: 1.0, "val/prompts": 16, "val/response_length/mean": 9.0}
+    results = {name: {"metrics": metrics, "seconds": 2.0} for name in ("before", "sft", "grpo", "grpo-seed1", "grpo-long")}
+    results["grpo-seed1"] = {"metrics": {**metrics, recipe.STRICT: 0.75}, "seconds": 2.0}
+    for name in ("sft", "grpo", "grpo-seed1", "grpo-long"):
+        (asked.folder / name).mkdir(parents=True)
+        (asked.folder / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing_s/step": 3.0}) + "\n")
+    found = recipe.summary(asked, results, {"grpo": ["grpo", "grpo-seed1"], "grpo-long": ["grpo-long"], "ppo": []})
+    assert {stage: each["strict"]["mean"] for stage, each in found["algorithms"].items()} == {"grpo": 0.5, "grpo-long": 0.25}
+    assert list(found["runs"]) == ["sft", "grpo", "grpo-seed1", "grpo-long"]
+    assert "grpo: strict 0.5000 (0.2500 to 0.7500), +0.2500 to SFT" in recipe.table(found)
+
+
 def test_the_package_is_not_there() -> None:
     smollm2 = load("smollm2")
     if importlib.util.find_spec(smollm2.PACKAGE) is not None:

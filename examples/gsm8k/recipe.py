@@ -94,17 +94,23 @@ def run(recipe: Recipe) -> dict[str, Any]:
     results = {"before": evaluate(recipe, "before", recipe.model)}
     warm = train(recipe, "sft", "sft", recipe.model)
     results["sft"] = evaluate(recipe, "sft", warm)
-    for stage in recipe.algorithms:
+    runs: dict[str, list[str]] = {stage: [] for stage in recipe.algorithms}
+    for stage, names in runs.items():
         for seed in recipe.seeds:
             name = f"{stage}-seed{seed}" if seed else stage  # so that seeds can be added to a recipe that had one
             results[name] = evaluate(recipe, name, train(recipe, stage, name, warm, f"run.seed={seed}"))
-    runs = [name for name in results if name not in ("before", "sft")]
-    found = summary(recipe, results, runs) | {"seconds_of_this_command": time.perf_counter() - begin}
+            names.append(name)
+            found = summary(recipe, results, runs) | {"seconds_of_this_command": time.perf_counter() - begin}
+            tell(recipe, found, runs)
+    return found
+
+
+def tell(recipe: Recipe, found: Mapping[str, Any], runs: Mapping[str, Sequence[str]]) -> None:
+    """After every run, so that a kill in a later one leaves what is known of those before."""
     write(recipe.folder / "summary.json", found)
     recipe.console.note("== curves")
-    for path in draw(recipe, runs):
+    for path in draw(recipe, [name for names in runs.values() for name in names]):
         recipe.console.note(f"wrote {path}")
-    return found
 
 
 def train(recipe: Recipe, stage: str, name: str, model: str, *others: str) -> str:
@@ -189,12 +195,13 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
 # -- what came of it ----------------------------------------------------------------------------------------------------------------------
 
 
-def summary(recipe: Recipe, results: Mapping[str, Mapping[str, Any]], runs: Sequence[str]) -> dict[str, Any]:
+def summary(recipe: Recipe, results: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """`runs`: the names of each stage's, as far as they are done."""
     accuracy = {name: accuracy_of(result["metrics"]) for name, result in results.items()}
     return {
         "accuracy": accuracy,
-        "algorithms": {stage: over_seeds([accuracy[name] for name in runs if name.split("-")[0] == stage]) for stage in recipe.algorithms},
-        "runs": {name: of_run(recipe.folder / name) for name in ("sft", *runs)},
+        "algorithms": {stage: over_seeds([accuracy[name] for name in names]) for stage, names in runs.items() if names},
+        "runs": {name: of_run(recipe.folder / name) for name in accuracy if name != "before"},
         "evaluation_seconds": {name: result["seconds"] for name, result in results.items()},
     }
 
