@@ -80,8 +80,11 @@ def test_without_matplotlib_there_are_numbers(tmp_path: Path) -> None:
 
 
 def test_trailing_means() -> None:
-    assert plot.trailing_means([1, 3, 5, 7], 2) == [1, 2, 4, 6]
-    assert plot.trailing_means([1, 3], 1) == [1, 3]
+    assert plot.trailing_means([1, 2, 3, 4], [1, 3, 5, 7], 2) == [1, 2, 4, 6]
+    assert plot.trailing_means([1, 2], [1, 3], 1) == [1, 3]
+    # Validations every 20 steps are not blurred by what smooths the steps between them.
+    assert plot.trailing_means([0, 20, 40], [1, 3, 7], 10) == [1, 3, 7] and plot.trailing_means([0, 20, 40], [1, 3, 7], 21) == [1, 2, 5]
+    assert plot.trailing_means([], [], 10) == []
 
 
 def test_mistakes(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def plot(
         ),
     ] = None,
     against: Annotated[str, typer.Option(metavar="step|seconds", help="What runs from left to right.")] = "step",
-    smooth: Annotated[int, typer.Option(min=1, help="Draw means of so many points.")] = 1,
+    smooth: Annotated[int, typer.Option(min=1, help="Draw means over so many steps.")] = 1,
     title: Annotated[str, typer.Option(help="Above the picture.", show_default=False)] = "",
 ) -> None:
     """Draw numbers of runs, one line a run: a PNG, and every point as JSON."""

@@ -425,12 +425,16 @@ def curves(name: str, found: Found) -> list[Any]:
     return [curve_of([(p["step"], p["seconds"], p[metric]) for p in points], name, metric) for metric, points in named if points]
 
 
+def mean_rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
+    return trailing_means([line["step"] for line in steps], [line["reward"] for line in steps], WINDOW)
+
+
 def compare(ours: Found, theirs: Found) -> dict[str, Any] | None:
     """How much sooner ours had the reward that the peer ended with. None where one of them has no window of steps.
 
     `ratio`: the peer's own first time over ours. `ratio_of_whole`: all of the peer's seconds over ours.
     """
-    both = [(found["steps"], trailing_means([line["reward"] for line in found["steps"]], WINDOW)) for found in (ours, theirs)]
+    both = [(found["steps"], mean_rewards(found["steps"])) for found in (ours, theirs)]
     if any(len(steps) < WINDOW for steps, _ in both):
         return None
     target = both[1][1][-1]
@@ -475,7 +479,7 @@ def row(name: str, found: Mapping[str, Any]) -> list[str]:
     if not steps:
         return [name, "0", *["-"] * 5, report.words(found["setting"])]
     each = (steps[-1]["seconds"] - steps[0]["seconds"]) / (len(steps) - 1) if len(steps) > 1 else None
-    last = trailing_means([line["reward"] for line in steps], WINDOW)[-1]
+    last = mean_rewards(steps)[-1]
     accuracy = found["accuracy"][-1]["accuracy"] if found["accuracy"] else None
     return [
         name,

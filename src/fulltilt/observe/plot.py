@@ -145,7 +145,7 @@ def can_draw() -> bool:
 def write(
     curves: Sequence[Curve], out: Path, against: str = "step", smooth: int = 1, title: str = "", sources: Sequence[Path] = ()
 ) -> list[Path]:
-    """The files written. `smooth`: lines are means of so many points, in the picture only. A source is never written over: a picture
+    """The files written. `smooth`: lines are means over so many steps, in the picture only. A source is never written over: a picture
     beside the JSON it was made of has its numbers there already."""
     picture, numbers = files(out)
     has_numbers = numbers.resolve() in [source.resolve() for source in sources]
@@ -174,7 +174,7 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
         figure.suptitle(title)
     for panel, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
         for curve in (curve for curve in curves if curve.metric == metric):
-            x, y = curve.places(against), trailing_means(curve.values, smooth)
+            x, y = curve.places(against), trailing_means(curve.steps, curve.values, smooth)
             # A few points, of validations, are marked; the many of training steps would hide their line.
             panel.plot(
                 x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= 40 else None, markersize=3
@@ -186,7 +186,15 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
     figure.savefig(picture, dpi=130)
 
 
-def trailing_means(values: Sequence[float], size: int) -> list[float]:
-    """Each value with those before it, `size` in all; the first ones with as many as there are."""
-    windows = [values[max(0, end - size) : end] for end in range(1, len(values) + 1)]
-    return [sum(window) / len(window) for window in windows]
+def trailing_means(steps: Sequence[float], values: Sequence[float], size: int) -> list[float]:
+    """Each value with those of the last `size` steps, its own included; the first ones with as many as there are. Validations that lie
+    farther apart stay what they are.
+
+    Example: steps (1, 2, 20), values (0.1, 0.3, 0.5), size 10 -> [0.1, 0.2, 0.5]
+    """
+    found, begin = [], 0
+    for end, step in enumerate(steps, 1):
+        while steps[begin] <= step - size:
+            begin += 1
+        found.append(sum(values[begin:end]) / (end - begin))
+    return found
