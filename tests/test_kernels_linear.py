@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from fulltilt.kernels import linear as module
 from fulltilt.kernels.dispatch import INTERPRETED, interpreted, triton
-from fulltilt.kernels.linear import few_rows, linear
+from fulltilt.kernels.linear import COUNTS, MANY, TILES, Tile, among, few_rows, linear, with_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_kernels = pytest.mark.skipif(triton is None or (DEVICE == "cpu" and not INTERPRETED), reason="triton is not installed")
@@ -15,17 +19,17 @@ needs_kernels = pytest.mark.skipif(triton is None or (DEVICE == "cpu" and not IN
 
 @needs_kernels
 @pytest.mark.parametrize(("rows", "outer", "inner"), [(1, 5, 100), (3, 40, 256), (17, 33, 300), (70, 16, 128)])
-@pytest.mark.parametrize("biased", [False, True])
-def test_kernel_is_the_product(rows: int, outer: int, inner: int, biased: bool) -> None:
+@pytest.mark.parametrize(("biased", "tile"), [(False, tile) for tile in TILES] + [(True, TILES[0])])
+def test_kernel_is_the_product(rows: int, outer: int, inner: int, biased: bool, tile: Tile) -> None:
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer) if biased else None
     want = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     moved = [None if tensor is None else tensor.to(DEVICE) for tensor in (x, weight, bias)]
     if DEVICE == "cuda":
-        got = few_rows(*moved)
+        got = few_rows(*moved, tile=tile)
     else:
         with interpreted():
-            got = few_rows(*moved)
+            got = few_rows(*moved, tile=tile)
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-4)
 
 
@@ -35,14 +39,97 @@ def test_elsewhere_it_is_torchs_own() -> None:
         assert linear(x, weight, bias).equal(torch.nn.functional.linear(x, weight, bias))
 
 
+def test_of_the_ways_with_the_right_bits_the_fastest_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that fails is none."""
+    weight, ran = torch.randn(8, 32), list[str]()
+
+    def way(name: str, change: float) -> module.Product:
+        def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            ran.append(name)
+            if name == "broken":
+                raise ValueError("no such instruction")
+            return F.linear(x, weight, bias) + change
+
+        return run
+
+    ways = {name: way(name, 1e-3 if name == "wrong" else 0.0) for name in ("slow", "wrong", "fast", "broken")}
+    times = {"slow": 2.0, "wrong": 0.1, "fast": 1.0}
+
+    def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+        run()
+        return times[ran[-1]]
+
+    monkeypatch.setattr(module, "milliseconds", milliseconds)
+    assert module.fastest(ways, 3, weight, None) is ways["fast"]
+    assert module.fastest({name: ways[name] for name in ("slow", "wrong")}, 3, weight, None) is ways["slow"]
+    with pytest.raises(AssertionError, match="same bits"):
+        module.fastest({"wrong": ways["wrong"]}, 3, weight, None)
+
+
+def test_a_device_without_memory_is_not_taken_for_a_way_that_fails() -> None:
+    def full(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        module.fastest({"full": full}, 3, torch.randn(8, 32), None)
+
+
+def test_every_count_has_ways_and_others_are_padded() -> None:
+    x, weight, bias = torch.randn(5, 16), torch.randn(3, 16), torch.randn(3)
+    assert with_rows(x, 8).shape == (8, 16) and with_rows(x, 8)[:5].equal(x)
+    torch.testing.assert_close(among(x, weight, bias, rows=64), F.linear(x, weight, bias))
+    assert COUNTS[-1] == MANY and all(list(module.ways(rows))[-1] == f"cuBLAS, {module.JUDGES} rows" for rows in COUNTS)
+
+
+@needs_kernels
+@pytest.mark.skipif(DEVICE == "cuda", reason="below, for real")
+@pytest.mark.parametrize("capturing", [False, True])
+def test_any_number_of_rows_finds_a_way(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA, with the kernel interpreted and the times made up."""
+    monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(module, "milliseconds", lambda run, device: float(run() is None))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    weight, bias = torch.randn(24, 160).bfloat16(), torch.randn(24).bfloat16()
+    with interpreted(), torch.no_grad():
+        for rows in (1, 3, 17, 130, MANY - 1, MANY):
+            x = torch.randn(1, rows, 160).bfloat16()
+            found = linear(x, weight, bias)
+            assert found.shape == (1, rows, 24)
+            torch.testing.assert_close(found, F.linear(x, weight, bias), rtol=2e-2, atol=2e-2)
+    assert {key[0] for key in module._found} == (set() if capturing else {1, 4, 24, 192, MANY})
+
+
+ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-@pytest.mark.parametrize(("inner", "outer"), [(4864, 896), (8960, 1536), (18944, 3584), (3584, 3584)])
-def test_a_row_does_not_depend_on_how_many_there_are(inner: int, outer: int) -> None:
+@ON_GPU
+@pytest.mark.parametrize(
+    ("inner", "outer", "biased"),
+    [(4864, 896, False), (8960, 1536, False), (18944, 3584, False), (3584, 3584, False), (896, 1152, True), (3584, 37888, False)],
+)
+def test_a_row_does_not_depend_on_how_many_there_are(inner: int, outer: int, biased: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(8192, inner, device="cuda").bfloat16()
     weight = (torch.randn(outer, inner, device="cuda") * 0.02).bfloat16()
+    bias = torch.randn(outer, device="cuda").bfloat16() if biased else None
     with torch.no_grad():
-        many = linear(x, weight)
-        for rows in (1, 8, 16, 17, 32, 64, 128, 129, 256, module.MANY - 1, module.MANY, 512, 640, 768, 1024):
-            assert linear(x[:rows], weight).equal(many[:rows]), rows
+        many = linear(x, weight, bias)
+        for rows in (1, 8, 16, 17, 32, 64, 128, 129, 192, 256, 320, MANY - 1, MANY, 512, 640, 768, 1024):
+            assert linear(x[:rows], weight, bias).equal(many[:rows]), rows
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_no_setting_of_torch_is_left_changed() -> None:
+    matmul = torch.backends.cuda.matmul
+    names = [f"allow_{kind}_reduced_precision_reduction{more}" for kind in ("bf16", "fp16") for more in ("", "_split_k")]
+
+    def settings() -> list[Any]:
+        return [torch.backends.cuda.preferred_blas_library(), *(getattr(matmul, name) for name in names)]
+
+    before = settings()
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.no_grad():
+            linear(torch.randn(4, 4864, device="cuda", dtype=dtype), torch.randn(896, 4864, device="cuda", dtype=dtype))
+    assert settings() == before

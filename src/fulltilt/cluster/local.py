@@ -25,6 +25,7 @@ from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.kernels import dispatch
+from fulltilt.kernels.linear import trial_bytes
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import Progress, Workspace
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -671,7 +672,8 @@ def decode_bytes(config: Config, model: PreTrainedModel, layers: Mapping[int, La
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     of_layer = 2 * rows * itemsize * (4 * text.hidden_size + 3 * inner)  # twice, for pieces of a pool that do not fit the next size
     of_graphs = GRAPH_BYTES * 2 * len(sizes) if uses_graphs(config, device) else 0  # with top-k and top-p, and without
-    return found + of_attention + of_sampling + of_layer + of_graphs
+    of_trials = trial_bytes(text.hidden_size, 2 * inner, itemsize)
+    return found + of_attention + of_sampling + of_layer + of_graphs + of_trials
 
 
 def bytes_of(record: Progress | Workspace) -> int:

@@ -2,18 +2,22 @@
 
 Enters: x [..., inner], a weight [outer, inner] and perhaps a bias [outer]. Leaves: x @ weight.T + bias.
 
-Guaranteed on CUDA in bfloat16 and float16: a row's result has the same bits among few rows as among thousands, so that decoding a handful
-of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many rows (compared at 448 to 16,384: it adds
-up the inner axis in order); for few rows and a long inner axis it splits the axis to fill the processors, which rounds differently. There
-the kernel below runs, which does not split, or the rows are padded until cuBLAS does not. Elsewhere it is torch's own product; so it is for
-q, k, v and for gate and up, whose many outputs fill the processors: none of their shapes was seen to be split.
+Guaranteed on CUDA in bfloat16 and float16, where no gradient is wanted: a row's result has the same bits among few rows as among
+thousands, so that decoding a handful of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many
+rows, where it adds up the inner axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for
+few rows there are several ways (`ways`): cuBLAS as it is, cuBLAS told not to split, a kernel of our own in several sizes, more rows than
+are needed. Which of them is taken is found out once for each number of rows and shape of weight: those that give other bits than many rows
+are out, and of the others the fastest is taken. Which one that is changes no number.
 
-Figures of one H200, inner sizes 4,864 to 18,944 (docs/performance.md): at 32 rows 1.2 to 1.3 times cuBLAS's time.
+Elsewhere it is torch's own product.
 """
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -21,10 +25,35 @@ import torch.nn.functional as F
 
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
-FEW = 128  # rows up to which the kernel is faster than padding
-MANY = 448  # rows from which cuBLAS adds in order
-LONG = 3072  # inner sizes below are never split
-STEP = 128  # of the inner axis at a time
+MANY = 448  # rows from which cuBLAS adds in order (compared up to 16,384)
+COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # of fewer rows that have a way; others are padded to the next
+JUDGES = 1024  # rows of the product that the others are compared with
+LOW = (torch.bfloat16, torch.float16)
+TRIALS = 4  # runs of a way that are timed
+FLUSHED = 64 << 20  # bytes written before each, more than the cache holds: in a model other weights have passed since
+FLUSHES = 6  # so many times, which takes the device longer than the host takes to start the product
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a program of the kernel computes at a time, and how."""
+
+    rows: int
+    columns: int
+    step: int = 128  # of the inner axis
+    stages: int = 6
+    warps: int = 4
+
+
+# Narrow, so that enough programs read the weight at once, and tall, which Hopper multiplies faster; wider where there are programs enough.
+TILES = (
+    Tile(64, 16, stages=8),
+    Tile(16, 32),
+    Tile(64, 32),
+    Tile(128, 64, step=64, stages=5),
+)
+
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @jit
@@ -58,30 +87,119 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    rows, inner = x.numel() // x.shape[-1], x.shape[-1]
-    plain = rows >= MANY or inner < LONG or x.dtype not in (torch.bfloat16, torch.float16)
-    if rows == 0 or plain or torch.is_grad_enabled() or not runs_triton(x):
+    rows = x.numel() // x.shape[-1]
+    if not 0 < rows < MANY or x.dtype not in LOW or torch.is_grad_enabled() or not runs_triton(x):
         return linear_reference(x, weight, bias)
-    flat = x.reshape(rows, inner)
-    if rows > FEW:
-        padded = flat.new_empty(MANY, inner)  # whatever is in the other rows: no row depends on another
-        padded[:rows].copy_(flat)
-        return F.linear(padded, weight, bias)[:rows].view(*x.shape[:-1], -1)
-    return few_rows(flat, weight, bias).view(*x.shape[:-1], -1)
+    flat = x.reshape(rows, x.shape[-1])
+    whole = next(count for count in COUNTS if count >= rows)
+    found = way_for(whole, weight, bias)(flat if whole == rows else with_rows(flat, whole), weight, bias)
+    return found[:rows].view(*x.shape[:-1], -1)
 
 
-def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+# ---- ways --------------------------------------------------------------------------------------------------------------------------
+
+_found: dict[tuple[Any, ...], Product] = {}
+
+
+def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    """The fastest that gives the bits of many rows. Inside a capture nothing can be tried: there it is one that does for certain."""
+    key = (rows, weight.shape, weight.stride(), weight.dtype, weight.device, bias is not None)
+    if key not in _found:
+        if torch.cuda.is_current_stream_capturing():
+            return partial(among, rows=JUDGES)
+        _found[key] = fastest(ways(rows), rows, weight, bias)
+    return _found[key]
+
+
+def ways(rows: int) -> dict[str, Product]:
+    """By name. The last is what the others are compared with."""
+    kernels = {f"kernel {tile}": partial(few_rows, tile=tile) for tile in TILES if tile.rows < 2 * max(rows, 64)}
+    padded = {f"cuBLAS, {count} rows": partial(among, rows=count) for count in (MANY, JUDGES) if count > rows}
+    return {"cuBLAS": F.linear, "cuBLAS, not split": unsplit_product, **kernels, **padded}
+
+
+@torch.no_grad()
+def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+    random = torch.Generator(weight.device).manual_seed(0)
+    x = torch.randn(JUDGES, weight.shape[1], generator=random, device=weight.device, dtype=weight.dtype)
+    expected = F.linear(x, weight, bias)[:rows].clone()
+    x = x[:rows].clone()
+    times = {}
+    for name, way in given.items():
+        try:
+            if torch.equal(way(x, weight, bias), expected):
+                times[name] = milliseconds(lambda way=way: way(x, weight, bias), weight.device)  # type: ignore[misc]
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of the compiler, or of a kernel that wants more than this device has: another way will do
+            continue
+    assert times, "no product gives the same bits twice"
+    return given[min(times, key=lambda name: times[name])]
+
+
+def trial_bytes(inner: int, outer: int, itemsize: int) -> int:
+    """That `fastest` holds at most."""
+    return FLUSHED + itemsize * JUDGES * (3 * inner + 3 * outer)
+
+
+def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+    """With the weight out of the cache, and without the host's part."""
+    flushed, found = torch.empty(FLUSHED, dtype=torch.uint8, device=device), []
+    for _ in range(TRIALS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        for _ in range(FLUSHES):
+            flushed.zero_()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end))
+    return min(found)
+
+
+def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """So many rows, whatever is in those that are added: no row of a product depends on another."""
+    wide = x.new_empty(rows, x.shape[1])
+    wide[: len(x)].copy_(x)
+    return wide
+
+
+def among(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
+    """As if there were so many rows."""
+    return F.linear(with_rows(x, rows), weight, bias)[: len(x)]
+
+
+def unsplit_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    with unsplit(x.dtype):
+        return F.linear(x, weight, bias)
+
+
+@contextmanager
+def unsplit(dtype: torch.dtype) -> Iterator[None]:
+    """Products of cuBLAS are not split along their inner axis. Only its newer interface can be told so."""
+    matmul: Any = torch.backends.cuda.matmul
+    name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    library = torch.backends.cuda.preferred_blas_library()
+    reduced, split = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    setattr(matmul, name, (False, False))
+    try:
+        yield
+    finally:
+        setattr(matmul, name, (reduced, split))
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, tile: Tile = TILES[0]) -> torch.Tensor:
     """The kernel, for x [rows, inner] with dense rows."""
     rows, inner = x.shape
     outer = len(weight)
     assert weight.stride(1) == x.stride(1) == 1 and weight.dtype == x.dtype
     out = torch.empty(rows, outer, dtype=x.dtype, device=x.device)
-    # Narrow, so that enough programs read the weight at once, and tall, which Hopper multiplies faster. A wide result has programs enough.
-    tall, wide, stages = (64, 16, 8) if outer <= 2048 else (16 if rows <= 16 else 64, 32, 6)
-    stages = max(1, min(stages, shared_bytes(x.device) // ((tall + wide) * STEP * x.element_size())))
-    _product[(triton.cdiv(outer, wide), triton.cdiv(rows, tall))](
+    stages = max(1, min(tile.stages, shared_bytes(x.device) // ((tile.rows + tile.columns) * tile.step * x.element_size())))
+    _product[(triton.cdiv(outer, tile.columns), triton.cdiv(rows, tile.rows))](
         x, weight, bias, out, rows, outer, inner, x.stride(0), weight.stride(0), out.stride(0),
-        ROWS=tall, COLUMNS=wide, STEP=STEP, BIASED=bias is not None, num_warps=4, num_stages=stages,
+        ROWS=tile.rows, COLUMNS=tile.columns, STEP=tile.step, BIASED=bias is not None, num_warps=tile.warps, num_stages=stages,
     )  # fmt: skip
     return out
 

@@ -348,7 +348,7 @@ def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | No
     weight, bias, parameters = whole_tensors(owner, note)
     if torch.is_grad_enabled():
         return _JoinedLinear.apply(x, weight, bias, *parameters)  # type: ignore[no-any-return, no-untyped-call]
-    return F.linear(x, weight, bias)
+    return linear(x, weight, bias)
 
 
 def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
