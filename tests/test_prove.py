@@ -21,7 +21,8 @@ from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.model.heads import HeadOptions
 from fulltilt.proofs import measure, run, world
-from fulltilt.proofs.record import EXACT, Case, Proof, Record, Sides, What, more, within
+from fulltilt.proofs.case import Case
+from fulltilt.proofs.record import EXACT, Proof, Record, Sides, What, more, within
 from fulltilt.proofs.run import all_proofs, choose, provable, prove
 from fulltilt.proofs.step import EnginePass, Step
 from fulltilt.proofs.world import World

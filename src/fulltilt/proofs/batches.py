@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fulltilt.proofs import measure
-from fulltilt.proofs.record import Base, Proof, Sides, more, within
+from fulltilt.proofs.case import Base
+from fulltilt.proofs.record import Proof, Sides, more, within
 from fulltilt.proofs.world import World
 
 # The role as records name it, the role that works, whether it learns from these passes, and the run.

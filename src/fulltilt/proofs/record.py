@@ -6,21 +6,16 @@ Guaranteed: a record says `holds` is true or false, or null with the reason why 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from fulltilt import config as configuration
+from fulltilt.proofs.case import Base, Case, Settings
+from fulltilt.proofs.step import Step
 
-if TYPE_CHECKING:
-    from fulltilt.proofs.step import Step
-
-Base = Literal["ppo", "sft", "rollout"]  # what is run: all four roles on given samples, the actor alone on rows, sampling and an update
-Settings = Mapping[str, Any]  # dotted key -> value
 Unit = Literal["bytes", "tokens", "samples", "micro-batches", "share", "lines", "metrics", "launches", "kernels", "operations"]
 Number = float | int
 EXACT = 1e-9
-DEFAULTS = {key: known.default for key, known in configuration.keys().items()}
 REFUSED = ""
 
 
@@ -58,21 +53,6 @@ def within(first: Number, second: Number) -> Callable[[Number, Number], bool]:
     """Two caps: the lower one is kept by its side, and the other side, under its own, goes beyond it."""
     low, high = sorted((first, second))
     return lambda off, on: min(off, on) <= low < max(off, on) <= high and (off < on) == (first < second)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step of the base with these settings; `again` tells repeats of one step apart."""
-
-    base: Base
-    settings: tuple[tuple[str, Any], ...] = ()
-    again: int = 0
-
-    @staticmethod
-    def of(base: Base, *settings: Settings) -> Case:
-        """What is set to its default is left out: the step is the same, and is run once."""
-        merged = {key: value for given in settings for key, value in given.items()}
-        return Case(base, tuple(sorted((key, value) for key, value in merged.items() if value != DEFAULTS[key])))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from fulltilt.proofs import measure
-from fulltilt.proofs.record import REFUSED, Number, Proof, Settings, Sides, What, fewer, more, none_left, within
+from fulltilt.proofs.case import Settings
+from fulltilt.proofs.record import REFUSED, Number, Proof, Sides, What, fewer, more, none_left, within
 from fulltilt.proofs.world import World
 
 SCARCE, AMPLE = 12, 160  # blocks of the KV cache

@@ -30,7 +30,8 @@ from fulltilt.cluster.local import assemble
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.plan import in_bytes, many
 from fulltilt.proofs import batches, rollout, training
-from fulltilt.proofs.record import REFUSED, Base, Case, Number, Proof, Record
+from fulltilt.proofs.case import Base, Case
+from fulltilt.proofs.record import REFUSED, Number, Proof, Record
 from fulltilt.proofs.step import Step, watched_step
 from fulltilt.proofs.world import ORIGIN, World
 from fulltilt.records import UserError

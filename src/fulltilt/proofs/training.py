@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from fulltilt.proofs import measure
 from fulltilt.proofs.batches import PASSES
-from fulltilt.proofs.record import REFUSED, Base, Proof, Settings, Sides, none_left
+from fulltilt.proofs.case import Base, Settings
+from fulltilt.proofs.record import REFUSED, Proof, Sides, none_left
 from fulltilt.proofs.world import World
 
 # The role as records name it, the role that works, the section of its own keys, and the run.

@@ -23,7 +23,7 @@ from fulltilt import config as configuration
 from fulltilt.algo import presets
 from fulltilt.cluster.local import free_bytes
 from fulltilt.config import Config, toml_value
-from fulltilt.proofs.record import Base, Case
+from fulltilt.proofs.case import Base, Case
 
 DIGITS = "0123456789"
 PROMPTS, SAMPLES, SAMPLED = 4, 3, 8  # prompts of an update and samples of each; prompts of a rollout
