@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ QUICK = ("rollout.release_memory", "rollout.prefix_sharing", "reward_model.packi
 
 
 def test_proofs_hold(small: World) -> None:
-    records = run.run(proofs_of(small, *QUICK), small)
+    records = list(run.run(proofs_of(small, *QUICK), small))
     assert all(record.holds for record in records), [record for record in records if not record.holds]
     found = {(record.knob, record.metric): record for record in records}
     kept = found["rollout.release_memory", "KV cache on the device, update-actor"]
@@ -272,9 +272,21 @@ def test_a_step_that_fails_fails_alone(small: World) -> None:
     (held,) = proofs_of(small, "train.offload_grads", role="sft")
     broken = Proof("train.packing", "sft", What("broken", "tokens", read), Sides.switch("train.packing"), base="sft")
     refused = Proof("train.packing", "sft", held.what, Sides({}, {"train.recompute_layers": 2}), base="sft")
-    records = run.run([broken, refused], small)
+    records = list(run.run([broken, refused], small))
     assert [record.holds for record in records] == [False, False]
     assert records[0].reason == "the step failed: ZeroDivisionError: no number here"
+
+
+def test_what_was_found_before_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = Record("train.packing", "sft", "pad tokens", "tokens", 3, 0, True, True, "")
+
+    def interrupted(*_: Any) -> Iterator[Record]:
+        yield found
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "prove", interrupted)
+    ended = runs.command_here(tmp_path, "prove", "--json")
+    assert ended.code == 130 and json.loads(ended.out) == [found.as_json()] and "stopped after 1 proofs" in ended.error
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------------------------

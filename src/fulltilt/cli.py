@@ -493,12 +493,20 @@ def prove(
     from fulltilt.bench import report
     from fulltilt.proofs import run as proofs
 
+    records, stopped = [], None
     with report.progress(quiet=quiet) as say:
-        records = proofs.prove(words or [], device, say)
+        try:
+            for record in proofs.prove(words or [], device, say):
+                records.append(record)
+        except KeyboardInterrupt as interrupt:  # what was found until then is not lost
+            stopped = interrupt
     if as_json:
         print(json.dumps([record.as_json() for record in records], indent=1))
     else:
         proofs.show(records)
+    if stopped is not None:
+        print(f"stopped after {len(records)} proofs", file=sys.stderr)
+        raise stopped
     if any(record.holds is False for record in records):
         raise typer.Exit(1)
 

@@ -82,18 +82,18 @@ def near(name: str) -> str:
     return f"; near it are {', '.join(dict.fromkeys(close))}" if close else ""
 
 
-def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambda text: None) -> list[Record]:
-    """The records of all proofs of these knobs; without names, of all."""
+def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambda text: None) -> Iterator[Record]:
+    """The records of all proofs of these knobs, each as it is found; without names, of all."""
     chosen = choose(names)
     where = choose_device(device)
     with tempfile.TemporaryDirectory(prefix="fulltilt-prove-", ignore_cleanup_errors=True) as folder:
         world = World(where, Path(folder))
-        return run([proof for proof in all_proofs(world) if proof.knob in chosen], world, say)
+        yield from run([proof for proof in all_proofs(world) if proof.knob in chosen], world, say)
 
 
-def run(proofs: Sequence[Proof], world: World, say: Say = lambda text: None) -> list[Record]:
+def run(proofs: Sequence[Proof], world: World, say: Say = lambda text: None) -> Iterator[Record]:
     steps = Steps(world, proofs, say)
-    return [steps.record(proof) for proof in proofs]
+    return (steps.record(proof) for proof in proofs)
 
 
 # ---- steps, each run once --------------------------------------------------------------------------------------------------------------
