@@ -253,6 +253,18 @@ def test_a_disk_that_fills_up_during_the_run(folder: Path) -> None:
     assert [line["step"] for line in runs.metrics(folder)] == [0, 1, 2, 3, 4]
 
 
+def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
+    """While a run is opened nothing but Python itself watches for signals."""
+    script = (
+        "import signal, sys; from fulltilt import cli, config; config.load = lambda *a, **k: signal.raise_signal(signal.SIGINT); cli.main()"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script, "train", "run.toml"],
+        cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped\n")
+
+
 # -- output for machines ----------------------------------------------------------------------------------------------------------------
 
 

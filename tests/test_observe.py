@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import sys
 import threading
@@ -314,6 +315,20 @@ def test_json_goes_to_stdout_and_words_to_stderr() -> None:
     ]
     words = err.getvalue().splitlines()
     assert words[0].startswith("step 1/2") and words[2:] == ["a note", "warning: a warning"]
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_reader_that_goes_away_does_not_end_the_run(as_json: bool) -> None:
+    """As with `| head`: what is read is gone, what is said elsewhere is not, and it says so once."""
+    reader, writer = os.pipe()
+    err = io.StringIO()
+    with os.fdopen(writer, "w") as out:
+        console = Console(json=as_json, stdout=out, stderr=err)
+        steps(console, 1)
+        os.close(reader)
+        steps(console, 3)
+    assert err.getvalue().count("warning: nobody reads this output any more") == 1
+    assert ("step 3/3" in err.getvalue()) == as_json
 
 
 def test_quiet_keeps_warnings_and_json() -> None:

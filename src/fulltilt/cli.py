@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import fulltilt
 from fulltilt.records import UserError
@@ -22,8 +23,21 @@ from fulltilt.records import UserError
 if TYPE_CHECKING:
     from fulltilt.config import Config
 
+
+class Commands(TyperGroup):
+    """Ctrl-C outside the steps of a run, which have their own answer to it, is answered too."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            raise
+
+
 app = typer.Typer(
     name="fulltilt",
+    cls=Commands,
     help="Post-train language models with reinforcement learning and supervised fine-tuning. Start with: fulltilt demo",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -77,9 +91,6 @@ def main() -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        sys.exit(130)
 
 
 def show_version(wanted: bool) -> None:

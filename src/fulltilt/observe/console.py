@@ -3,16 +3,18 @@
 Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: on a terminal one
 progress bar with the phase in progress, elapsed time, what is left and the last reward; elsewhere one plain line per step; with `json`, one
 JSON object per step on standard output and all that is for people on standard error. Guaranteed: no thread and nothing redirected, so
-`breakpoint()`, `print` and child processes work as ever; `quiet` silences all but warnings and JSON.
+`breakpoint()`, `print` and child processes work as ever; `quiet` silences all but warnings and JSON; a reader that goes away (`| head`)
+does not end a run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TextIO
+from typing import IO, TextIO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
@@ -72,10 +74,10 @@ class Console:
         self._out = stdout or sys.stdout
         error = stderr or sys.stderr
         people = error if json else self._out
-        self._people = rich.console.Console(file=people, force_terminal=terminal)
+        self._people = _Output(file=people, force_terminal=terminal)
         self._live = self._people.is_terminal and not self._people.is_dumb_terminal
         # Beside a bar, only what goes through the bar's own console leaves it whole.
-        self._warnings = self._people if self._live else rich.console.Console(file=error)
+        self._warnings = self._people if self._live else _Output(file=error)
         self._bar: _Bar | None = None
         self._total = 0
         self._step = 0
@@ -119,7 +121,8 @@ class Console:
 
     def end_step(self, metrics: Mapping[str, Number]) -> None:
         if self._json:
-            print(encode_line(self._step, metrics), file=self._out, flush=True)
+            with self._read_by_someone(self._out):
+                print(encode_line(self._step, metrics), file=self._out, flush=True)
         if self._bar:
             self._bar.finish_step(self._step, self.phases.total, metrics.get("critic/score/mean"))
         elif not self._quiet:
@@ -135,8 +138,20 @@ class Console:
     def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:
         # Paths and errors hold brackets, which are not markup here.
         # A lone surrogate, which a reward's message may hold, is no UTF-8.
-        where.print(Text(text.encode("utf-8", "backslashreplace").decode(), style), soft_wrap=True)
-        where.file.flush()
+        with self._read_by_someone(where.file):
+            where.print(Text(text.encode("utf-8", "backslashreplace").decode(), style), soft_wrap=True)
+            where.file.flush()
+
+    @contextlib.contextmanager
+    def _read_by_someone(self, file: IO[str]) -> Iterator[None]:
+        """Around what is written. Where the reader of a pipe has gone, this and all that follows goes nowhere."""
+        try:
+            yield
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, file.fileno())
+            os.close(nowhere)
+            self.warn("nobody reads this output any more. The run goes on, and its folder has every step's metrics; Ctrl-C stops it")
 
     def _show_phase(self) -> None:
         if self._bar:
@@ -151,6 +166,11 @@ class Console:
         numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.seconds.items())
         return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.phases.total:.1f} s", *([f"({phases})"] if phases else [])])
+
+
+class _Output(rich.console.Console):
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process; whoever writes through it decides here
 
 
 class _Bar:
