@@ -328,6 +328,9 @@ def test_check_looks_at_reward_and_data_although_both_are_wrong(folder: Path) ->
     ended = runs.command_here(folder, "train", "run.toml", "--check", *wrong)
     assert ended.code == 2 and "run.toml: 2 mistakes" in ended.error
     assert "defines no 'scor'" in ended.error and "a step takes 19 prompts, but the data set has only 18" in ended.error
+    on_cpu = ("rollout.cuda_graphs=true", "train.offload_optimizer=true", "train.offload_grads=true")
+    ended = runs.command_here(folder, "train", "run.toml", "--check", "run.device=cpu", *on_cpu)
+    assert ended.code == 2 and "run.toml: 3 mistakes" in ended.error
     ended = runs.command_here(folder, "train", "run.toml", "--check", "data.prompt_key=question")
     assert ended.code == 2 and "the row has no 'question'" in ended.error
     assert not (folder / "never").exists()

@@ -422,6 +422,22 @@ def test_the_algorithms_own_mistakes_join_the_list(run: dict[str, dict[str, Any]
     assert [mistake.partition(" ")[0].rstrip(":") for mistake in found] == ["run.steps", "algorithm.samples_per_prompt"]
 
 
+def test_the_algorithms_own_mistakes_are_told_beside_wrong_values(run: dict[str, dict[str, Any]]) -> None:
+    """Each rule is asked unless a key that it reads is wrong itself: its stand-in would be judged."""
+    beside = ["run.seed=-1", "algorithm.gae_lambda=0.9", "algorithm.samples_per_prompt=1", "ref.path=model"]
+    found = mistakes_of(run, *beside, extra_checks=presets.RULES)
+    assert [mistake.partition(" ")[0].rstrip(":") for mistake in found] == [
+        "run.seed",
+        "algorithm.gae_lambda",
+        "algorithm.samples_per_prompt",
+        "ref.path",
+    ]
+    found = mistakes_of(run, "algorithm.kl_coef=none", "ref.path=model", "algorithm.gae_lambda=0.9", extra_checks=presets.RULES)
+    assert [mistake.partition(":")[0] for mistake in found] == ["algorithm.kl_coef", "algorithm.gae_lambda"]
+    found = mistakes_of(run, "algorithm.name=pppo", "algorithm.gae_lambda=0.9", "critic.lr=1.0", extra_checks=presets.RULES)
+    assert [mistake.partition(":")[0] for mistake in found] == ["algorithm.name"]
+
+
 # ---- warnings, writing, comparing
 
 

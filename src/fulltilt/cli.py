@@ -112,8 +112,8 @@ def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Con
     from fulltilt.algo import presets
     from fulltilt.observe import loggers
 
-    checks: list[config.Check] = [presets.mistakes, *([lambda given: loggers.check(given.log)] if logged else [])]
-    return config.load(path, overrides or [], extra_checks=checks)
+    of_loggers = config.Rule(("log.to",), lambda given: loggers.check(given.log))
+    return config.load(path, overrides or [], extra_checks=[*presets.RULES, *([of_loggers] if logged else [])])
 
 
 @app.command()

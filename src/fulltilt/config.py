@@ -485,16 +485,17 @@ Check = Callable[[Config], Iterable[str]]
 # ---- reading -----------------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), extra_checks: Sequence[Check] = ()) -> Config:
+def load(path: Path | str, overrides: Sequence[str] = (), extra_checks: Sequence[Check | Rule] = ()) -> Config:
     """The configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
 
-    `extra_checks` return further mistakes of a configuration whose every value is legal; rooms that this one must not import have theirs.
+    `extra_checks` find further mistakes; rooms that this one must not import have theirs. One that does not say which keys it reads is
+    asked when every value is legal.
     """
     return parse(_read_toml(Path(path)), overrides, str(path), extra_checks)
 
 
 def parse(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", extra_checks: Sequence[Check] = ()
+    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", extra_checks: Sequence[Check | Rule] = ()
 ) -> Config:
     """As `load`, from tables that were read already; `origin` names them in the error."""
     tables: dict[str, Any] = copy.deepcopy(dict(data))
@@ -504,11 +505,11 @@ def parse(
     mistakes += wrong_values
     config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
     spoken_for = {key for mistake in mistakes for key in mistake.about}
-    for rule in RULES:
+    for rule in (*RULES, *(check for check in extra_checks if isinstance(check, Rule))):
         if spoken_for.isdisjoint(rule.keys):
             mistakes += [Mistake(text) for text in rule.check(config)]
     if not wrong_values:
-        mistakes += [Mistake(text) for check in extra_checks for text in check(config)]
+        mistakes += [Mistake(text) for check in extra_checks if not isinstance(check, Rule) for text in check(config)]
     if mistakes:
         raise UserError(report(origin, [mistake.text for mistake in mistakes]))
     return config

@@ -257,12 +257,15 @@ def longest_response(config: Config) -> int:
     return max(config.rollout.max_new_tokens, config.eval.max_new_tokens or 0)
 
 
-def uses_graphs(config: Config, device: str) -> bool:
+def graphs_without_device(config: Config, device: str) -> Iterator[str]:
     if config.rollout.cuda_graphs is True and device != "cuda":
-        raise UserError(
+        yield (
             "rollout.cuda_graphs: true, but this run is on the CPU, and only a CUDA device has graphs. Remove the key (auto is on where "
             "there is one), or set run.device = cuda"
         )
+
+
+def uses_graphs(config: Config, device: str) -> bool:
     return device == "cuda" and config.rollout.cuda_graphs is not False and config.train.offload_params is not True
 
 

@@ -39,7 +39,7 @@ from fulltilt.algo.loss import (
     value_loss,
 )
 from fulltilt.algo.shaping import LARGEST_ERROR, Overlong, RewardKL
-from fulltilt.config import AlgorithmConfig, Config, uses_reward_model
+from fulltilt.config import AlgorithmConfig, Config, Rule, uses_reward_model
 from fulltilt.records import UserError
 
 Settings = Mapping[str, Any]
@@ -347,11 +347,14 @@ SFT_DATA = ("max_tokens", "response_key", "messages_key", "train_turns")
 
 def mistakes(config: Config) -> list[str]:
     """What the user must change in `[algorithm]`, and in what it reads of other sections; empty when all is well."""
+    return [text for rule in RULES for text in rule.check(config)]
+
+
+def _wrong_keys(config: Config) -> list[str]:
     try:
-        found = [*_wrong_functions(config), *_unused_keys(config)]
+        return [*_wrong_functions(config), *_unused_keys(config)]
     except UserError as error:  # of a file that cannot be used: what its function would take is not known
-        found = [str(error)]
-    return [*found, *_unused_sections(config), *_wrong_numbers(config), *_keys_without_effect(config)]
+        return [str(error)]
 
 
 def _is_set(config: Config, key: str) -> bool:
@@ -466,3 +469,32 @@ def _keys_without_effect(config: Config) -> Iterator[str]:
     remedy = ", or set algorithm.kl_coef or algorithm.reward_kl_coef above 0" if "kl_coef" in settings else ""
     for key in sorted(config.ref.model_fields_set):
         yield f"ref.{key}: there is no reference role, because no KL is in the loss or in the reward. Remove the key{remedy}"
+
+
+_FUNCTIONS = ("algorithm.name", "algorithm.advantage", "algorithm.loss")
+_KL = tuple(f"algorithm.{key}" for key in AlgorithmConfig.model_fields if "kl_" in key)
+
+RULES: tuple[Rule, ...] = (
+    Rule(_FUNCTIONS, _wrong_keys),
+    Rule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
+    Rule(
+        (
+            *_FUNCTIONS,
+            *_KL,
+            *(f"algorithm.{key}" for key in ("prompts_per_step", "samples_per_prompt", "dual_clip", "aggregation", "length_norm")),
+            *(f"algorithm.{key}" for key in ("overlong_buffer", "dynamic_sampling", "importance_cap", "critic_warmup")),
+            *("rollout.temperature", "rollout.max_new_tokens", "run.steps", "run.epochs"),
+        ),
+        _wrong_numbers,
+    ),
+    Rule(
+        (
+            *_FUNCTIONS,
+            *_KL,
+            *("algorithm.aggregation", "algorithm.overlong_buffer", "algorithm.dynamic_sampling"),
+            *(f"algorithm.{rule.key}" for rule in CONDITIONS),
+        ),
+        _keys_without_effect,
+    ),
+)
+"""What `mistakes` asks, each with the keys that it reads: one is asked although keys that it does not read are wrong."""

@@ -50,6 +50,7 @@ from fulltilt.plan import (
     Room,
     count_steps,
     given_settings,
+    graphs_without_device,
     longest_response,
     make_plan,
     most_seqs,
@@ -224,9 +225,7 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, training: bool
     """`kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits; None: plan anew."""
     algorithm = build(config)
     device = choose_device(config.run.device)
-    uses_graphs(config, device.type)  # refused before anything loads
-    if training:
-        check_settings(config, algorithm, device.type)
+    check_settings(config, algorithm, device.type, training=training)  # refused before anything loads
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
     rollout = "rollout" in algorithm.needs
@@ -258,11 +257,10 @@ def find_mistakes(config: Config) -> list[str]:
 
     def device() -> None:
         chosen = choose_device(config.run.device)
-        uses_graphs(config, chosen.type)
+        found.extend(wrong_settings(config, algorithm, chosen.type))
         Fusing(config, chosen)
-        check_settings(config, algorithm, chosen.type)
 
-    found = []
+    found: list[str] = []
     for look in (rewards, data, packages, device):
         try:
             look()
@@ -451,9 +449,13 @@ def shares_model(config: Config) -> bool:
     return config.lora.rank > 0 and config.lora.path is None and config.ref.path is None
 
 
-def check_settings(config: Config, algorithm: Algorithm, device: str) -> None:
-    if mistakes := settings_without_effect(config, algorithm, device):
+def check_settings(config: Config, algorithm: Algorithm, device: str, *, training: bool = True) -> None:
+    if mistakes := wrong_settings(config, algorithm, device, training=training):
         raise UserError("\n".join(mistakes))
+
+
+def wrong_settings(config: Config, algorithm: Algorithm, device: str, *, training: bool = True) -> list[str]:
+    return [*graphs_without_device(config, device), *(settings_without_effect(config, algorithm, device) if training else [])]
 
 
 def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> list[str]:
