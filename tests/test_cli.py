@@ -85,6 +85,7 @@ def test_knobs_for_people_and_machines(tmp_path: Path) -> None:
     found = json.loads(runs.command(tmp_path, "knobs", "ppo_max_token_len_per_gpu", "--json").stdout)
     assert "actor.token_budget" in [knob["name"] for knob in found]
     assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in runs.command(tmp_path, "knobs", "ppo_max_token_len").stdout
+    assert runs.command_here(tmp_path, "knobs", "Token_Budget").out == runs.command_here(tmp_path, "knobs", "token_budget").out
     assert_refused(runs.command(tmp_path, "knobs", "speling"), "speling")
 
 

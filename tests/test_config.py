@@ -212,7 +212,8 @@ def test_unknown_keys_name_the_nearest(run: dict[str, dict[str, Any]], key: str,
 
 
 def test_a_key_like_no_other_gets_no_suggestion(run: dict[str, dict[str, Any]]) -> None:
-    assert mistakes_of(run, "zzz.qqq=1") == ["zzz.qqq: unknown key, and none is like it: remove it. docs/reference.md lists every key"]
+    for key in ("zzz.qqq", "run.gpus", "algorithm.frobnicate"):  # a section alone is no likeness
+        assert mistakes_of(run, f"{key}=1") == [f"{key}: unknown key, and none is like it: remove it. docs/reference.md lists every key"]
 
 
 def test_an_empty_unknown_section_is_an_error_too(run: dict[str, dict[str, Any]]) -> None:
@@ -354,6 +355,9 @@ def test_hub_names_only_when_online_or_downloaded_before(
         ("trainer.save_freq", "run.save_every"),
         ("train.learning_rate", "train.lr"),
         ("algorithm.num_generations", "algorithm.samples_per_prompt"),
+        ("algorithm.scale_rewards", "algorithm.normalize_by_std"),
+        ("custom_reward_function.path", "reward.function"),
+        ("model.name", "model.path"),
     ],
 )
 def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs: str, ours: str) -> None:

@@ -137,7 +137,8 @@ def test_an_unbuilt_knob_is_refused_under_every_name(run: dict[str, Any], knob: 
 def test_an_alias_of_a_built_knob_says_what_to_write(run: dict[str, Any], knob: knobs.Knob) -> None:
     for system, aliases in (("verl's", knob.verl), ("ChatLearn's", knob.chatlearn)):
         for alias in set(aliases) - knobs.SHARED:
-            value, key = "..." if knob.note else "7", alias.replace(".*", ".any")
+            key = alias.replace(".*", ".any")
+            value = "..." if knobs.translate(key, 7) is None else "7"
             told = refusal(run, f"{key}=7")
             assert told.startswith(f"{key}: {system} name for {knob.name}: write {knob.name} = {value}")
             assert knob.note in told
@@ -157,18 +158,54 @@ def test_aliases_are_refused_in_a_file_as_well(run: dict[str, Any]) -> None:
     assert "actor_rollout_ref.rollout.n: verl's name for algorithm.samples_per_prompt: write algorithm.samples_per_prompt = 4" in str(
         error.value
     )
-    assert "rollout.enforce_eager: verl's name for rollout.cuda_graphs: write rollout.cuda_graphs = ... (enforce_eager has" in str(
+    assert "rollout.enforce_eager: verl's name for rollout.cuda_graphs: write rollout.cuda_graphs = false (enforce_eager has" in str(
         error.value
     )
-    assert "model.use_fused_kernels: verl's name for train.fused_head: write train.fused_head = ..." in str(error.value)
+    assert "model.use_fused_kernels: verl's name for train.fused_head: write train.fused_head = true" in str(error.value)
     assert "ref.ulysses_sequence_parallel_size: verl's name for ref.sequence_parallel, a known knob, not built" in str(error.value)
 
 
 def test_a_shared_alias_names_all_its_knobs(run: dict[str, Any]) -> None:
     told = refusal(run, "models.policy_trainer.packing=true")
-    assert "ChatLearn's name for actor.dynamic_batch and train.packing: write actor.dynamic_batch = ..., train.packing = ..." in told
+    assert "ChatLearn's name for actor.dynamic_batch and train.packing: write actor.dynamic_batch = true, train.packing = true" in told
+    assert told.count(knobs.find("models.policy_trainer.packing")[0].note) == 1
     told = refusal(run, "models.policy_trainer.max_token_in_packing=8192")
-    assert "write actor.token_budget = ..., actor.forward_token_budget = ..." in told
+    assert "write actor.token_budget = 8192, actor.forward_token_budget = 8192" in told
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("actor_rollout_ref.rollout.enforce_eager=True", "write rollout.cuda_graphs = false"),
+        ("actor_rollout_ref.rollout.disable_log_stats=False", "write rollout.log_stats = true"),
+        ("actor_rollout_ref.model.enable_gradient_checkpointing=True", 'write train.recompute = "full"'),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384", "write actor.token_budget = 16384"),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size=8", "write actor.micro_batch = ..."),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=0.6", "write rollout.memory_fraction = ..."),
+        ("runtime_args.sample_per_episode=512", "write algorithm.prompts_per_step = ..."),
+    ],
+)
+def test_the_value_to_write_is_told_where_it_can_be(run: dict[str, Any], given: str, advice: str) -> None:
+    assert advice in refusal(run, given)
+
+
+def test_translated_names_are_those_of_the_ledger() -> None:
+    names = {name.removesuffix(".*").rpartition(".")[2] for knob in knobs.LEDGER for name in (*knob.verl, *knob.chatlearn)}
+    assert set(knobs.TRANSLATED) <= names
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("rollout.n=4", "verl's name for algorithm.samples_per_prompt: write algorithm.samples_per_prompt = 4"),
+        ("rollout.enforce_eager=true", "verl's name for rollout.cuda_graphs: write rollout.cuda_graphs = false"),
+        ("actor.ppo_max_token_len_per_gpu=4096", "verl's name for actor.token_budget: write actor.token_budget = 4096"),
+        ("train.use_liger_kernel=true", "verl's name for train.fused_layers: write train.fused_layers = true"),
+        ("reward_model.ulysses_degree=2", "verl's name for train.sequence_parallel, a known knob, not built"),
+    ],
+)
+def test_a_name_put_into_a_section_of_ours_is_known(run: dict[str, Any], given: str, advice: str) -> None:
+    assert advice in refusal(run, given)
 
 
 def test_no_name_stands_for_two_knobs_unless_it_is_meant_to() -> None:

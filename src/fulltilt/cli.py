@@ -533,7 +533,7 @@ def knobs(
     from fulltilt import knobs as ledger
 
     names = {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in ledger.LEDGER}
-    chosen = [knob for knob in names if not words or any(word in name for word in words for name in names[knob])]
+    chosen = [knob for knob in names if not words or any(word.lower() in name for word in words for name in names[knob])]
     if not chosen:
         raise UserError(f"no knob or alias holds {' or '.join(words or [])}. `fulltilt knobs` lists all")
     if as_json:

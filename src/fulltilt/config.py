@@ -623,17 +623,23 @@ def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _unknown(key: str, value: Any) -> Iterator[Mistake]:
-    found = knobs.find_all(key)
+    found = knobs.find_all(key) or (() if isinstance(value, dict) else knobs.find_by_end(key))
     if isinstance(value, dict) and value and not any(source == "native" for _, source in found):
         for part, inner in value.items():
             yield from _unknown(f"{key}.{part}", inner)
     elif found:
-        yield Mistake(f"{key}: {_known_elsewhere(found, value)}", tuple(knob.name for knob, _ in found))
-    elif (ours := ELSEWHERE.get(key.rpartition(".")[2])) is not None:
+        yield Mistake(f"{key}: {_known_elsewhere(found, key, value)}", tuple(knob.name for knob, _ in found))
+    elif (ours := _elsewhere(key)) is not None:
         yield Mistake(f"{key}: unknown key; what verl or TRL calls so is {ours} here")
     else:
         nearest = _nearest(key)
         yield Mistake(f"{key}: unknown key{_suggestion(nearest)}", (nearest,) if nearest else ())
+
+
+def _elsewhere(key: str) -> str | None:
+    """What a key of verl or TRL is called here, by its last two parts or its last one."""
+    parts = key.split(".")
+    return ELSEWHERE.get(".".join(parts[-2:])) or ELSEWHERE.get(parts[-1])
 
 
 ELSEWHERE: Mapping[str, str] = {
@@ -644,22 +650,31 @@ ELSEWHERE: Mapping[str, str] = {
     "clip_ratio_high": "algorithm.clip_high",
     "clip_ratio_low": "algorithm.clip_low",
     "critic_warmup": "algorithm.critic_warmup",
+    "custom_reward_function.name": "reward.function",
+    "custom_reward_function.path": "reward.function",
     "default_local_dir": "run.dir",
     "entropy_coeff": "algorithm.entropy_coef",
     "epsilon": "algorithm.clip_low and algorithm.clip_high",
     "epsilon_high": "algorithm.clip_high",
     "experiment_name": "log.name",
     "filter_groups": "algorithm.dynamic_sampling",
+    "grad_clip": "train.clip_grad",
+    "gradient_checkpointing": "train.recompute",
+    "kl_ctrl.kl_coef": "algorithm.reward_kl_coef",
     "kl_loss_coef": "algorithm.kl_coef",
     "kl_loss_type": "algorithm.kl_estimator",
     "lam": "algorithm.gae_lambda",
     "learning_rate": "train.lr",
     "logger": "log.to",
     "loss_agg_mode": "algorithm.aggregation",
+    "lr_scheduler_type": "train.schedule",
     "max_completion_length": "rollout.max_new_tokens",
+    "max_grad_norm": "train.clip_grad",
     "max_prompt_length": "data.max_prompt_tokens",
     "max_response_length": "rollout.max_new_tokens",
     "max_steps": "run.steps",
+    "model.name": "model.path",
+    "model_name_or_path": "model.path",
     "num_generations": "algorithm.samples_per_prompt",
     "num_iterations": "algorithm.epochs",
     "num_train_epochs": "run.epochs",
@@ -667,8 +682,10 @@ ELSEWHERE: Mapping[str, str] = {
     "project_name": "log.project",
     "report_to": "log.to",
     "reward_funcs": "reward.function",
+    "per_device_train_batch_size": "algorithm.prompts_per_step and actor.token_budget",
     "save_freq": "run.save_every",
     "save_steps": "run.save_every",
+    "scale_rewards": "algorithm.normalize_by_std",
     "test_freq": "run.eval_every",
     "total_epochs": "run.epochs",
     "total_training_steps": "run.steps",
@@ -678,13 +695,14 @@ ELSEWHERE: Mapping[str, str] = {
     "val_before_train": "run.eval_before",
     "val_files": "data.val",
 }
-"""What people who come from verl or TRL write for keys that are no performance knobs (those are in the ledger), by the last part."""
+"""What people who come from verl or TRL write for keys that are no performance knobs (those are in the ledger), by the last part or the
+last two."""
 
 _SYSTEMS: dict[knobs.Source, str] = {"verl": "verl's", "chatlearn": "ChatLearn's"}
 _NOT_BUILT = "known knob, not built in this version: remove it"
 
 
-def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], value: Any) -> str:
+def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str, value: Any) -> str:
     """What to do with a key that the ledger knows but the configuration does not take."""
     first, source = found[0]
     if source == "native":
@@ -693,11 +711,12 @@ def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], value: An
     built = [knob for knob, _ in found if knob.built]
     if not built:
         return f"{_SYSTEMS[source]} name for {names}, a {_NOT_BUILT}"
-    # A note says that unit or sense may differ: then the value given is not the value to write.
-    advice = ", ".join(f"{knob.name} = {'...' if knob.note else _shown(value)}" for knob in built)
+    same = knobs.translate(key, value)
+    advice = ", ".join(f"{knob.name} = {'...' if same is None else _shown(same)}" for knob in built)
     others = "".join(f"; {knob.name} is a known knob, not built in this version" for knob, _ in found if not knob.built)
-    notes = dict.fromkeys(knob.note for knob in built if knob.note)
-    return f"{_SYSTEMS[source]} name for {names}: write {advice}{others}" + "".join(f" ({note})" for note in notes)
+    notes = list(dict.fromkeys(knob.note for knob in built if knob.note))
+    told = [note for note in notes if not any(note != other and note in other for other in notes)]
+    return f"{_SYSTEMS[source]} name for {names}: write {advice}{others}" + "".join(f" ({note})" for note in told)
 
 
 def _nearest(key: str) -> str | None:
@@ -706,8 +725,9 @@ def _nearest(key: str) -> str | None:
     def likeness(name: str) -> float:
         whole = difflib.SequenceMatcher(None, key, name).ratio()
         last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-        # A key that was put into the wrong section must not lose to a stranger in the section it was put into.
-        return max(whole, 0.97 * last)
+        # A key that was put into the wrong section must not lose to a stranger in the section it was put into, and a section alone is
+        # no likeness.
+        return max(whole if last >= 0.5 else 0.0, 0.97 * last)
 
     names = dict.fromkeys([*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])
     best = max(names, key=likeness)

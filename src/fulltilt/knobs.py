@@ -9,8 +9,9 @@ batching; the knobs under `algorithm` are part of the algorithm and no tuner tou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 Source = Literal["native", "verl", "chatlearn"]
 
@@ -397,7 +398,7 @@ _BATCH_KNOBS = (
         chatlearn=(),
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
-        auto="larger than the actor's, no vocabulary head; the guides' hand rule is twice the actor's",
+        auto="twice the actor's, as the guides' hand rule has it: there is no vocabulary head",
         built=True,
         note=_BUDGET_NOTE,
     ),
@@ -408,7 +409,7 @@ _BATCH_KNOBS = (
         chatlearn=(),
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
-        auto="larger than the critic's token budget",
+        auto="twice the critic's token budget",
         built=True,
         note=_BUDGET_NOTE,
     ),
@@ -419,7 +420,7 @@ _BATCH_KNOBS = (
         chatlearn=("models.reward.max_token_in_packing",),
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
-        auto="larger than the actor's, no vocabulary head; the guides' hand rule is twice the actor's",
+        auto="twice the actor's, as the guides' hand rule has it: there is no vocabulary head",
         built=True,
         note=_BUDGET_NOTE,
     ),
@@ -838,6 +839,41 @@ def find_all(key: str) -> tuple[tuple[Knob, Source], ...]:
         if below in _BY_NAME:
             return tuple(_BY_NAME[below])
     return ()
+
+
+def find_by_end(key: str) -> tuple[tuple[Knob, Source], ...]:
+    """As `find_all`, of a name whose beginning was left off (`rollout.n`), or that a guide writes with no section (`use_liger_kernel`)."""
+    whole = [name for name in _BY_NAME if name.endswith(f".{key}")] if "." in key else []
+    last = key.rpartition(".")[2]
+    return tuple(_BY_NAME[whole[0]] if len(whole) == 1 else _BY_NAME.get(last, ()))
+
+
+_OPPOSITE: Mapping[Any, Any] = {True: False, False: True}
+TRANSLATED: Mapping[str, Mapping[Any, Any]] = {
+    "enforce_eager": _OPPOSITE,
+    "disable_log_stats": _OPPOSITE,
+    "enable_gradient_checkpointing": {True: "full", False: "none"},
+    "gpu_memory_utilization": {},
+    "name": {},
+    "rollout_backend": {},
+    "sample_per_episode": {},
+    "ppo_mini_batch_size": {},
+    "train_global_batch_size": {},
+    "ppo_micro_batch_size": {},
+    "log_prob_micro_batch_size": {},
+    "forward_micro_batch_size": {},
+    "micro_batch_size": {},
+    "entropy_from_logits_with_chunking": {},
+    "free_gpu_memory": {},
+}
+"""Last parts of aliases whose values mean something else here, in unit or sense: what theirs is of ours, as far as that can be told. The
+values of all others are taken as they are."""
+
+
+def translate(alias: str, value: Any) -> Any:
+    """The value of a knob that does what `value` does under `alias`; None if that cannot be told."""
+    known = TRANSLATED.get(alias.rpartition(".")[2])
+    return value if known is None else known.get(value) if isinstance(value, bool | int | float | str) else None
 
 
 def find(key: str) -> tuple[Knob, Source] | None:
