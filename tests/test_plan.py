@@ -19,6 +19,7 @@ from fulltilt.plan import (
     RoleSettings,
     Room,
     Settled,
+    check_context,
     graphs_in_words,
     kv_blocks,
     make_plan,
@@ -343,6 +344,29 @@ def test_what_fits_nowhere_is_refused() -> None:
         settled(room(device_gib=80, host_gib=91, actor=transformer(7)))
     assert settled(room(device_gib=80, host_gib=92, actor=transformer(7))).roles["actor"].offload_optimizer
     settled(room(host_gib=0))  # nothing is moved
+
+
+# -- lengths ----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_remedy_for_a_short_context_helps() -> None:
+    """What is told to be lowered makes the longest sample fit; what cannot help is not told."""
+    for longest, told in (
+        (20, "Lower rollout.max_new_tokens to at most 12, or set data.max_prompt_tokens = 16"),
+        (83, "Set data.max_prompt"),
+    ):
+        with pytest.raises(UserError, match=told):
+            check_context(config(rollout={"max_new_tokens": 16}), longest, 32, rollout=True)
+    with pytest.raises(UserError, match=r"Lower rollout.max_new_tokens to at most 12$"):
+        check_context(config(rollout={"max_new_tokens": 40}), 20, 32, rollout=True)
+    check_context(config(rollout={"max_new_tokens": 12}), 20, 32, rollout=True)
+
+
+def test_a_budget_below_the_longest_sample_is_said_to_be_passed() -> None:
+    facts = Facts("cpu", 100 * GIB, 10, 1, True, None, 1 << 10, 100, 1)
+    for budget, said in ((99, True), (356, False)):
+        words = " ".join(make_plan(config(actor={"token_budget": budget}), facts, rollout=True).words)
+        assert ("a longer sample (up to 356 tokens) runs alone" in words) == said
 
 
 # -- a resume ---------------------------------------------------------------------------------------------------------------------------

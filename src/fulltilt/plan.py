@@ -167,7 +167,7 @@ def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, An
     algorithm = config.algorithm
     steps = count_steps(config, facts.steps_per_epoch)
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if rollout else 1)
-    check_context(config, facts, rollout=rollout)
+    check_context(config, facts.longest, facts.context_limit, rollout=rollout)
     if rollout:
         check_graphs(config, facts)
     budgets = make_budgets(config, facts, samples if rollout else 0)
@@ -209,21 +209,33 @@ def updates_per_step(config: Config) -> int:
     return config.algorithm.minibatches_per_step * config.algorithm.epochs
 
 
-def check_context(config: Config, facts: Facts, *, rollout: bool) -> None:
-    longest = facts.longest + (longest_response(config) if rollout else 0)
-    if facts.context_limit is None or longest <= facts.context_limit:
+def check_context(config: Config, longest_read: int, limit: int | None, *, rollout: bool) -> None:
+    """`longest_read`: tokens of the longest prompt, or of the longest row for SFT. `limit`: positions the model was made for."""
+    longest = longest_read + (longest_response(config) if rollout else 0)
+    if limit is None or longest <= limit:
         return
-    made_for = f"the model was made for {facts.context_limit} positions"
+    made_for = f"the model was made for {limit} positions"
     if rollout:
         key = "rollout.max_new_tokens" if longest_response(config) == config.rollout.max_new_tokens else "eval.max_new_tokens"
         raise UserError(
-            f"{key}: the longest prompt ({facts.longest} tokens) with a response of {longest_response(config)} needs "
-            f"{longest}, {made_for}. Lower {key} or data.max_prompt_tokens"
+            f"{key}: the longest prompt ({longest_read} tokens) with a response of {longest_response(config)} needs "
+            f"{longest}, {made_for}. {shorter(config, key, longest_read, limit)}"
         )
     raise UserError(
-        f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {facts.context_limit} to leave such rows "
+        f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {limit} to leave such rows "
         "out, or shorten them"
     )
+
+
+def shorter(config: Config, key: str, longest_prompt: int, limit: int) -> str:
+    """Which of prompt and response can give way, with the numbers."""
+    response, prompt = limit - longest_prompt, limit - longest_response(config)
+    ways = [
+        *([f"lower {key} to at most {response}"] if response > 0 else []),
+        *([f"set data.max_prompt_tokens = {prompt} to leave longer prompts out"] if prompt > 0 else []),
+    ]
+    text = ", or ".join(ways) or f"lower {key} below {limit} and leave long prompts out (data.max_prompt_tokens)"
+    return text[0].upper() + text[1:]
 
 
 def check_graphs(config: Config, facts: Facts) -> None:
@@ -586,14 +598,19 @@ def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list
             *layers,
         ]
     cache = budgets.kv_blocks * config.rollout.block_tokens
+    longest = facts.longest + config.rollout.max_new_tokens
+    alone = (
+        f"; a longer sample (up to {longest} tokens) runs alone" if config.actor.dynamic_batch and budgets.token_budget < longest else ""
+    )
     return [
         f"{many(plan.steps, 'step')} ({per_epoch}), each of {many(algorithm.prompts_per_step, 'prompt')} x "
         f"{many(algorithm.samples_per_prompt, 'sample')} = {plan.samples_per_step} samples, "
         f"{many(plan.updates_per_step, 'optimizer step')}",
-        f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most {budgets.max_seqs} samples at "
-        f"once, {budgets.max_batched_tokens} tokens a pass; {cache_in_words(config)}; {graphs_in_words(config, facts)}",
+        f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most "
+        f"{many(budgets.max_seqs, 'sample')} at once, {budgets.max_batched_tokens} tokens a pass; "
+        f"{cache_in_words(config)}; {graphs_in_words(config, facts)}",
         f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}; "
-        f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}",
+        f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]
 

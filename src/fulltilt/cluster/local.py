@@ -48,6 +48,7 @@ from fulltilt.plan import (
     RoleFacts,
     RoleSettings,
     Room,
+    check_context,
     count_steps,
     given_settings,
     graphs_without_device,
@@ -569,7 +570,7 @@ def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
 
 def shortest_context(models: list[PreTrainedModel]) -> int | None:
     """Every role reads whole samples."""
-    limits = [load.context_limit(model) for model in models]
+    limits = [load.context_limit(model.config) for model in models]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -726,7 +727,7 @@ def load_reward_model(config: Config, device: torch.device, sets: list[PromptSet
     load.check_vocabulary(model.body, tokenizer)
     model.requires_grad_(False)
     fusing.fuse("reward_model", model.body)
-    encoder = RewardEncoder(tokenizer, load.context_limit(model.body))
+    encoder = RewardEncoder(tokenizer, load.context_limit(model.body.config))
     for data in sets:
         encoder.check(data.prompts)
     return RewardModel(Scorer("reward_model", model), encoder)
@@ -819,6 +820,8 @@ def read_and_check(
         return tokenizer, ends, train_data, val_data, 1
     check_sources(config, prompt_sets(train_data, val_data))
     check_template(config, prompt_sets(train_data, val_data))
+    longest = max(train_data.longest, val_data.longest if val_data else 0)
+    check_context(config, longest, load.context_limit(load.read_config(config.model)), rollout=rollout)
     steps_per_epoch = train_data.steps_per_epoch(*round_size(config, algorithm))
     steps = count_steps(config, steps_per_epoch)
     if steps <= algorithm.critic_warmup:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.config import ModelConfig
@@ -114,6 +114,15 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
+def read_config(config: ModelConfig) -> PretrainedConfig:
+    """Of the model, without the model."""
+    options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
+    try:
+        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"model.path: the configuration of {config.path} could not be loaded: {first_line(error)}") from error
+
+
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every token that ends a response, read from the model's small files only."""
     named: list[Any] = [tokenizer.eos_token_id]
@@ -122,10 +131,9 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
         if not Path(config.path).is_dir() or (Path(config.path) / "generation_config.json").exists():
             with contextlib.suppress(EntryNotFoundError):  # many models have none
                 named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
-        text = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options).get_text_config()
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"model.path: the configuration of {config.path} could not be loaded: {first_line(error)}") from error
-    named.append(getattr(text, "eos_token_id", None))
+    named.append(getattr(read_config(config).get_text_config(), "eos_token_id", None))
     ids: set[int] = set()
     for entry in named:
         ids.update(entry if isinstance(entry, list | tuple) else [] if entry is None else [entry])
@@ -150,8 +158,9 @@ def export(
     tokenizer.save_pretrained(folder)
 
 
-def context_limit(model: PreTrainedModel) -> int | None:
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+def context_limit(config: PretrainedConfig) -> int | None:
+    """Positions that a model was made for, if it says so."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 
 
