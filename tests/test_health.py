@@ -110,6 +110,12 @@ def test_groups_without_variance_may_still_teach_algorithms_without_group_baseli
     assert sick({"reward/groups_with_variance": 0.0, **metrics}) == (("no-variance",) if holds else ())
 
 
+def test_rewards_that_all_failed_are_not_said_to_be_alike() -> None:
+    """They are the errors' rule."""
+    failed = {"reward/groups_with_variance": 0.0, "reward/errors": 64, "reward/samples": 64}
+    assert sick({**failed, **NO_ADVANTAGE}) == ("reward-errors",)
+
+
 def test_a_single_sample_has_nothing_to_differ_from() -> None:
     alike = {"reward/groups_with_variance": 0.0, "critic/score/min": 1.0, **NO_ADVANTAGE}
     assert sick({**alike, "reward/samples": 1}) == ()

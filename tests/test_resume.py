@@ -270,7 +270,9 @@ def test_a_changed_algorithm_is_refused_by_name(tmp_path: Path, untouched: Path)
     before = runs.contents(folder / "run")
     refused = runs.command_here(folder, "train", "run.toml", "algorithm.kl_coef=0.1", "run.steps=17")
     assert refused.code == 2
-    assert refused.error.startswith("error: run holds a run at step 16 that was started with other values of algorithm.kl_coef. ")
+    assert refused.error.startswith(
+        "error: run holds a run at step 16 that was started with other values of algorithm.kl_coef (0.05, now 0.1). "
+    )
     assert "run.resume = force" in refused.error
     assert runs.contents(folder / "run") == before
 

@@ -110,17 +110,22 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
         raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to go on")
     saved, now = found.state()["config"], configuration.snapshot(config)
     changed = configuration.differences(saved, now)
+    values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key])})" for key in changed)
     if changed and config.run.resume == "auto":
         raise UserError(
-            f"{where} that was started with other values of {', '.join(changed)}. Use another run.dir for a new run, give the old values "
+            f"{where} that was started with other values of {values}. Use another run.dir for a new run, give the old values "
             "to go on, or set run.resume = force to go on with the new ones"
         )
     if changed:
-        console.warn(f"going on although these keys changed: {', '.join(changed)}")
+        console.warn(f"going on although these keys changed: {values}")
     if config.train.schedule != "constant" and any(saved[key] != now[key] for key in ("run.steps", "run.epochs")):
         console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
     console.note(f"going on from step {found.step} ({found.path})")
     return found, changed
+
+
+def shown(value: Any) -> str:
+    return "left out" if value is None else json.dumps(value)
 
 
 def kept_budgets(config: Config, folder: Path, found: Checkpoint | None, changed: list[str]) -> dict[str, Any] | None:

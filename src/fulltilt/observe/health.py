@@ -61,6 +61,8 @@ def _no_variance(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str 
     told_apart |= metrics.get("reward/errors", 0) > 0 or metrics.get("rollout/lag_max", 0) > 0
     if metrics.get("reward/groups_with_variance") != 0 or (learns and told_apart) or metrics.get("reward/samples", 2) < 2:
         return None
+    if metrics.get("reward/errors", 0) >= metrics.get("reward/samples", math.inf):
+        return None  # no sample has a reward at all: that is another rule's
     same = metrics.get("critic/score/max")
     everywhere = f": every sample got {same:g}" if same is not None and same == metrics.get("critic/score/min") else ""
     return f"no group of this step has two different rewards{everywhere}"
