@@ -89,6 +89,11 @@ def test_knobs_for_people_and_machines(tmp_path: Path) -> None:
     assert_refused(runs.command(tmp_path, "knobs", "speling"), "speling")
 
 
+def test_doctor_of_a_run_that_is_not_there(tmp_path: Path) -> None:
+    ended = runs.command_here(tmp_path, "doctor", "runs/mien")
+    assert (ended.code, ended.out) == (2, "") and "runs/mien: no such folder" in ended.error
+
+
 def test_doctor_for_machines(tmp_path: Path) -> None:
     said = runs.command(tmp_path, "doctor", "--json")
     assert said.returncode == 0, said.stderr
@@ -332,6 +337,8 @@ def test_check_looks_at_reward_and_data_although_both_are_wrong(folder: Path) ->
     on_cpu = ("rollout.cuda_graphs=true", "train.offload_optimizer=true", "train.offload_grads=true")
     ended = runs.command_here(folder, "train", "run.toml", "--check", "run.device=cpu", *on_cpu)
     assert ended.code == 2 and "run.toml: 3 mistakes" in ended.error
+    ended = runs.command_here(folder, "train", "run.toml", "--check", "rollout.max_new_tokens=100000")
+    assert ended.code == 2 and "rollout.max_new_tokens: the longest prompt" in ended.error
     ended = runs.command_here(folder, "train", "run.toml", "--check", "data.prompt_key=question")
     assert ended.code == 2 and "the row has no 'question'" in ended.error
     assert not (folder / "never").exists()

@@ -110,7 +110,7 @@ def test_a_limit_is_told_where_it_is_less_than_the_machine_has(report: Report) -
 
 LINE = {
     "step": 7, "critic/score/mean": 0.5, "memory_gib/gen/parameters": 14.2, "memory_gib/gen/kv": 40.0, "memory_gib/gen/peak": 71.25,
-    "memory_gib/update_actor/parameters": 14.2, "memory_gib/update_actor/optimizer": 0.0, "memory_gib/update_actor/host": 84.9,
+    "memory_gib/update_actor/parameters": 14.2, "memory_gib/update_actor/optimizer": 2**-11, "memory_gib/update_actor/host": 84.9,
     "memory_gib/process": 91.0,
 }  # fmt: skip
 
@@ -121,9 +121,9 @@ def test_the_memory_of_a_run_by_phase(tmp_path: Path) -> None:
     lines = [{**LINE, "step": 6}, LINE, {"step": 8, "val/reward/mean": 0.1, "memory_gib/process": 1.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "memory_gib/gen/k')
     assert [(found.name, found.status, found.detail) for found in doctor.examine_memory_of(tmp_path)] == [
-        ("memory/gen", "ok", "GiB in step 7: parameters 14.20, kv 40.00, peak 71.25"),
-        ("memory/update_actor", "ok", "GiB in step 7: parameters 14.20, optimizer 0.00, host 84.90"),
-        ("memory", "ok", "GiB in step 7: process 91.00"),
+        ("memory/gen", "ok", "in step 7: parameters 14.2 GiB, kv 40.0 GiB, peak 71.2 GiB"),
+        ("memory/update_actor", "ok", "in step 7: parameters 14.2 GiB, optimizer 0.5 MiB, host 84.9 GiB"),
+        ("memory", "ok", "in step 7: process 91.0 GiB"),
     ]
 
 

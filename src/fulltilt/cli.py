@@ -164,7 +164,7 @@ def train(
         print(f"go on with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {summary.steps} steps in {summary.dir}"
+        f"done: {summary.steps} step{'' if summary.steps == 1 else 's'} in {summary.dir}"
         + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
         + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
     )
@@ -202,6 +202,8 @@ def doctor(
     """Say what is installed and usable here, and why not."""
     from fulltilt import doctor as examination
 
+    if run is not None and not run.is_dir():
+        raise UserError(f"{run}: no such folder. Give a run's folder (its run.dir), or nothing")
     report = examination.examine(run)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))

@@ -277,8 +277,8 @@ def examine_memory_of(run: Path) -> Iterator[Finding]:
             *phase, what = name.removeprefix(MEMORY).split("/")
             phases.setdefault(phase[0] if phase else "", {})[what] = value
     for phase, numbers in phases.items():
-        words = ", ".join(f"{what} {number:.2f}" for what, number in numbers.items())
-        yield Finding(f"memory/{phase}".rstrip("/"), "ok", f"GiB in step {measured['step']}: {words}")
+        words = ", ".join(f"{what} {size(number * 2**30)}" for what, number in numbers.items())
+        yield Finding(f"memory/{phase}".rstrip("/"), "ok", f"in step {measured['step']}: {words}")
 
 
 def imports(module: str) -> str | None:
@@ -389,12 +389,17 @@ def driver_version() -> str:
     return f"driver {first[0]}" if answer.returncode == 0 and first else f"nvidia-smi failed: {first[0] if first else answer.returncode}"
 
 
-def gibibytes(count: int) -> str:
+def gibibytes(count: float) -> str:
     return f"{count / 2**30:.1f} GiB"
 
 
-def mebibytes(count: int) -> str:
+def mebibytes(count: float) -> str:
     return f"{count / 2**20:.1f} MiB"
+
+
+def size(count: float) -> str:
+    """In the unit that shows it: a small model's memory is no 0.0 GiB."""
+    return gibibytes(count) if count >= 2**30 else mebibytes(count)
 
 
 def first_line(error: BaseException) -> str:
