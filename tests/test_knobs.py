@@ -201,6 +201,7 @@ def test_translated_names_are_those_of_the_ledger() -> None:
         ("rollout.enforce_eager=true", "verl's name for rollout.cuda_graphs: write rollout.cuda_graphs = false"),
         ("actor.ppo_max_token_len_per_gpu=4096", "verl's name for actor.token_budget: write actor.token_budget = 4096"),
         ("train.use_liger_kernel=true", "verl's name for train.fused_layers: write train.fused_layers = true"),
+        ("rollout.packing=false", "unknown key; the nearest is train.packing"),  # a name of two knobs is not guessed
         ("reward_model.ulysses_degree=2", "verl's name for train.sequence_parallel, a known knob, not built"),
     ],
 )

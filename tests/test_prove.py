@@ -189,6 +189,7 @@ def test_names_in_any_spelling() -> None:
         ("train.recompte", "train.recompte: no such knob; near it are train.recompute"),
         ("actor.packing", "no such knob; near it are "),
         ("nonsense", "nonsense: no such knob. `fulltilt knobs` lists all"),
+        ("rollout.n", "rollout.n: algorithm.samples_per_prompt is part of the algorithm"),
         ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),
         ("train.tensor_parallel", "train.tensor_parallel is not built in this version"),
     ],

@@ -16,6 +16,7 @@ import models
 import pytest
 import runs
 
+from fulltilt.loop.opening import one_process
 from fulltilt.records import UserError
 
 ModelFolders = Callable[[str], Path]
@@ -318,6 +319,14 @@ def test_a_second_process_is_kept_out(tmp_path: Path, model_folders: ModelFolder
         assert end_with(first, signal.SIGKILL) == -signal.SIGKILL
     # A killed process leaves no lock behind.
     assert "going on from step" in runs.train(folder, "run.steps=5").said
+
+
+def test_a_second_process_is_kept_out_before_it_loads(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Also while the first one has no checkpoint yet."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    with one_process(folder / "run"):
+        second = runs.command_here(folder, "train", "run.toml")
+    assert (second.code, second.out) == (2, "") and "another process is running in run." in second.error
 
 
 # -- what must not be lost or mixed up ---------------------------------------------------------------------------------------------------

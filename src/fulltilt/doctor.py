@@ -54,8 +54,8 @@ class Extra:
 
 EXTRAS = (
     Extra("triton", "gpu", "triton", "kernels on CUDA (decoding, sampling, fused layers)", probe=True, linux_only=True),
-    Extra("ray", "ray", "ray", "more than one device"),
-    Extra("vllm", "vllm", "vllm", "rollout with vLLM"),
+    Extra("ray", "ray", "ray", "more than one device, which this version does not have"),
+    Extra("vllm", "vllm", "vllm", "benchmarks against vLLM (`fulltilt bench rollout --against vllm`)"),
     Extra("math-verify", "math", "math_verify", "rewards that compare mathematical expressions", probe=True),
     Extra("tensorboard", "tensorboard", "tensorboard", "metrics to TensorBoard", probe=True),
     Extra("wandb", "wandb", "wandb", "metrics to Weights & Biases"),
@@ -73,7 +73,7 @@ MEMORY = "memory_gib/"  # as in observe/health.py, which cannot be imported wher
 
 @dataclass(frozen=True)
 class Finding:
-    """Example: Finding("ray", "missing", "not installed; for more than one device", 'pip install "fulltilt[ray]"')"""
+    """Example: Finding("ray", "missing", "not installed; for more than one device, which ...", 'pip install "fulltilt[ray]"')"""
 
     name: str
     status: Status

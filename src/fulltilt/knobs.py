@@ -845,7 +845,8 @@ def find_by_end(key: str) -> tuple[tuple[Knob, Source], ...]:
     """As `find_all`, of a name whose beginning was left off (`rollout.n`), or that a guide writes with no section (`use_liger_kernel`)."""
     whole = [name for name in _BY_NAME if name.endswith(f".{key}")] if "." in key else []
     last = key.rpartition(".")[2]
-    return tuple(_BY_NAME[whole[0]] if len(whole) == 1 else _BY_NAME.get(last, ()))
+    alone = _BY_NAME.get(last, []) if last not in SHARED else []
+    return tuple(_BY_NAME[whole[0]] if len(whole) == 1 else alone)
 
 
 _OPPOSITE: Mapping[Any, Any] = {True: False, False: True}

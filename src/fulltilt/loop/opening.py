@@ -32,6 +32,7 @@ from fulltilt.rollout.collect import Kept
 from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
+LOCK = ".lock"
 STATS_INTERVAL_S = 10.0  # of generating, between two lines about it
 
 
@@ -41,7 +42,7 @@ def train(config: Config, console: Console) -> Summary:
     store = CheckpointStore(folder / "checkpoints", config.run.keep)
     with contextlib.ExitStack() as stack:
         # A folder that holds a run is locked before it is read; into a new one nothing is written before all is known to be well.
-        known = store.folder.is_dir()
+        known = store.folder.is_dir() or (folder / LOCK).exists()
         if known:
             stack.enter_context(one_process(folder))
         found, changed = find_checkpoint(config, store, console)
@@ -200,7 +201,7 @@ def one_process(folder: Path) -> Iterator[None]:
     """Two processes in one run folder would destroy each other's work."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / ".lock", "w")  # noqa: SIM115
+        lock = open(folder / LOCK, "w")  # noqa: SIM115
     except OSError as error:
         raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}. Choose another folder") from error
     with lock:

@@ -58,7 +58,7 @@ def choose(names: Sequence[str]) -> set[str]:
     """The knobs that names in any of the three spellings mean; without names, all. UserError for all that cannot be proved."""
     mistakes, chosen = [], set()
     for name in names:
-        found = [knob for knob, _ in knobs.find_all(name)]
+        found = [knob for knob, _ in knobs.find_all(name) or knobs.find_by_end(name)]
         chosen |= {knob.name for knob in found if provable(knob)}
         mistakes += [f"{name}: {why_not(knob)}" for knob in found if not provable(knob)] if not any(map(provable, found)) else []
         if not found:
