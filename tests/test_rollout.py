@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -26,6 +27,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import Decoder
 from fulltilt.rollout.engine import EngineLimits, NativeEngine, StopStrings
 from fulltilt.rollout.kv_cache import blocks_for
+from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling, draw, sample_seed
 
 CPU = torch.device("cpu")
@@ -282,6 +284,23 @@ def test_memory_is_given_back_and_taken_again(model_folders) -> None:
     engine.release()
     assert engine.runner.held_bytes == 0
     check_same(first, generate(engine, prompts, sampling))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the system does not tell how much memory a process has")
+def test_a_large_cache_takes_memory_only_where_it_is_written(model_folders) -> None:
+    """On a CPU, where rollout.memory_fraction may ask for all that the computer has."""
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    engine = make_engine(model_folders("llama-tied"))
+    per_block = engine.limits.block_tokens * bytes_per_token(dict(enumerate(engine.runner._layers)), engine.runner.model.dtype)
+    large = with_limits(engine, replace(ROOMY, blocks=(4 << 30) // per_block))
+    before = resident()
+    large.runner.acquire()
+    assert large.runner.held_bytes > 3 << 30 and resident() - before < 256 << 20
+    assert not large.runner.caches[0][0][:64].any()  # where nothing was written there are zeros
+    large.release()
 
 
 def test_the_engine_runs_the_trainers_own_parameters(model_folders) -> None:

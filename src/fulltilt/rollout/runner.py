@@ -27,6 +27,14 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
     return sum(2 * shape.key_heads * shape.head_width * dtype.itemsize for shape in layers.values())
 
 
+def memory(numbers: int, model: PreTrainedModel) -> torch.Tensor:
+    """With numbers in it, where some are read that nobody wrote."""
+    if model.device.type == "cpu":  # zeros that take memory and time only once they are touched: most of a large cache never is
+        return torch.from_numpy(np.zeros(numbers * model.dtype.itemsize, np.uint8)).view(model.dtype)
+    found = empty(numbers, model)
+    return found.zero_() if reads_unwritten(model) else found
+
+
 def empty(numbers: int, model: PreTrainedModel) -> torch.Tensor:
     try:
         return torch.empty(numbers, dtype=model.dtype, device=model.device)
@@ -60,9 +68,7 @@ class Runner:
             return
         shapes = [(self.blocks * self.block_tokens, shape.key_heads, shape.head_width) for shape in self._layers for _ in range(2)]
         steps = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
-        whole = empty(sum(steps), self.model)
-        if reads_unwritten(self.model):
-            whole.zero_()
+        whole = memory(sum(steps), self.model)
         caches = [part[: math.prod(shape)].view(shape) for part, shape in zip(whole.split(steps), shapes, strict=True)]
         self._keys += caches[0::2]
         self._values += caches[1::2]
