@@ -273,6 +273,24 @@ def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped\n")
 
 
+@pytest.mark.parametrize("command", [("knobs",), ("knobs", "--json"), ("doctor", "--json")], ids=" ".join)
+def test_a_reader_that_goes_away_is_no_fault(folder: Path, command: tuple[str, ...]) -> None:
+    """`fulltilt knobs | head -1`"""
+    script = "from fulltilt import cli; cli.main()"
+    started = subprocess.Popen(
+        [sys.executable, "-c", script, *command],
+        cwd=folder,
+        env=runs.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None and started.stderr is not None
+    started.stdout.close()
+    with started.stderr as said:
+        assert (started.wait(240), said.read()) == (141, "")
+
+
 # -- output for machines ----------------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ after saving. Guaranteed: torch is imported only by commands that need it, so he
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -24,15 +25,24 @@ if TYPE_CHECKING:
     from fulltilt.config import Config
 
 
+READER_GONE = 141  # as shells have it: 128 and the number of the signal that a pipe without a reader sends
+
+
 class Commands(TyperGroup):
-    """Ctrl-C outside the steps of a run, which have their own answer to it, is answered too."""
+    """Ctrl-C outside the steps of a run, which have their own answer to it, is answered too; and that nobody reads on (`| head`) is no
+    fault."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
+        except BrokenPipeError:
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end, when Python writes what is left)
+            raise typer.Exit(READER_GONE) from None
 
 
 app = typer.Typer(
