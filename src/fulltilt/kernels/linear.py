@@ -14,6 +14,7 @@ Elsewhere it is torch's own product.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,8 +132,9 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
                 times[name] = milliseconds(lambda way=way: way(x, weight, bias), weight.device)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # of the compiler, or of a kernel that wants more than this device has: another way will do
-            continue
+        except Exception as error:  # of the compiler, or of a kernel that wants more than this device has: another way will do
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            warnings.warn(f"products of few rows cannot run by {name} on this device, and take another way: {reason}", stacklevel=2)
     assert times, "no product gives the same bits twice"
     return given[min(times, key=lambda name: times[name])]
 
