@@ -315,7 +315,7 @@ def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with ExitStack() as started:
         first, second, dead = (
-            started.enter_context(process.start("peer", {"do": name}, tmp_path / str(number)))
+            started.enter_context(process.Peer("peer", {"do": name}, tmp_path / str(number)))
             for number, name in enumerate(("turn", "turn", "die"))
         )
         for peer in (first, second, dead):
@@ -346,7 +346,7 @@ import os, sys, time
 from pathlib import Path
 from fulltilt.bench import process
 
-peer = process.start("peer", {"do": sys.argv[2]}, Path(sys.argv[1]))
+peer = process.Peer("peer", {"do": sys.argv[2]}, Path(sys.argv[1]))
 while not peer.log.read_text():
     time.sleep(0.02)
 print(peer.child.pid, flush=True)

@@ -387,7 +387,7 @@ class HealthConfig(Section):
     """`reward-errors`: a larger share of samples whose reward failed."""
     max_logprob_gap: float = Field(default=0.05, gt=0)
     """`logprob-gap`: mean absolute difference between rollout and trainer log-probs above this. Rounding to bfloat16 alone makes 0.025 of
-    SmolLM2-135M's."""
+    SmolLM2-135M's on a CPU."""
 
 
 class LogConfig(Section):

@@ -489,7 +489,8 @@ def decide_activations(
     all_kept = keys["recompute"] == "none" and keys["offload_activations"] is not True
     if facts.head and keys.get("head_recompute") == "auto" and keys["fused_head"] and all_kept:
         keys["head_recompute"] = shortage("none", head_recompute=False) is not None
-        reasons[role, "head_recompute"] = "they fit"
+        if not keys["head_recompute"]:
+            reasons[role, "head_recompute"] = "they fit"
 
 
 def micro_batch_tokens(config: Config, room: Room, role: str) -> int:

@@ -9,7 +9,7 @@ it died without a word.
 
 Peers that take minutes to start can start together and be measured one after another:
 
-    with start(module, request, folder) as peer:
+    with Peer(module, request, folder) as peer:
         peer.wait_until_ready()                                 # in its `run`, the peer calls wait_for_turn()
         answer = peer.measure()
 """
@@ -39,9 +39,10 @@ ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_
 
 
 class Peer:
-    """A process that was started. Inside `with`: none of its own processes is left afterwards."""
+    """A process that was started. Inside `with`: none of its own processes is left afterwards. `folder`: a new one, for files and the log;
+    `defaults`: variables for where the environment has none."""
 
-    def __init__(self, module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None) -> None:
+    def __init__(self, module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> None:
         folder.mkdir(parents=True)
         asked, self.answered, self.log = (folder / name for name in ("request.json", "result.json", "log.txt"))
         self.begin = time.monotonic()
@@ -80,16 +81,11 @@ class Peer:
         return answer
 
 
-def start(module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> Peer:
-    """`folder`: a new one, for files and the log; `defaults`: variables for where the environment has none."""
-    return Peer(module, request, folder, defaults)
-
-
 def ask(
     module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None, limit_s: float | None = None
 ) -> dict[str, Any]:
     """What `module` answers."""
-    with start(module, request, folder, defaults) as peer:
+    with Peer(module, request, folder, defaults) as peer:
         return peer.measure(limit_s)
 
 

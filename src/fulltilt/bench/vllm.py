@@ -77,7 +77,7 @@ def measure(
         defaults = {"VLLM_CACHE_ROOT": str(folder / "cache")}  # one compiler must not read what another is about to write
         if device == "cpu":
             defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, (kv_bytes or 2**30) // 2**30))
-        return process.start("fulltilt.bench.vllm", request, folder, defaults)
+        return process.Peer("fulltilt.bench.vllm", request, folder, defaults)
 
     timings: list[Timing] = []
     details: dict[str, Any] = {"starts": []}
