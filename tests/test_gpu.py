@@ -132,11 +132,16 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
     return float(np.concatenate(gaps).mean()), 1 - same / total, total
 
 
-@pytest.mark.parametrize(("hidden", "inner", "heads"), [(896, 4864, 14), (1536, 8960, 12)], ids=["widths of 0.5B", "widths of 1.5B"])
-@pytest.mark.parametrize("rows", [3, 16, 40])
-def test_few_samples_decode_as_training_computes(hidden: int, inner: int, heads: int, rows: int, tmp_path: Path) -> None:
-    """The end of a rollout: real widths, few rows, positions far from 0. Small models do not show which kernels cuBLAS takes there."""
-    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": 2}
+@pytest.mark.parametrize(
+    ("hidden", "inner", "heads", "key_heads"),
+    [(896, 4864, 14, 2), (1536, 8960, 12, 2), (3584, 18944, 28, 4)],
+    ids=["widths of 0.5B", "widths of 1.5B", "widths of 7B"],
+)
+@pytest.mark.parametrize("rows", [3, 16, 40, 300, 576, 832])
+def test_samples_decode_as_training_computes(hidden: int, inner: int, heads: int, key_heads: int, rows: int, tmp_path: Path) -> None:
+    """Real widths, for small models do not show which kernels cuBLAS takes: few rows far from position 0, as at the end of a rollout,
+    and numbers of rows in between."""
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads, "num_key_value_heads": key_heads}
     config = Qwen2Config(**models.SMALL | shape | {"max_position_embeddings": 1024, "tie_word_embeddings": True, "initializer_range": 0.02})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -144,8 +149,9 @@ def test_few_samples_decode_as_training_computes(hidden: int, inner: int, heads:
     model = load_model(ModelConfig(path=str(tmp_path), dtype="bfloat16"), GPU)
     fuse_and_compare(model)
     random = np.random.default_rng(1)
-    prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(500, 700))), text="") for i in range(rows)]
-    engine = engine_on(model, tmp_path, EngineLimits(4000, 16, 64, 32768, cuda_graphs=True))  # all prompts in one pass
+    low, high = (500, 700) if rows < 64 else (20, 38)  # all prompts in one pass
+    prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(low, high))), text="") for i in range(rows)]
+    engine = engine_on(model, tmp_path, EngineLimits(6000, 16, 1024, 32768, cuda_graphs=True))
     groups = collect(engine, prompts, Sampling(samples=1, max_new_tokens=40), 7, lambda group: None)
     # Side by side, as in training: a product of some hundred rows, an odd number of them, may add up in another order than one of many.
     with torch.no_grad():

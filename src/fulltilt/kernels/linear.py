@@ -5,8 +5,8 @@ Enters: x [..., inner], a weight [outer, inner] and perhaps a bias [outer]. Leav
 Guaranteed on CUDA in bfloat16 and float16, where no gradient is wanted: a row's result has the same bits among few rows as among
 thousands, so that decoding a handful of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many
 rows, where it adds up the inner axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for
-few rows there are several ways (`ways`): cuBLAS as it is, cuBLAS told not to split, a kernel of our own in several sizes, more rows than
-are needed. Which of them is taken is found out once for each number of rows and shape of weight: those that give other bits than many rows
+few rows, up to as many as decode at once, there are several ways (`ways`): cuBLAS as it is, cuBLAS told not to split, a kernel of our own
+in several sizes, more rows than are needed. Which of them is taken is found out once for each number of rows and shape of weight: those that give other bits than many rows
 are out, and of the others the fastest is taken. Which one that is changes no number.
 
 Elsewhere it is torch's own product.
@@ -26,9 +26,11 @@ import torch.nn.functional as F
 
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
-MANY = 448  # rows from which cuBLAS adds in order (compared up to 16,384)
-COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # of fewer rows that have a way; others are padded to the next
-JUDGES = 1024  # rows of the product that the others are compared with
+MANY = 1024  # rows above which cuBLAS adds in order (compared up to 16,384)
+COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # of rows that have a way; others are padded to the next
+JUDGES = 2048  # rows of the product that the others are compared with
+PADDED = (448, 512, 768, MANY, JUDGES)  # rows that fewer are padded to, to compare
+FEW = 384  # rows up to which our kernel can be the fastest
 LOW = (torch.bfloat16, torch.float16)
 TRIALS = 4  # runs of a way that are timed
 FLUSHED = 64 << 20  # bytes written before each, more than the cache holds: in a model other weights have passed since
@@ -89,7 +91,7 @@ def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rows = x.numel() // x.shape[-1]
-    if not 0 < rows < MANY or x.dtype not in LOW or torch.is_grad_enabled() or not runs_triton(x):
+    if not 0 < rows <= MANY or x.dtype not in LOW or torch.is_grad_enabled() or not runs_triton(x):
         return linear_reference(x, weight, bias)
     flat = x.reshape(rows, x.shape[-1])
     whole = next(count for count in COUNTS if count >= rows)
@@ -114,8 +116,8 @@ def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Produ
 
 def ways(rows: int) -> dict[str, Product]:
     """By name. The last is what the others are compared with."""
-    kernels = {f"kernel {tile}": partial(few_rows, tile=tile) for tile in TILES if tile.rows < 2 * max(rows, 64)}
-    padded = {f"cuBLAS, {count} rows": partial(among, rows=count) for count in (MANY, JUDGES) if count > rows}
+    kernels = {f"kernel {tile}": partial(few_rows, tile=tile) for tile in TILES if rows <= FEW and tile.rows < 2 * max(rows, 64)}
+    padded = {f"cuBLAS, {count} rows": partial(among, rows=count) for count in PADDED if count > rows}
     return {"cuBLAS": F.linear, "cuBLAS, not split": unsplit_product, **kernels, **padded}
 
 
