@@ -165,16 +165,18 @@ def test_random_requests(model_folders, family, request, block_tokens, spare, ma
             assert len(sample.ids) == lengths.get((group.prompt.uid, sample.index), len(sample.ids)) <= sampling.max_new_tokens
 
 
-def test_passes_launched_ahead_give_the_same_samples(model_folders) -> None:
+def test_passes_launched_ahead_give_the_same_samples(model_folders, monkeypatch) -> None:
     """Rows end in the middle of passes while the next one is on its way; blocks are short now and then."""
     engine = make_engine(model_folders("llama"))
     prompts, sampling = random_prompts(6), Sampling(samples=4, max_new_tokens=120)
     random = np.random.default_rng(1)
     lengths = {(prompt.uid, index): int(random.integers(1, 121)) for prompt in prompts for index in range(4)}
     plain = list(engine.generate(prompts, sampling, 7, lengths))
-    for limits in (ROOMY, EngineLimits(blocks=60, block_tokens=4, max_seqs=20, max_batched_tokens=64)):
+    short = EngineLimits(blocks=60, block_tokens=4, max_seqs=20, max_batched_tokens=64)
+    for limits, burst in ((ROOMY, 16), (short, 16), (ROOMY, 4), (short, 5)):
         ahead = with_limits(engine, limits)
         ahead.decoder.overlaps = True
+        monkeypatch.setattr(ahead.decoder, "burst", lambda rows, steps=burst: steps)
         starts = counted(ahead.decoder)
         found = sorted(ahead.generate(prompts, sampling, 7, lengths), key=lambda group: group.prompt.uid)
         check_same(sorted(plain, key=lambda group: group.prompt.uid), found)
@@ -182,6 +184,17 @@ def test_passes_launched_ahead_give_the_same_samples(model_folders) -> None:
         # All but the first token of a sample, and the first after it was preempted, which come from prefill.
         assert 0 <= sum(lengths.values()) - len(lengths) - ahead.stats().decode_tokens <= ahead.stats().preemptions
         assert starts["launch"] > starts["start"] > 0, "no pass was launched ahead"
+
+
+def test_the_host_looks_sooner_where_steps_take_longer(model_folders) -> None:
+    decoder = make_engine(model_folders("llama")).decoder
+    assert decoder.burst(1024) == 16, "nothing runs meanwhile on a CPU"
+    decoder.overlaps = True
+    steps = {}
+    for parameters in (494e6, 1.54e9, 7.6e9):
+        decoder._parameters = int(parameters)
+        steps[parameters] = [decoder.burst(rows) for rows in (1, 64, 256, 1024)]
+    assert list(steps.values()) == [[16, 16, 16, 12], [16, 16, 16, 4], [16, 13, 4, 4]]
 
 
 def counted(decoder: Decoder) -> dict[str, int]:

@@ -6,8 +6,8 @@ Guaranteed on CUDA in bfloat16 and float16, where no gradient is wanted: a row's
 thousands, so that decoding a handful of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many
 rows, where it adds up the inner axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for
 few rows, up to as many as decode at once, there are several ways (`ways`): cuBLAS as it is, cuBLAS told not to split, a kernel of our own
-in several sizes, more rows than are needed. Which of them is taken is found out once for each number of rows and shape of weight: those that give other bits than many rows
-are out, and of the others the fastest is taken. Which one that is changes no number.
+in several sizes, more rows than are needed. Which of them is taken is found out once for each number of rows and shape of weight: those
+that give other bits than many rows are out, and of the others the fastest is taken. Which one that is changes no number.
 
 Elsewhere it is torch's own product.
 """

@@ -39,7 +39,11 @@ from fulltilt.model.load import first_line
 from fulltilt.records import UserError
 from fulltilt.rollout.sampler import Sampling
 
-BURST = 16  # steps between two looks of the host
+BURST = 16  # steps between two looks of the host, at most
+SHORTEST = 4  # the same, at least
+# Parameters times rows times steps: some 20 ms of products on the fastest devices, in which the host is done with the last steps. A sample
+# that has ended is computed until the host has looked, so it had better not be longer.
+WORK = 6.5e12
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # of batches that graphs are made for: rows that only fill up cost what others do
 TABLE_STEP = 64  # blocks by which the table grows
 
@@ -78,6 +82,7 @@ class Decoder:
         self.graphs = graphs
         self.required = required  # that there are graphs, if they were asked for
         self.rows = max_seqs
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
         self._sizes = sizes_up_to(max_seqs)
         device = model.device
         self.overlaps = device.type != "cpu"  # steps run while the host does something else, so that it pays to launch ahead
@@ -120,6 +125,10 @@ class Decoder:
     def size_for(self, rows: int) -> int:
         """Rows that a step computes for that many."""
         return next(size for size in self._sizes if size >= rows) if self.graphs else rows
+
+    def burst(self, rows: int) -> int:
+        """Steps until the host looks at that many rows. A host that has to wait anyway looks seldom: each look costs it something."""
+        return max(SHORTEST, min(BURST, int(WORK / max(1, self._parameters * rows)))) if self.overlaps else BURST
 
     def start(self, rows: Sequence[DecodeRow], sampling: Sampling) -> None:
         """A new batch; results of the one before are to be had no longer."""

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Finish, Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
-from fulltilt.rollout.decode import BURST, Decoder, DecodeRow
+from fulltilt.rollout.decode import Decoder, DecodeRow
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
 from fulltilt.rollout.sampler import Sampling, draw, sample_seed
@@ -156,7 +156,7 @@ class NativeEngine:
             if not self.decoder.overlaps:  # nothing would run meanwhile
                 yield from self._hand_over(finished, stops, call)
             if ahead is None:
-                end, flight = time.perf_counter(), self._launch(plan.next_pass(BURST), drafts, sampling)
+                end, flight = time.perf_counter(), self._launch(plan.next_pass(self.decoder.burst(len(plan.running))), drafts, sampling)
             else:
                 flight = replace(ahead, step=plan.goes_on(ahead.step))
             ahead = self._further(plan, flight, stops)
@@ -254,7 +254,7 @@ class NativeEngine:
         if decoder.size_for(len(step.work)) < decoder.size_for(len(flight.drawing)):
             return None
         held = [len(work.sequence.blocks) for work in step.work]
-        following = plan.further(step, BURST)
+        following = plan.further(step, decoder.burst(len(step.work)))
         if following is None:
             return None
         row_of = {draft.sequence: row for row, draft in enumerate(flight.drawing)}
