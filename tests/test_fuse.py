@@ -369,6 +369,60 @@ def test_frozen_parameters_get_none(model_folders) -> None:
 # ---- adapters and hooks --------------------------------------------------------------------------------------------------------------
 
 
+def accumulators(folder: Path, *, fused: bool = True, frozen: str = "", recompute: bool = False, rounds: int = 1) -> dict[str, torch.Tensor]:
+    """Float32 gradients of a bfloat16 model, and nothing beside them."""
+    model = make(folder, "bfloat16")
+    if fused:
+        fuse(model)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or frozen not in name)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    optimizer = Optimizer(model, TrainConfig(), 1)
+    for _ in range(rounds):
+        loss(model).backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert optimizer.step().grad_norm > 0
+    optimizer.prepare()
+    for _ in range(rounds):
+        loss(model).backward()
+    return {name: parameter.main_grad.clone() for name, parameter in model.named_parameters() if hasattr(parameter, "main_grad")}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama-tied"])
+def test_gradients_of_products_are_added_up_in_float32(family: str, model_folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside the product: not one of the projections' gradients is rounded to bfloat16 in between, as the plain model's are."""
+    folder, added = model_folders(family), list[torch.Tensor]()
+    add = fuse_file.add_product
+    monkeypatch.setattr(fuse_file, "add_product", lambda total, left, right: (added.append(total), add(total, left, right)))
+    found = accumulators(folder)
+    layers = 2
+    # Twice (the first step and the one that is kept): qkv and gate-up as one product each where their accumulators lie side by side.
+    assert [len(total) for total in added[: 4 * layers]].count(len(found["model.layers.0.mlp.gate_proj.weight"]) * 2) == layers
+    assert len(added) == 2 * 4 * layers, "q, k and v, o, gate and up, down: one product each"
+    plain = accumulators(folder, fused=False)
+    assert found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        size = float(gradient.norm())
+        assert float((found[name] - gradient).norm()) < 0.02 * size, name  # of bfloat16's rounding, through two layers
+    weight = found["model.layers.1.mlp.down_proj.weight"]
+    assert not weight.equal(weight.bfloat16().float()) and plain["model.layers.1.mlp.down_proj.weight"].ne(0).any()
+    twice = accumulators(folder, rounds=2)
+    recomputed = accumulators(folder, recompute=True)
+    for name, gradient in found.items():
+        assert recomputed[name].equal(gradient), name
+        assert float((twice[name] - 2 * gradient).norm()) < 0.1 * float(gradient.norm()), name  # its first step was another
+
+
+def test_gradients_of_products_go_only_to_those_that_want_one(model_folders) -> None:
+    folder = model_folders("qwen2")
+    found, all_of_them = accumulators(folder, frozen="k_proj"), accumulators(folder)
+    assert found.keys() == {name for name in all_of_them if "k_proj" not in name}
+    name = "model.layers.1.self_attn.v_proj.weight"
+    torch.testing.assert_close(found[name], all_of_them[name], rtol=0.1, atol=0.02 * float(all_of_them[name].abs().max()))
+
+
 def adapt(model: PreTrainedModel, targets: list[str]) -> PreTrainedModel:
     add_adapters(model, LoraConfig(rank=2, targets=targets), seed=3)
     random = torch.Generator().manual_seed(7)

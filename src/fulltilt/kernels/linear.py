@@ -10,6 +10,8 @@ in several sizes, more rows than are needed. Which of them is taken is found out
 that give other bits than many rows are out, and of the others the fastest is taken. Which one that is changes no number.
 
 Elsewhere it is torch's own product.
+
+For the backward pass there is `add_product`, a product that is added to what is there.
 """
 
 from __future__ import annotations
@@ -97,6 +99,16 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     whole = next(count for count in COUNTS if count >= rows)
     found = way_for(whole, weight, bias)(flat if whole == rows else with_rows(flat, whole), weight, bias)
     return found[:rows].view(*x.shape[:-1], -1)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """total += left @ right, added up in total's type and without a temporary of its size."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 # ---- ways --------------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from typing import Any, Literal
 import torch
 
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
+from fulltilt.kernels.linear import add_product
 
 Entropy = Literal["gradient", "value", "none"]
 BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thread of 8 warps, two loads of 16 bytes
@@ -102,16 +103,6 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
     if out is None:
         return torch.mm(left, right, out_dtype=torch.float32)
     return torch.mm(left, right, out_dtype=torch.float32, out=out)
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """total += left @ right, added up in total's type and without a temporary of its size."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif left.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 class Gradients:

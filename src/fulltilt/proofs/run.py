@@ -121,6 +121,7 @@ class Steps:
         for proof in proofs:
             for case in proof.cases if self._on_cuda or proof.needs_cuda is None else ():
                 self._readers.setdefault(case, []).append(proof)
+        self._spreads: dict[tuple[Base, str], float] = {}  # of re-runs, by what is compared
         self._to_come = {case: len(readers) for case, readers in self._readers.items()}
 
     def record(self, proof: Proof) -> Record:
@@ -217,12 +218,13 @@ class Steps:
         """On CUDA, some times what the same step differs by when it is run again, and when each sample runs alone."""
         if not self._on_cuda:
             return exact
-        # A large model's gradients differ no more than a small one's.
-        plain = Case.of(proof.base)
-        spread = [gap(self.evidence(plain), self.evidence(other)) for other in self._re_runs(proof.base)]
+        if (proof.base, proof.role) not in self._spreads:
+            # A large model's gradients differ no more than a small one's.
+            plain = Case.of(proof.base)
+            spread = [gap(self.evidence(plain), self.evidence(other)) for other in self._re_runs(proof.base)]
+            self._spreads[proof.base, proof.role] = max((one for one in spread if math.isfinite(one)), default=0.0)  # a re-run may fail
         dtype = torch.float32 if proof.base == "rollout" else torch.bfloat16
-        measured = [one for one in spread if math.isfinite(one)]  # a re-run that fails says nothing of rounding
-        return max(TIMES_SPREAD * max(measured, default=0.0), ROUNDING[dtype])
+        return max(TIMES_SPREAD * self._spreads[proof.base, proof.role], ROUNDING[dtype])
 
     def _re_runs(self, base: Base) -> Iterator[Case]:
         yield Case(base, again=1)
@@ -239,9 +241,13 @@ def gap_of_gradients(one: Evidence, other: Evidence, role: str) -> float:
     """The norm of the difference relative to the norm; endless where other parameters have a gradient, or none has any."""
     if one.failure or other.failure or one.gradients[role].keys() != other.gradients[role].keys():
         return float("inf")
-    pairs = [(own.double(), other.gradients[role][name].double()) for name, own in one.gradients[role].items()]
-    size = sum(float(own.square().sum()) for own, _ in pairs)
-    apart = sum(float((own - found).square().sum()) for own, found in pairs)
+    # Kept on the host, so that they are in nobody's bytes, and compared where that is fast: of a large model it takes seconds there.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    size = apart = 0.0
+    for name, gradient in one.gradients[role].items():
+        own, found = (kept.to(device).double() for kept in (gradient, other.gradients[role][name]))
+        size += float(own.square().sum())
+        apart += float((own - found).square().sum())
     return math.sqrt(apart / size) if size else float("inf")
 
 
