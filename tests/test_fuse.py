@@ -366,10 +366,9 @@ def test_frozen_parameters_get_none(model_folders) -> None:
             torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-6, atol=1e-10)
 
 
-# ---- adapters and hooks --------------------------------------------------------------------------------------------------------------
-
-
-def accumulators(folder: Path, *, fused: bool = True, frozen: str = "", recompute: bool = False, rounds: int = 1) -> dict[str, torch.Tensor]:
+def accumulators(
+    folder: Path, *, fused: bool = True, frozen: str = "", recompute: bool = False, rounds: int = 1
+) -> dict[str, torch.Tensor]:
     """Float32 gradients of a bfloat16 model, and nothing beside them."""
     model = make(folder, "bfloat16")
     if fused:
@@ -421,6 +420,9 @@ def test_gradients_of_products_go_only_to_those_that_want_one(model_folders) -> 
     assert found.keys() == {name for name in all_of_them if "k_proj" not in name}
     name = "model.layers.1.self_attn.v_proj.weight"
     torch.testing.assert_close(found[name], all_of_them[name], rtol=0.1, atol=0.02 * float(all_of_them[name].abs().max()))
+
+
+# ---- adapters and hooks --------------------------------------------------------------------------------------------------------------
 
 
 def adapt(model: PreTrainedModel, targets: list[str]) -> PreTrainedModel:

@@ -304,7 +304,7 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("vocabulary", [97, 32_000, 50_257, 151_936, 262_144, 1 << 24])
 def test_chunks_on_a_gpu(vocabulary: int, dtype: torch.dtype) -> None:
     for rows, chunk in every((0, 1, 300, 16_384, 65_536), (None, 100, 1_000)):
-        size = rows_at_once(rows, vocabulary, HeadOptions(entropy_chunk=chunk), dtype, "cuda")
+        size = rows_at_once(rows, vocabulary, HeadOptions(entropy_chunk=chunk), dtype, "cuda", False)
         assert 1 <= size.logits <= size.gradient and size.forward >= 1
         assert max(size.forward, size.gradient) <= (chunk or 1 << 30)
         live = max(min(rows, size.forward) * 4, min(rows, size.logits) * 4 + min(rows, size.gradient) * dtype.itemsize) * vocabulary
@@ -314,7 +314,9 @@ def test_chunks_on_a_gpu(vocabulary: int, dtype: torch.dtype) -> None:
 
 def test_chunks_of_the_largest_batch_are_large() -> None:
     """What each product costs beside its arithmetic falls with the rows: 65,536 tokens of 151,936 entries."""
-    assert rows_at_once(65_536, 151_936, HeadOptions(), torch.bfloat16, "cuda") == Rows(1536, 512, 2176)
+    assert rows_at_once(65_536, 151_936, HeadOptions(), torch.bfloat16, "cuda", False) == Rows(1536, 512, 2176)
+    assert rows_at_once(18_700, 151_936, HeadOptions(), torch.bfloat16, "cuda", True) == Rows(1536, 512, 9472)
+    assert rows_at_once(18_700, 151_936, HeadOptions(entropy_chunk=3000), torch.bfloat16, "cuda", True).gradient <= 3000
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------------------

@@ -121,8 +121,9 @@ def token_logprobs(
     """Log-prob of each target, differentiable, and entropy of each row: with its gradient, without it, or None."""
     if not options.fused:
         return plain_logprobs(hidden, head, targets, temperature, options, entropy)
-    rows = rows_at_once(len(hidden), len(head.weight), options, hidden.dtype, hidden.device.type)
-    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, keep=options.keeps(entropy))
+    kept = options.keeps(entropy)
+    rows = rows_at_once(len(hidden), len(head.weight), options, hidden.dtype, hidden.device.type, kept)
+    call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, kept)
     return fused_logprobs(hidden, head.weight, head.bias, targets, call)
 
 
@@ -155,8 +156,8 @@ def entropy_of(logits: torch.Tensor) -> torch.Tensor:
 # ---- sizes -------------------------------------------------------------------------------------------------------------------------
 
 
-def rows_at_once(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str) -> Rows:
-    """Of the fused head, for so many rows in all."""
+def rows_at_once(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str, kept: bool) -> Rows:
+    """Of the fused head, for so many rows in all; `kept`: there is memory for the logits of all of them."""
     most = options.entropy_chunk or max(1, rows)
     if device != "cuda":
         size = even(rows, min(most, CHUNK_NUMBERS // vocabulary))
@@ -164,6 +165,8 @@ def rows_at_once(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.
     wide = wide_bytes(dtype) * vocabulary
     logits = even(rows, min(most, CUDA_BYTES // (3 * wide)))
     gradient = even(rows, min(most, (CUDA_BYTES - logits * wide) // (dtype.itemsize * vocabulary)))
+    if kept:  # two parts, a quarter of the logits' bytes each in bfloat16: with each the weight's float32 gradient is read and written
+        gradient = max(gradient, even(rows, min(most, -(-rows // (2 * TILE)) * TILE)))
     return Rows(even(rows, min(most, CUDA_BYTES // wide)), min(logits, gradient), gradient)
 
 
@@ -202,8 +205,8 @@ def head_bytes(
 
 
 def fused_bytes(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str, entropy: Entropy) -> HeadBytes:
-    size = rows_at_once(rows, vocabulary, options, dtype, device)
     kept = options.keeps(entropy)
+    size = rows_at_once(rows, vocabulary, options, dtype, device, kept)
     wide = wide_bytes(dtype) * vocabulary
     forward, logits, gradient = (min(rows, given) for given in (size.forward, size.logits, size.gradient))
     of_gradient = dtype.itemsize * vocabulary * gradient
