@@ -189,8 +189,6 @@ class Drill:
             assert plan.running[0] in [item.sequence for item in work] or not plan.running[0].decoding, "the oldest waits"
         else:
             assert sum(item.count for item in work) <= plan.max_batched_tokens or (not plan.chunked_prefill and len(work) == 1)
-            counts = [item.count > 1 for item in work]
-            assert counts == sorted(counts), "single tokens come first"
         written = Counter[int]()
         for item in work:
             last = item.start + item.count + step.steps - 2

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import EMPTY, RUNNING, Progress, Workspace, finish, sample
-from fulltilt.model.arrays import to_device
+from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Decode, LayerShape
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.forward import hidden_states
@@ -152,10 +152,7 @@ class Decoder:
             else:
                 step.replay()
         # Into memory of its own, behind these steps and before any others: the rings come round.
-        sent = [torch.empty(there.shape, dtype=there.dtype, pin_memory=True).copy_(there, non_blocking=True) for there in self._results()]
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return partial(self._take, sent, arrived)
+        return partial(self._take, [to_host(there) for there in self._results()])
 
     def give(self, blocks: Sequence[tuple[int, int, int]]) -> None:
         """More blocks for rows of the batch, as (row, place in its table, block), for launches to come."""
@@ -195,7 +192,7 @@ class Decoder:
             if not len(rows):
                 break
             self._advance(rows, rows, temperature=sampling.temperature, **narrowed)
-        return self._take(self._results())
+        return self._take([to_host(there) for there in self._results()])
 
     def _step(self, size: int, restricted: bool) -> None:
         """As a graph holds it: whatever may change is read from the device."""
@@ -317,14 +314,13 @@ class Decoder:
         progress = self._progress
         return [there[: self._count] for there in (progress.lengths, progress.tokens, progress.logprobs)]
 
-    def _take(self, results: Sequence[torch.Tensor], arrived: torch.cuda.Event | None = None) -> list[Drawn]:
-        if arrived is not None:
-            arrived.synchronize()
-        lengths, tokens, logprobs = results
-        columns = torch.from_numpy((self._taken[:, None] + np.arange(BURST)) % BURST)  # of the rings, the first that was drawn now in front
-        counts = (lengths.numpy() - self._taken).tolist()
-        self._taken = lengths.numpy().astype(np.int64)
-        new = zip(counts, tokens.gather(1, columns).tolist(), logprobs.gather(1, columns).tolist(), strict=True)
+    def _take(self, results: Sequence[Callable[[], np.ndarray]]) -> list[Drawn]:
+        lengths, tokens, logprobs = (arrive() for arrive in results)
+        columns = (self._taken[:, None] + np.arange(BURST)) % BURST  # of the rings, the first that was drawn now in front
+        counts = (lengths - self._taken).tolist()
+        self._taken = lengths.astype(np.int64)
+        rings = (np.take_along_axis(ring, columns, 1).tolist() for ring in (tokens, logprobs))
+        new = zip(counts, *rings, strict=True)
         return [Drawn(own[:count], values[:count]) for count, own, values in new]
 
 

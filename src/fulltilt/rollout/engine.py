@@ -117,7 +117,6 @@ class NativeEngine:
             model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs, required=limits.graphs_required
         )
         self.decoder.reach(limits.longest)
-        self.version = 0
         self._calls = 0
         self.recorder = Recorder()
 
@@ -175,7 +174,7 @@ class NativeEngine:
         assert not open_groups and plan.pool.used == 0
 
     def sync(self, version: int) -> None:
-        self.version = version
+        """The weights are the trainer's own: there is nothing to do."""
 
     def release(self) -> None:
         self.runner.release()

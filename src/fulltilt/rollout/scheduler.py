@@ -108,7 +108,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Pass:
-    work: tuple[Work, ...]  # decoding: longest first; otherwise single tokens first
+    work: tuple[Work, ...]  # decoding: longest first
     copies: tuple[tuple[int, int], ...]  # (from block, to block), to be done before the pass and all at once
     decoding: bool
     steps: int = 1  # how many tokens may be drawn for each sequence before the next pass is planned; above 1 only when decoding
@@ -282,7 +282,6 @@ class Scheduler:
             room -= sequence.computed + planned if planned else 0
             if not planned and not sequence.decoding:
                 break  # it does not fit any more, so neither do those behind it
-        work.sort(key=lambda item: item.count > 1)
         return work
 
     def _plan(self, sequence: Sequence, work: list[Work], left: int) -> int:
