@@ -367,10 +367,10 @@ def test_frozen_parameters_get_none(model_folders) -> None:
 
 
 def accumulators(
-    folder: Path, *, fused: bool = True, frozen: str = "", recompute: bool = False, rounds: int = 1
+    folder: Path, *, fused: bool = True, frozen: str = "", recompute: bool = False, rounds: int = 1, device: torch.device = CPU
 ) -> dict[str, torch.Tensor]:
     """Float32 gradients of a bfloat16 model, and nothing beside them."""
-    model = make(folder, "bfloat16")
+    model = make(folder, "bfloat16", device)
     if fused:
         fuse(model)
     for name, parameter in model.named_parameters():
@@ -412,6 +412,44 @@ def test_gradients_of_products_are_added_up_in_float32(family: str, model_folder
     for name, gradient in found.items():
         assert recomputed[name].equal(gradient), name
         assert float((twice[name] - 2 * gradient).norm()) < 0.1 * float(gradient.norm()), name  # its first step was another
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", ["", "k_proj"])
+def test_gradients_of_products_are_added_up_on_a_gpu(frozen: str, model_folders) -> None:
+    """cuBLAS adds bfloat16 products to float32 accumulators, joined and one by one."""
+    folder = model_folders("qwen2")
+    found = accumulators(folder, frozen=frozen, device=torch.device("cuda"))
+    expected = accumulators(folder, frozen=frozen)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((found[name].cpu() - gradient).norm()) < 0.03 * float(gradient.norm()), name  # bfloat16's rounding, in another order
+
+
+def test_a_hook_on_a_weight_sees_its_gradient(model_folders) -> None:
+    model, seen = make(model_folders("qwen2"), "bfloat16"), list[torch.Tensor]()
+    fuse(model)
+    Optimizer(model, TrainConfig(), 1)
+    weight = model.base_model.layers[0].mlp.down_proj.weight
+    weight.register_hook(seen.append)
+    loss(model).backward()
+    assert len(seen) == 1 and seen[0].shape == weight.shape and weight.main_grad.equal(seen[0].float())
+
+
+def test_frozen_weights_keep_no_inputs(model_folders) -> None:
+    """Where only adapters or norms learn, what a product reads is not kept for it."""
+
+    def kept(frozen: bool) -> int:
+        model, sizes = make(model_folders("qwen2"), "bfloat16"), list[int]()
+        fuse(model)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and "proj" in name))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+            loss(model)
+        return sum(sizes)
+
+    tokens, widths = sum(map(len, DOCUMENTS[:3])), models.SMALL
+    assert kept(False) - kept(True) >= 2 * tokens * (2 * widths["hidden_size"] + widths["intermediate_size"])
 
 
 def test_gradients_of_products_go_only_to_those_that_want_one(model_folders) -> None:

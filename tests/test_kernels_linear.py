@@ -67,6 +67,15 @@ def test_of_the_ways_with_the_right_bits_the_fastest_is_taken(monkeypatch: pytes
         module.fastest({"wrong": ways["wrong"]}, 3, weight, None)
 
 
+def test_of_a_weight_that_is_not_finite_nothing_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_found", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    weight = torch.randn(8, 32)
+    weight[3, 5] = torch.nan
+    way = module.way_for(4, weight, None)
+    assert not module._found and way(torch.ones(4, 32), weight, None)[:, 3].isnan().all()
+
+
 def test_a_device_without_memory_is_not_taken_for_a_way_that_fails() -> None:
     def full(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         raise torch.OutOfMemoryError("out of memory")

@@ -230,11 +230,25 @@ def test_selective_runs_no_product_and_no_attention_twice(family: str, model_fol
     assert plain.total() < runs(Recompute("full")).total()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_last_product_of_a_layer_is_not_made_again(fused: bool, model_folders) -> None:
+    """The second pass stops at the last tensor that is kept, which is that product's input."""
+    model, counts = load(model_folders("llama"), fused=fused), []
+    for setting in (Recompute(), Recompute("full")):
+        handle = apply_recompute(model, setting)
+        with Counting() as counting:
+            states(model).sum().backward()
+        handle.remove()
+        counts.append(sum(count for name, count in counting.runs.items() if "mm" in str(name)))
+    products = 4 if fused else 7  # of a layer: q, k, v, o, gate, up, down
+    assert counts[1] - counts[0] == 2 * (products - 1)
+
+
 def test_the_last_product_of_a_layer_is_not_kept(model_folders) -> None:
     """Its result is part of the next layer's input, which is kept; where a norm follows, it is needed."""
     width = 8 * models.SMALL["hidden_size"] * sum(LENGTHS)  # bytes of hidden states
-    for family, layers in {"llama": 0, "gemma3": 2}.items():
-        model = load(model_folders(family))
+    for family, fused, layers in (("llama", False, 0), ("llama", True, 0), ("gemma3", False, 2)):
+        model = load(model_folders(family), fused=fused)
         kept = []
         for make in (apply_recompute, keep_all):
             handle = make(model, Recompute("selective"))  # type: ignore[operator]

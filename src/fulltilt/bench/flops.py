@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fulltilt.model.experts import used_by_a_token
+
 PASSES = 3  # forward, gradient of what enters, gradient of the weights
 
 # Families that verl counts with its formula for dense models.
@@ -93,10 +95,8 @@ def count_weights(model: Any) -> tuple[int, int]:
     for parameter in model.parameters():
         if parameter is lookup or parameter is head:
             continue
-        if parameter.ndim == 2:
-            layers += parameter.numel()
-        elif parameter.ndim == 3:
-            layers += parameter.numel() * model.config.get_text_config().num_experts_per_tok // len(parameter)
+        if parameter.ndim > 1:
+            layers += used_by_a_token(parameter, model.config)
     return layers, head.numel()
 
 

@@ -25,7 +25,7 @@ from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.kernels import dispatch
-from fulltilt.kernels.linear import trial_bytes
+from fulltilt.kernels.linear import LOW, trial_bytes
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import Progress, Workspace
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -36,7 +36,7 @@ from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.compiled import WrongCompile, compile_and_compare
 from fulltilt.model.experts import why_not_captured
-from fulltilt.model.fuse import WrongFusion, check_fused, fuse_and_compare, saved_tensors
+from fulltilt.model.fuse import WrongFusion, check_fused, fuse_and_compare, is_fused, saved_tensors
 from fulltilt.model.heads import Entropy, Head, HeadOptions, head_bytes
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import packed_logprobs, random_documents, verify, verify_body
@@ -675,7 +675,7 @@ def decode_bytes(config: Config, model: PreTrainedModel, layers: Mapping[int, La
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     of_layer = 2 * rows * itemsize * (4 * text.hidden_size + 3 * inner)  # twice, for pieces of a pool that do not fit the next size
     of_graphs = GRAPH_BYTES * 2 * len(sizes) if uses_graphs(config, device) else 0  # with top-k and top-p, and without
-    of_trials = trial_bytes(text.hidden_size, 2 * inner, itemsize)
+    of_trials = trial_bytes(text.hidden_size, 2 * inner, itemsize) if model.dtype in LOW and is_fused(model) else 0
     return found + of_attention + of_sampling + of_layer + of_graphs + of_trials
 
 

@@ -117,12 +117,14 @@ _found: dict[tuple[Any, ...], Product] = {}
 
 
 def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The fastest that gives the bits of many rows. Inside a capture nothing can be tried: there it is one that does for certain."""
+    """The fastest that gives the bits of many rows. Inside a capture nothing can be tried, and of a weight that is not finite no bits are
+    to be had: there it is one that does for certain."""
     key = (rows, weight.shape, weight.stride(), weight.dtype, weight.device, bias is not None)
     if key not in _found:
-        if torch.cuda.is_current_stream_capturing():
+        found = None if torch.cuda.is_current_stream_capturing() else fastest(ways(rows), rows, weight, bias)
+        if found is None:
             return partial(among, rows=JUDGES)
-        _found[key] = fastest(ways(rows), rows, weight, bias)
+        _found[key] = found
     return _found[key]
 
 
@@ -134,11 +136,13 @@ def ways(rows: int) -> dict[str, Product]:
 
 
 @torch.no_grad()
-def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product | None:
     random = torch.Generator(weight.device).manual_seed(0)
     x = torch.randn(JUDGES, weight.shape[1], generator=random, device=weight.device, dtype=weight.dtype)
     expected = F.linear(x, weight, bias)[:rows].clone()
     x = x[:rows].clone()
+    if not expected.isfinite().all():
+        return None
     times = {}
     for name, way in given.items():
         try:

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fulltilt.model.attention import UnsupportedModel
+from fulltilt.model.fuse import PRODUCT_NODE
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.records import UserError
 
@@ -300,7 +301,7 @@ def ends_in_product(out: torch.Tensor) -> bool:
     while waiting:
         node = waiting.pop()
         name = "" if node is None else node.name()
-        if name in ("MmBackward0", "AddmmBackward0"):
+        if name in ("MmBackward0", "AddmmBackward0", PRODUCT_NODE):
             return True
         if node is not None and name in ("AddBackward0", "ViewBackward0", "UnsafeViewBackward0"):
             waiting += [before for before, _ in node.next_functions]

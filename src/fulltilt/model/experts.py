@@ -158,6 +158,13 @@ def has_interface(module: torch.nn.Module) -> bool:
 # ---- CUDA graphs -------------------------------------------------------------------------------------------------------------------
 
 
+def used_by_a_token(parameter: torch.Tensor, config: Any) -> int:
+    """Numbers of a parameter that a token is multiplied with: of stacked experts, those of the experts that it is sent to."""
+    if parameter.ndim < 3:
+        return parameter.numel()
+    return parameter.numel() * getattr(config.get_text_config(), "num_experts_per_tok", len(parameter)) // len(parameter)
+
+
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Why a CUDA graph cannot hold a pass of the model, as far as its experts tell; None: nothing is known against it."""
     for name, module in model.named_modules():

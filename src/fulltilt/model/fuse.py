@@ -4,9 +4,10 @@ Enters: a loaded model on its device. Leaves: the same model object with other f
 addition before them), rotary embedding and the gated product run as one kernel each; q, k and v run as one matrix product, gate and up as
 another. Guaranteed: every parameter stays the object it was under the name it had; only its memory moves, once, so that parameters
 which run as one product lie side by side in one storage and nothing exists twice. Saving, optimizers that update in place, hooks on
-parameters and `main_grad` go on working. A gradient goes to each parameter by itself, and the results are the unfused model's: to the bit
-where only kernels replace operations on CPU, within the rounding of a matrix product where projections run as one (in float32 on the small
-models of the tests: hidden states 1e-5, log-probs 1e-5, gradients 1e-5 of their size).
+parameters and `main_grad` go on working; a projection that has an accumulator and no hook leaves no gradient beside it. A gradient goes to
+each parameter by itself, and the results are the unfused model's: to the bit where only kernels replace operations on CPU, within the
+rounding of a matrix product where projections run as one (in float32 on the small models of the tests: hidden states 1e-5, log-probs 1e-5,
+gradients 1e-5 of their size).
 
 What is not known is left alone, whole, with the reason in the report. Where an adapter (peft) or a hook sits on a projection, before or
 after fusing, the projections of that group run one by one, and the report of `check_fused` names them.
@@ -48,6 +49,7 @@ LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 # The configuration's name of an activation -> the kernel's.
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 NOTE, READY = "_fused", "_fulltilt_normed"  # attributes: of fused modules, of hidden states
+PRODUCT_NODE = "_LayerProductBackward"  # what autograd calls a product here
 
 
 class BrokenFusion(RuntimeError):
@@ -230,6 +232,10 @@ def set_forward(module: torch.nn.Module, forward: Callable[..., Any], note: Note
     setattr(module, NOTE, note)
 
 
+def is_fused(model: PreTrainedModel) -> bool:
+    return NOTE in vars(model.base_model)
+
+
 def note_of(module: torch.nn.Module) -> Note:
     return getattr(module, NOTE)  # type: ignore[no-any-return]
 
@@ -345,10 +351,7 @@ def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | No
     note = note_of(owner)
     if note.refused is not None or adapter_or_hook(owner, note.names) is not None:
         return None
-    weight, bias, parameters = whole_tensors(owner, note)
-    if torch.is_grad_enabled():
-        return _JoinedLinear.apply(x, weight, bias, *parameters)  # type: ignore[no-any-return, no-untyped-call]
-    return linear(x, weight, bias)
+    return product(x, *whole_tensors(owner, note))
 
 
 def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -356,45 +359,71 @@ def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tens
     layer: Any = owner._modules[name]
     if adapter_or_hook(owner, (name,)) is not None:
         return layer(x)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled():
-        weight, bias = layer.weight, layer.bias
-        alone = (weight.detach(), None, weight) if bias is None else (weight.detach(), bias.detach(), weight, bias)
-        return _JoinedLinear.apply(x, *alone)  # type: ignore[no-any-return, no-untyped-call]
-    return linear(x, layer.weight, layer.bias)
+    parameters = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
+    return product(x, layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), parameters)
 
 
-class _JoinedLinear(torch.autograd.Function):
-    """A linear layer whose weight and bias are joined, of one parameter or several; the gradient of each slice goes to the parameter that
-    it is: to its float32 accumulator (`main_grad`), inside the matrix product, where it has one, which saves as much memory traffic as
-    several layers' activations have and rounds nothing to the parameter's type in between."""
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
+    """Weight and bias have no gradient; the parameters, weights and then biases, are slices of them and may want one."""
+    if not torch.is_grad_enabled():
+        return linear(x, weight, bias)
+    if not any(parameter.requires_grad for parameter in parameters):
+        return F.linear(x, weight, bias)  # which keeps nothing that only they would need
+    keeping: list[Any] = []
+    kept = _Kept.apply(x, keeping, *parameters)  # type: ignore[no-untyped-call]
+    return _LayerProduct.apply(kept, weight, bias, keeping[0], *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Kept(torch.autograd.Function):
+    """Keeps what the gradients of a product need, ahead of it. Where layers are recomputed, the second pass stops at the last tensor that
+    is kept: the product at the end of a layer is not made again then, as it is not with torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, keeping: list[Any], *parameters: torch.nn.Parameter) -> torch.Tensor:
+        ctx.save_for_backward(x, *parameters)  # the parameters for their version: a change before the backward pass must raise
+        keeping.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, of_x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return of_x, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class _LayerProduct(torch.autograd.Function):
+    """A linear layer of one parameter or of several that are joined; the gradient of each slice goes to the parameter that it is: to its
+    float32 accumulator (`main_grad`), inside the matrix product, where it has one, so that no gradient is written, read again and rounded
+    to the parameter's type in between."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *parameters: torch.nn.Parameter
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, keeping: Any, *parameters: torch.nn.Parameter
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, *parameters)  # the parameters for their version: a change before the backward pass must raise
-        ctx.weight, ctx.has_bias, ctx.parameters = weight, bias is not None, parameters  # recomputing gives others back than were saved
+        ctx.keeping, ctx.weight, ctx.has_bias = keeping, weight, bias is not None
+        ctx.parameters = parameters  # themselves, with their accumulators: recomputing gives others back than were kept
         return F.linear(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, parameters = ctx.saved_tensors[0], ctx.parameters
+        x, parameters = ctx.keeping.saved_tensors[0], ctx.parameters
         flat = of_out.reshape(-1, of_out.shape[-1])
         count = len(parameters) // 2 if ctx.has_bias else len(parameters)
         rows = [len(parameter) for parameter in parameters[:count]]
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         of_x = (flat @ ctx.weight).view(x.shape) if ctx.needs_input_grad[0] else None
         found: list[torch.Tensor | None] = [None] * len(parameters)
         if any(wanted[:count]) and not accumulated(parameters[:count], wanted[:count], flat, x):
             found[:count] = (flat.t() @ x.reshape(-1, x.shape[-1])).split(rows)
         if any(wanted[count:]):
             found[count:] = flat.sum(0).split(rows)
-        return of_x, None, None, *found
+        return of_x, None, None, None, *found
 
 
 def accumulated(weights: Sequence[torch.Tensor], wanted: Sequence[bool], of_out: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether all weights that want a gradient have an accumulator; it is added there then, in one product where they lie side by side."""
+    """Whether all weights that want a gradient have an accumulator, and nobody else waits for it (a hook); it is added there then, in one
+    product where they lie side by side."""
+    if any(weight._backward_hooks for weight in weights):
+        return False
     totals = [getattr(weight, "main_grad", None) if want else None for weight, want in zip(weights, wanted, strict=True)]
     if any(want and total is None for total, want in zip(totals, wanted, strict=True)):
         return False
@@ -517,6 +546,7 @@ def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
     body = model.base_model
     if NOTE not in vars(body) and obstacle_of(body, FAMILIES.get(type(body).__module__)) is not None:
         return fuse(model)
+    assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters()), "before the optimizer, or gradients would go there"
     documents = random_documents(model)
     own = numbers_of(model, [documents])
     allowed = {name: 4 * gap for name, gap in gaps(own, numbers_of(model, [[document] for document in documents])).items()}

@@ -32,7 +32,7 @@ from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import EMPTY, RUNNING, Progress, Workspace, finish, sample
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Decode, LayerShape
-from fulltilt.model.experts import why_not_captured
+from fulltilt.model.experts import used_by_a_token, why_not_captured
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
 from fulltilt.model.load import first_line
@@ -82,7 +82,7 @@ class Decoder:
         self.graphs = graphs
         self.required = required  # that there are graphs, if they were asked for
         self.rows = max_seqs
-        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._parameters = sum(used_by_a_token(parameter, model.config) for parameter in model.parameters())
         self._sizes = sizes_up_to(max_seqs)
         device = model.device
         self.overlaps = device.type != "cpu"  # steps run while the host does something else, so that it pays to launch ahead

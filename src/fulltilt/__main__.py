@@ -1,0 +1,5 @@
+"""`python -m fulltilt` is `fulltilt`."""
+
+from fulltilt.cli import main
+
+main()
