@@ -209,12 +209,13 @@ def updates_per_step(config: Config) -> int:
     return config.algorithm.minibatches_per_step * config.algorithm.epochs
 
 
-def check_context(config: Config, longest_read: int, limit: int | None, *, rollout: bool) -> None:
-    """`longest_read`: tokens of the longest prompt, or of the longest row for SFT. `limit`: positions the model was made for."""
+def check_context(config: Config, longest_read: int, limit: int | None, *, rollout: bool, whose: str = "the model") -> None:
+    """`longest_read`: tokens of the longest prompt, or of the longest row for SFT. `limit`: positions that the model, or another that reads
+    whole samples, was made for."""
     longest = longest_read + (longest_response(config) if rollout else 0)
     if limit is None or longest <= limit:
         return
-    made_for = f"the model was made for {limit} positions"
+    made_for = f"{whose} was made for {limit} positions"
     if rollout:
         key = "rollout.max_new_tokens" if longest_response(config) == config.rollout.max_new_tokens else "eval.max_new_tokens"
         raise UserError(

@@ -821,7 +821,12 @@ def read_and_check(
     check_sources(config, prompt_sets(train_data, val_data))
     check_template(config, prompt_sets(train_data, val_data))
     longest = max(train_data.longest, val_data.longest if val_data else 0)
-    check_context(config, longest, load.context_limit(load.read_config(config.model)), rollout=rollout)
+    others = {"ref.path": config.ref.path if "ref_logprobs" in algorithm.needs else None}
+    others["critic.path"] = config.critic.path if algorithm.value_loss else None
+    for key, path in {"model.path": config.model.path, **others}.items():
+        if path is not None:
+            whose = "the model" if key == "model.path" else f"the model of {key}"
+            check_context(config, longest, load.context_limit(load.read_config(config.model, path, key)), rollout=rollout, whose=whose)
     steps_per_epoch = train_data.steps_per_epoch(*round_size(config, algorithm))
     steps = count_steps(config, steps_per_epoch)
     if steps <= algorithm.critic_warmup:

@@ -114,13 +114,13 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         )
 
 
-def read_config(config: ModelConfig) -> PretrainedConfig:
-    """Of the model, without the model."""
-    options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
+def read_config(config: ModelConfig, path: str | None = None, key: str = "model.path") -> PretrainedConfig:
+    """Of the model, or of another, without the model."""
+    source = path or config.path
     try:
-        return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **options)
+        return AutoConfig.from_pretrained(source, **origin(config, source))
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: the configuration of {config.path} could not be loaded: {first_line(error)}") from error
+        raise UserError(f"{key}: the configuration of {source} could not be loaded: {first_line(error)}") from error
 
 
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
