@@ -291,7 +291,7 @@ def _assemble(
     if training:
         roles.residents.settle_down(models, settled.roles)
 
-    facts = find_facts(config, device, models.readers(), models.layers, longest, steps_per_epoch, fusing)
+    facts = find_facts(config, device, models.actor, models.layers, longest, steps_per_epoch, fusing)
     facts = replace(facts, settings=settled.words, returning_bytes=returning(room, settled.roles) if training else 0)
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
@@ -345,10 +345,6 @@ class Models:
         judge = self.reward_model.role.model if self.reward_model else None
         models = {"actor": self.actor, "critic": self.critic, "ref": self.ref, "reward_model": judge}
         return {role: model for role, model in models.items() if model is not None}
-
-    def readers(self) -> list[PreTrainedModel]:
-        """Those that read whole samples, the actor first."""
-        return [self.actor, *([self.ref] if self.ref else []), *([self.critic.body] if self.critic else [])]
 
 
 def load_models(
@@ -538,11 +534,10 @@ def head_peak(model: PreTrainedModel, tokens: int, keys: Mapping[str, Any], entr
 
 
 def find_facts(
-    config: Config, device: torch.device, models: list[PreTrainedModel], layers: Mapping[int, LayerShape], longest: int,
+    config: Config, device: torch.device, actor: PreTrainedModel, layers: Mapping[int, LayerShape], longest: int,
     steps_per_epoch: int, fusing: Fusing,
 ) -> Facts:  # fmt: skip
-    """What the plan must know. `models`: those that read whole samples, the actor's first."""
-    actor = models[0]
+    """What the plan must know."""
     rows = most_seqs(config, device.type, config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt)
     return Facts(
         device=device.type,
@@ -550,7 +545,7 @@ def find_facts(
         parameters=sum(parameter.numel() for parameter in actor.parameters()),
         cores=THREADS,
         threads_given="OMP_NUM_THREADS" in os.environ,
-        context_limit=shortest_context(models),
+        context_limit=load.context_limit(actor.config),
         kv_bytes_per_token=bytes_per_token(layers, actor.dtype),
         longest=longest,
         steps_per_epoch=steps_per_epoch,
@@ -566,12 +561,6 @@ def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
     if algorithm.dynamic and config.algorithm.prompts_per_round:
         return algorithm.dynamic.prompts_per_round, "algorithm.prompts_per_round"
     return config.algorithm.prompts_per_step, "algorithm.prompts_per_step"
-
-
-def shortest_context(models: list[PreTrainedModel]) -> int | None:
-    """Every role reads whole samples."""
-    limits = [load.context_limit(model.config) for model in models]
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def notes(

@@ -125,12 +125,11 @@ class Optimizer:
         if self._gradients is not None:
             return
         # Those that lie side by side in one storage, as layers that run as one product do, have their gradients side by side too.
-        storages = {id(parameter): parameter.untyped_storage().data_ptr() for parameter in self._parameters.values()}
-        order = {storage: place for place, storage in reversed(list(enumerate(storages.values())))}
-        lows = sorted(
-            (parameter for parameter in self._parameters.values() if is_low(parameter)),
-            key=lambda parameter: (order[storages[id(parameter)]], parameter.storage_offset()),
-        )
+        lows = [parameter for parameter in self._parameters.values() if is_low(parameter)]
+        first: dict[int, int] = {}
+        for place, parameter in enumerate(lows):
+            first.setdefault(parameter.untyped_storage().data_ptr(), place)
+        lows.sort(key=lambda parameter: (first[parameter.untyped_storage().data_ptr()], parameter.storage_offset()))
         self._gradients = torch.zeros(sum(room_of(parameter) for parameter in lows), dtype=torch.float32, device=self._device)
         for parameter, room in zip(lows, self._gradients.split([room_of(parameter) for parameter in lows]), strict=True):
             parameter.main_grad = shaped(room, parameter)  # type: ignore[attr-defined]
