@@ -57,7 +57,7 @@ class Native:
         self._check_kv_bytes(kv_bytes)
         self.fusing = Fusing(self.config, device)
         self.fusing.fuse("actor", self.model)
-        facts = find_facts(self.config, device, [self.model], self.layers, requests.longest_prompt, 1, self.fusing)
+        facts = find_facts(self.config, device, self.model, self.layers, requests.longest_prompt, 1, self.fusing)
         self.budgets = make_plan(self.config, facts, rollout=True).budgets
         self.limits = limits(self.config, self.budgets, device, requests.longest_prompt)
         tokenizer: Any = NoText()

@@ -189,7 +189,7 @@ class Update:
         roles = make_roles(config, algorithm, models, settled.roles, 1, training=True)
         if self.device.type == "cuda":
             take_workspaces(roles.actor)
-        facts = find_facts(config, self.device, models.readers(), self.shapes, longest, 1, fusing)
+        facts = find_facts(config, self.device, self.model, self.shapes, longest, 1, fusing)
         self.plan = make_plan(config, replace(facts, settings=settled.words), rollout=False)
         torch.set_num_threads(self.plan.budgets.threads)
         self.trainer = Trainer(roles.actor, algorithm.loss)
