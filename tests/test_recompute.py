@@ -497,7 +497,7 @@ def test_selective_runs_no_product_and_no_attention_twice_on_the_device() -> Non
     model = on_gpu()
     with Counting() as plain:
         gradients(model, LONG)
-    assert plain.runs["torch_attn._varlen_attn.default"] == SHAPE["num_hidden_layers"]
+    assert plain.runs["fulltilt.packed_attention.default"] == SHAPE["num_hidden_layers"]
     handle = apply_recompute(model, Recompute("selective"))
     with Counting() as selective:
         gradients(model, LONG)

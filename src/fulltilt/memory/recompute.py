@@ -260,7 +260,7 @@ def expensive_operations() -> frozenset[Any]:
     import torch.nn.attention.varlen  # makes its operation known
 
     found = {getattr(torch.ops.aten, name).default for name in (*PRODUCTS, *ATTENTION) if hasattr(torch.ops.aten, name)}
-    return frozenset(found | {torch.ops.torch_attn._varlen_attn.default})
+    return frozenset(found | {torch.ops.torch_attn._varlen_attn.default, torch.ops.fulltilt.packed_attention.default})
 
 
 class Recording(TorchDispatchMode):

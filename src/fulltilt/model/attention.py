@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from fulltilt.kernels.dispatch import runs_triton
+from fulltilt.kernels.packed_backward import packed_backward, parts_of, takes
 from fulltilt.kernels.paged_attention import paged_attention, rotate_and_write, write_kv
 from fulltilt.model.arrays import to_device
 from fulltilt.records import UserError
@@ -72,12 +73,16 @@ class Packed:
     bounds: np.ndarray  # int64 [documents + 1]: where each begins, and the end
     cu_seqlens: torch.Tensor  # the same, int32, on the device
     longest: int
+    parts: torch.Tensor | None  # how the backward pass of attention is shared out, where our kernel runs it
     seen: dict[int, LayerShape] = field(default_factory=dict)  # layer index -> shape, filled as layers pass through
 
     @staticmethod
     def of(cu_seqlens: np.ndarray | Sequence[int], device: torch.device) -> Packed:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
-        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(np.diff(bounds).max(initial=0)))
+        lengths = np.diff(bounds)
+        # Always, though only a gradient needs it: a compiled layer could not make it while it is traced.
+        parts = to_device(parts_of(lengths.tolist()), device) if device.type == "cuda" else None
+        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(lengths.max(initial=0)), parts)
 
     @cached_property
     def by_length(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -163,7 +168,8 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     refuse_unknown(module, query, key, value, attention_mask, dropout, fulltilt, features)
     scoring = Scoring(query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap)
-    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [T, heads, width]
+    # Not states[0], whose gradient is written into zeros of its own.
+    q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T, heads, width]
     if isinstance(fulltilt, Packed):
         fulltilt.seen[layer_of(module)] = LayerShape(k.shape[1], k.shape[2], sliding_window)
         out = packed(q, k, v, fulltilt, scoring)
@@ -285,6 +291,10 @@ def bunches_of(context: Decode, window: int | None, token_bytes: int) -> list[Bu
 def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, scoring: Scoring) -> torch.Tensor:
     if flash_runs(q, scoring):
         bounds = context.cu_seqlens
+        learns = torch.is_grad_enabled() and any(states.requires_grad for states in (q, k, v))
+        if learns and context.parts is not None and takes(q):
+            states = (q.contiguous(), k.contiguous(), v.contiguous())
+            return packed_flash(*states, bounds, context.parts, context.longest, scoring.scale, scoring.window)[0]
         return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)
     outputs = []
     buckets, unsort = context.by_length
@@ -386,10 +396,67 @@ def flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
     longest_query: int, longest_key: int, scoring: Scoring,
 ) -> torch.Tensor:  # fmt: skip
-    from torch.nn.attention.varlen import varlen_attn
+    return flash_and_norms(q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key, scoring)[0]
+
+
+def flash_and_norms(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
+    longest_query: int, longest_key: int, scoring: Scoring,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Also the logarithms of the sums of exponentials [heads, T]."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     left = -1 if scoring.window is None else scoring.window - 1
     options: dict[str, Any] = {"scale": scoring.scale, "window_size": (left, 0), **flash_options()}
-    out = varlen_attn(q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
+    found = varlen_attn(q, k, v, cu_queries, cu_keys, longest_query, longest_key, return_aux=AuxRequest(lse=True), **options)
+    assert isinstance(found, tuple)
+    return found
+
+
+# Flash attention forward, our kernels backward: of documents of some hundred tokens flash's own takes 1.5 to 2 times as long. As operations
+# of torch, so that compiled layers take them as they are and selective recompute knows what to keep.
+
+
+@torch.library.custom_op("fulltilt::packed_attention", mutates_args=())
+def packed_flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return flash_and_norms(q, k, v, bounds, bounds, longest, longest, Scoring(scale, window))
+
+
+@packed_flash.register_fake
+def _(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
+    window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("fulltilt::packed_backward", mutates_args=())
+def packed_flash_backward(
+    of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor,
+    scale: float, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return packed_backward(of_out.contiguous(), q, k, v, out, norms, parts, scale=scale, window=window)
+
+
+@packed_flash_backward.register_fake
+def _(
+    of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor,
+    scale: float, window: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, _, parts, _, ctx.scale, ctx.window = inputs
+    ctx.save_for_backward(q, k, v, *output, parts)
+
+
+def _learn(ctx: Any, of_out: torch.Tensor, of_norms: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """Nobody reads the norms, so they have no gradient."""
+    return *packed_flash_backward(of_out, *ctx.saved_tensors, ctx.scale, ctx.window), *(None,) * 5
+
+
+packed_flash.register_autograd(_learn, setup_context=_keep)
