@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fulltilt.algo import presets
 from fulltilt.batching import schedule
-from fulltilt.batching.pack import MicroSizing, fill_padded, forward_micro_batches, minibatch, pack, scatter, weights
+from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
 from fulltilt.cluster import local
 from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
@@ -291,13 +291,13 @@ def test_a_padded_schedule_obeys_the_cap_and_loses_nothing(case: tuple[list[int]
 
 
 def test_a_padded_schedule_puts_like_lengths_together() -> None:
-    assert fill_padded([5, 9, 4, 3], 8) == [[1], [2, 3], [0]]
-    assert schedule.fill([1, 8, 1, 8, 1, 1], 10) == [[0, 1, 2], [3, 4, 5]] and fill_padded([1, 8, 1, 8, 1, 1], 10) == [
+    assert schedule.fill_padded([5, 9, 4, 3], 8) == [[1], [2, 3], [0]]
+    assert schedule.fill([1, 8, 1, 8, 1, 1], 10) == [[0, 1, 2], [3, 4, 5]] and schedule.fill_padded([1, 8, 1, 8, 1, 1], 10) == [
         [1],
         [3],
         [0, 2, 4, 5],
     ]
-    assert fill_padded([], 8) == []
+    assert schedule.fill_padded([], 8) == []
     # 2 x 9 tokens are more than 4 + 9, which alone would say otherwise.
     assert MicroSizing(False, 0, 2, packing=False).schedule([7, 7, 4, 9]) == [[2, 3], [0, 1]]
     assert MicroSizing(False, 0, 2).schedule([7, 7, 4, 9]) == [[0, 1], [2, 3]]

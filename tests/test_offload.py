@@ -27,6 +27,7 @@ from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.local import Residents
 from fulltilt.config import ModelConfig, TrainConfig
+from fulltilt.memory.host import free_host_bytes
 from fulltilt.memory.offload import (
     ALIGN,
     ON_DEVICE,
@@ -36,7 +37,6 @@ from fulltilt.memory.offload import (
     Residence,
     States,
     absent,
-    free_host_bytes,
     host_memory,
     why_not,
     why_not_params,

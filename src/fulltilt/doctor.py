@@ -24,6 +24,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
+from fulltilt.memory.host import free_host_bytes
+
 Status = Literal["ok", "missing", "broken"]
 
 # From the first version to below the second. A test compares them with pyproject.toml.
@@ -342,29 +344,8 @@ def usable_cores() -> int:
 
 
 def memory_in_words() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    words = gibibytes(total)
-    facts = Path("/proc/meminfo")
-    if facts.exists():
-        available = next((line for line in facts.read_text().splitlines() if line.startswith("MemAvailable:")), None)
-        words = f"{gibibytes(int(available.split()[1]) * 1024)} available of {words}" if available else words
-    # A container's limit is what the kernel enforces, whatever the machine has.
-    limit, used = container_memory(Path("/sys/fs/cgroup"))
-    taken = "" if used is None else f" ({gibibytes(used)} used)"
-    return f"{words}, limited to {gibibytes(limit)} here{taken}" if limit is not None and limit < total else words
-
-
-def container_memory(root: Path) -> tuple[int | None, int | None]:
-    """Limit and use in bytes, from the first of the kernel's two sets of files that is there; None: no limit, or not told."""
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        if (root / limit).exists():
-            return number_in(root / limit), number_in(root / used)
-    return None, None
-
-
-def number_in(path: Path) -> int | None:
-    text = path.read_text().strip() if path.exists() else ""
-    return int(text) if text.isdigit() else None
+    """What a run could have here, within the limits of the groups of processes that this one is in: a container's, a job's."""
+    return f"{gibibytes(free_host_bytes())} can be had of {gibibytes(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES'))}"
 
 
 def locked_in_words() -> str:

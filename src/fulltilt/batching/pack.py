@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fulltilt.batching.schedule import fill, fixed
+from fulltilt.batching.schedule import fill, fill_padded, fixed
 from fulltilt.records import MicroBatch, MiniBatch, Row
 
 PAD = 0  # a token that every vocabulary has; nothing reads what becomes of it
@@ -42,29 +42,7 @@ class MicroSizing:
         if self.dynamic:
             return (fill if self.packing else fill_padded)(lengths, self.token_budget)
         assert self.micro_batch is not None
-        micro_batches = fixed(lengths, self.micro_batch)
-        return micro_batches if self.packing else largest_padded_first(micro_batches, lengths)
-
-
-def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches under a hard cap of `budget` tokens, pads included; a longer row is alone. Rows of like length go together, which
-    needs the fewest pads.
-
-    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
-    """
-    assert budget > 0, f"a budget of {budget} tokens"
-    assert all(length > 0 for length in lengths), "a row without tokens"
-    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    micro_batches = []
-    while longest_first:
-        count = max(1, budget // lengths[longest_first[0]])
-        micro_batches.append(sorted(longest_first[:count]))
-        longest_first = longest_first[count:]
-    return largest_padded_first(micro_batches, lengths)
-
-
-def largest_padded_first(micro_batches: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    return sorted(micro_batches, key=lambda rows: (-len(rows) * max(lengths[row] for row in rows), rows[0]))
+        return fixed(lengths, self.micro_batch, padded=not self.packing)
 
 
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.

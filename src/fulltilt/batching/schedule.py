@@ -59,13 +59,32 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return _largest_first(micro_batches, lengths)
 
 
-def fixed(lengths: Sequence[int], samples: int) -> list[list[int]]:
+def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """The same where every row is padded to the longest of its micro-batch and pads count. Rows of like length go together, which needs the
+    fewest pads.
+
+    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
+    """
+    assert budget > 0, f"a budget of {budget} tokens"
+    assert all(length > 0 for length in lengths), "a row without tokens"
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    micro_batches = []
+    while longest_first:
+        count = max(1, budget // lengths[longest_first[0]])
+        micro_batches.append(longest_first[:count])
+        longest_first = longest_first[count:]
+    return _largest_first(micro_batches, lengths, padded=True)
+
+
+def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list[list[int]]:
     """Micro-batches of `samples` neighbouring rows each, whatever their lengths; the last rows may be fewer."""
     assert samples > 0, f"{samples} samples in a micro-batch"
     rows = range(len(lengths))
-    return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths)
+    return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths, padded)
 
 
-def _largest_first(micro_batches: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    ascending = [sorted(rows) for rows in micro_batches]
-    return sorted(ascending, key=lambda rows: (-sum(lengths[row] for row in rows), rows[0]))
+def _largest_first(micro_batches: list[list[int]], lengths: Sequence[int], padded: bool = False) -> list[list[int]]:
+    def tokens(rows: list[int]) -> int:
+        return len(rows) * max(lengths[row] for row in rows) if padded else sum(lengths[row] for row in rows)
+
+    return sorted((sorted(rows) for rows in micro_batches), key=lambda rows: (-tokens(rows), rows[0]))

@@ -265,12 +265,12 @@ def installed(module: str) -> bool:
 
 def measure(task: Task, given: Axes, scratch: Path, held_by_others: int | None, say: Callable[[str], None]) -> list[Steps]:
     """One process a setting."""
-    starts = 0
+    starts, planned = 0, 1 + sum(len(values) - 1 for values in given.values())
 
     def one(setting: Setting) -> Steps:
         nonlocal starts
         starts += 1
-        say(f"trl: start {starts}, {', '.join(f'{name} {value}' for name, value in setting.items())}")
+        say(f"trl: start {starts} of {max(starts, planned)}, {', '.join(f'{name} {value}' for name, value in setting.items())}")
         folder = scratch / f"trl-{starts}"
         request = request_of(task, setting, folder / "output", held_by_others or 0)
         return read_answer(task, setting, process.ask("fulltilt.bench.trl", request, folder, ONE_DEVICE))

@@ -30,7 +30,8 @@ from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import Progress, Workspace
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
-from fulltilt.memory.offload import OffloadSetting, Residence, free_host_bytes, why_not, why_not_params
+from fulltilt.memory.host import free_host_bytes
+from fulltilt.memory.offload import OffloadSetting, Residence, why_not, why_not_params
 from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape

@@ -26,16 +26,15 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.fuse import NOTE, fuse
 from fulltilt.records import UserError
 
@@ -81,44 +80,6 @@ def why_not_params(role: str, device: str, *, cuda_graphs: bool = False, alone: 
 
 
 # ---- memory and copies -----------------------------------------------------------------------------------------------------------------
-
-
-# What a control group's folder tells, in the kernel's two versions of them: limit, use, and in memory.stat the files among that.
-GROUP_FILES = {
-    "sys/fs/cgroup": ("memory.max", "memory.current", ("inactive_file", "active_file")),
-    "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-}
-
-
-def free_host_bytes(root: Path = Path("/")) -> int:
-    """Main memory that can be had: of the computer, and of the groups of processes that this one is in, a container's say. What files are
-    kept there for the next reader counts as free, since the system gives it up first. `root`: where the system's own files are."""
-    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where a system does not tell: half of what there is
-    with contextlib.suppress(OSError, KeyError):
-        known = [1024 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
-    for folder, (limit, used, files) in GROUP_FILES.items():
-        for group in groups(root, folder):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is no number, or one that no computer has
-                stat = numbers_of(group / "memory.stat")
-                taken = int((group / used).read_text()) - sum(stat[name] for name in files)
-                known.append(int((group / limit).read_text()) - taken)
-    return max(0, min(known))
-
-
-def groups(root: Path, folder: str) -> set[Path]:
-    """The control groups of this process: its own, those around it, and the outermost that is seen from here."""
-    found, kind = {root / folder}, "memory" if folder.endswith("memory") else ""
-    with contextlib.suppress(OSError):
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kind in kinds.split(","):
-                own = root / folder / path.lstrip("/")
-                found |= {own, *(outer for outer in own.parents if outer.is_relative_to(root / folder))}
-    return found
-
-
-def numbers_of(path: Path) -> dict[str, int]:
-    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}
 
 
 class Pages(mmap.mmap):
