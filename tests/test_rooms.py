@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BELOW_SIX | SIX | {"plan"},
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,
-    "doctor": GROUND,
+    "doctor": GROUND | {"memory.host"},
     "reference": {"config", "knobs"},
     "bench": BELOW_LOOP | {"loop"},
     "proofs": BELOW_LOOP | {"loop", "bench"},
