@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import models
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fulltilt.model.attention as attention
+from fulltilt.config import ModelConfig
 from fulltilt.kernels import dispatch
 from fulltilt.kernels.packed_backward import TILE, packed_attention_reference, packed_backward, parts_of
+from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model.attention import Packed, Scoring, flash, packed
+from fulltilt.model.load import load_model
+from fulltilt.model.verify import run_packed
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -99,3 +105,54 @@ def test_it_is_as_near_to_the_truth_as_flash_is(heads: int, key_heads: int, widt
         assert one.equal(same) or width > 128
         off, flash_off = ((found.double() - right).norm() / right.norm() for found in (one, other))
         assert off < 1.1 * flash_off + 1e-4, f"{off:.2e} off, flash {flash_off:.2e}"
+
+
+# --- the operations of torch around it, which a GPU runs, with the reference in place of flash attention
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, norms = packed_attention_reference(q, k, v, bounds.diff().tolist(), scale=others[-1].scale, window=others[-1].window)
+        return out.contiguous(), norms.float().contiguous()
+
+    monkeypatch.setattr(attention, "flash_and_norms", flash)
+    monkeypatch.setattr(attention, "flash_runs", lambda q, scoring: scoring.softcap is None)
+    with dispatch.interpreted():
+        yield
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the operations themselves in test_gpu.py")
+def test_the_operations_keep_torchs_rules(as_on_a_gpu: None) -> None:
+    lengths = [5, 70]
+    q, k, v, of_out = (states.contiguous() for states in documents(lengths, 4, 2, 16, torch.float32))
+    bounds, parts = torch.tensor([0, 5, 75], dtype=torch.int32), torch.from_numpy(parts_of(lengths))
+    leaves = [states.requires_grad_() for states in (q, k, v)]
+    torch.library.opcheck(attention.packed_flash, (*leaves, bounds, parts, 70, 0.25, None))
+    out, norms = attention.packed_flash(*leaves, bounds, parts, 70, 0.25, None)
+    assert not norms.requires_grad
+    saved = [states.detach() for states in (of_out, q, k, v, out, norms)]
+    torch.library.opcheck(attention.packed_flash_backward, (*saved, parts, 0.25, None))
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the operations themselves in test_gpu.py")
+@pytest.mark.parametrize("kind", ["none", "selective", "full"])
+def test_a_model_learns_through_the_operations(kind: Any, as_on_a_gpu: None, model_folders: Any) -> None:
+    """As it does through torch's attention on the CPU, and attention does not run again where its result is kept."""
+    model = load_model(ModelConfig(path=str(model_folders("qwen2")), dtype="float32"), torch.device("cpu"))
+    texts = [
+        torch.randint(0, models.VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).numpy() for length in (3, 80, 65)
+    ]
+
+    def gradients() -> torch.Tensor:
+        model.zero_grad()
+        sum(states.square().sum() for states in run_packed(model, texts)[0]).backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "flash_runs", lambda *_: False)
+        wanted = gradients()
+    apply_recompute(model, Recompute(kind))
+    assert (gradients() - wanted).abs().max() < 1e-4 * wanted.abs().max()

@@ -55,7 +55,9 @@ class Extra:
 
 
 EXTRAS = (
-    Extra("triton", "gpu", "triton", "kernels on CUDA (decoding, sampling, fused layers)", probe=True, linux_only=True),
+    Extra(
+        "triton", "gpu", "triton", "kernels on CUDA (decoding, sampling, attention's gradient, fused layers)", probe=True, linux_only=True
+    ),
     Extra("ray", "ray", "ray", "more than one device, which this version does not have"),
     Extra("vllm", "vllm", "vllm", "benchmarks against vLLM (`fulltilt bench rollout --against vllm`)"),
     Extra("math-verify", "math", "math_verify", "rewards that compare mathematical expressions", probe=True),

@@ -16,26 +16,30 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from fulltilt.kernels.dispatch import jit, tl, triton
+from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
 LOG2_E = math.log2(math.e)
 TILE = 64  # tokens that a program collects gradients for, and that it reads at a time
 WIDEST = 128  # heads that two accumulators of a program have room for
 
 
-def takes(q: torch.Tensor) -> bool:
-    """Whether the kernels run for these queries: places within a document are 32 bits wide."""
-    return q.shape[2] <= WIDEST and q.numel() < 2**31
+def takes(q: torch.Tensor, programs: int) -> bool:
+    """Whether the kernels run for these contiguous queries: places within a document are 32 bits wide, and so many programs can be asked
+    for. On other chips than Hopper nobody has measured them, and they need more registers there than a thread has."""
+    if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
+        return False
+    return q.shape[2] <= WIDEST and q.numel() < 2**31 and programs < 2**16
 
 
 def parts_of(lengths: Sequence[int]) -> np.ndarray:
     """int32 [2, programs, 4]: for keys and for queries, of each program the document's first token, where in the document its own tokens
     begin, the document's length, and where the document would begin if all before it were filled up to whole tiles. Those with the most to
     read come first: of keys the first of a document, of queries the last."""
-    counts = [-(-length // TILE) for length in lengths]
-    first, filled = np.cumsum([0, *lengths])[:-1], np.cumsum([0, *counts])[:-1] * TILE
-    begins = np.concatenate([np.arange(count) * TILE for count in counts]) if counts else np.zeros(0, np.int64)
-    first, long, filled = (np.repeat(of_documents, counts) for of_documents in (first, np.asarray(lengths, np.int64), filled))
+    long = np.asarray(lengths, np.int64)
+    counts = -(-long // TILE)
+    first, filled = np.cumsum(long) - long, (np.cumsum(counts) - counts) * TILE
+    first, long, filled = (np.repeat(of_documents, counts) for of_documents in (first, long, filled))
+    begins = np.arange(len(long)) * TILE - filled
     whole = np.stack([first, begins, long, filled], axis=1)
     of_keys, of_queries = np.argsort(begins - long, kind="stable"), np.argsort(-begins, kind="stable")
     return whole[np.stack([of_keys, of_queries])].astype(np.int32)
@@ -214,7 +218,8 @@ def packed_backward(
     tokens, heads, width = q.shape
     key_heads = k.shape[1]
     assert all(states.stride(2) == 1 for states in (of_out, q, k, v, out)) and norms.is_contiguous() and norms.shape == (heads, tokens)
-    assert parts.dtype == torch.int32 and parts.is_contiguous() and parts.shape[2] == 4 and takes(q)
+    assert parts.dtype == torch.int32 and parts.is_contiguous() and parts.shape[2] == 4 and takes(q, parts.shape[1])
+    assert runs_triton(q), "where Triton does not run, packed attention is torch's, and so is its gradient"
     of_q, of_k, of_v = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for states in (q, k, v))
     programs = parts.shape[1]
     if not programs:

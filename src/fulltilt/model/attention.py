@@ -73,16 +73,17 @@ class Packed:
     bounds: np.ndarray  # int64 [documents + 1]: where each begins, and the end
     cu_seqlens: torch.Tensor  # the same, int32, on the device
     longest: int
-    parts: torch.Tensor | None  # how the backward pass of attention is shared out, where our kernel runs it
     seen: dict[int, LayerShape] = field(default_factory=dict)  # layer index -> shape, filled as layers pass through
 
     @staticmethod
     def of(cu_seqlens: np.ndarray | Sequence[int], device: torch.device) -> Packed:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
-        lengths = np.diff(bounds)
-        # Always, though only a gradient needs it: a compiled layer could not make it while it is traced.
-        parts = to_device(parts_of(lengths.tolist()), device) if device.type == "cuda" else None
-        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(lengths.max(initial=0)), parts)
+        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(np.diff(bounds).max(initial=0)))
+
+    @cached_property
+    def parts(self) -> torch.Tensor:
+        """How the backward pass of attention is shared out, where our kernels run it."""
+        return to_device(parts_of(np.diff(self.bounds).tolist()), self.cu_seqlens.device)
 
     @cached_property
     def by_length(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -292,7 +293,7 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, s
     if flash_runs(q, scoring):
         bounds = context.cu_seqlens
         learns = torch.is_grad_enabled() and any(states.requires_grad for states in (q, k, v))
-        if learns and context.parts is not None and takes(q):
+        if learns and takes(q, context.parts.shape[1]):
             states = (q.contiguous(), k.contiguous(), v.contiguous())
             return packed_flash(*states, bounds, context.parts, context.longest, scoring.scale, scoring.window)[0]
         return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)
@@ -413,8 +414,8 @@ def flash_and_norms(
     return found
 
 
-# Flash attention forward, our kernels backward: of documents of some hundred tokens flash's own takes 1.5 to 2 times as long. As operations
-# of torch, so that compiled layers take them as they are and selective recompute knows what to keep.
+# Flash attention forward, our kernels backward: of documents of some hundred tokens flash's own takes 1.5 to 1.9 times as long. As
+# operations of torch, so that selective recompute knows what to keep.
 
 
 @torch.library.custom_op("fulltilt::packed_attention", mutates_args=())
@@ -430,7 +431,7 @@ def _(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("fulltilt::packed_backward", mutates_args=())
@@ -446,16 +447,17 @@ def _(
     of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor,
     scale: float, window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    of_q, of_k, of_v = (states.new_empty(states.shape) for states in (q, k, v))
+    return of_q, of_k, of_v
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, _, parts, _, ctx.scale, ctx.window = inputs
+    ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(q, k, v, *output, parts)
 
 
 def _learn(ctx: Any, of_out: torch.Tensor, of_norms: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Nobody reads the norms, so they have no gradient."""
     return *packed_flash_backward(of_out, *ctx.saved_tensors, ctx.scale, ctx.window), *(None,) * 5
 
 
