@@ -140,7 +140,7 @@ def test_the_operations_keep_torchs_rules(as_on_a_gpu: None) -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU runs the operations themselves in test_gpu.py")
 @pytest.mark.parametrize("kind", ["none", "selective", "full"])
 def test_a_model_learns_through_the_operations(kind: Any, as_on_a_gpu: None, model_folders: Any) -> None:
-    """As it does through torch's attention on the CPU, and attention does not run again where its result is kept."""
+    """As it does through torch's attention on the CPU, whatever is recomputed."""
     model = load_model(ModelConfig(path=str(model_folders("qwen2")), dtype="float32"), torch.device("cpu"))
     texts = [
         torch.randint(0, models.VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).numpy() for length in (3, 80, 65)
