@@ -10,25 +10,26 @@ is added by atomics, and the same call gives the same bits again. No number beyo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+from fulltilt.kernels.dispatch import jit, runs_triton, tl
+from fulltilt.kernels.paged_attention import LOG2_E, padded
 
-LOG2_E = math.log2(math.e)
 TILE = 64  # tokens that a program collects gradients for, and that it reads at a time
 WIDEST = 128  # heads that two accumulators of a program have room for
+MOST_PROGRAMS = 2**16 - 1  # of a grid's second axis
 
 
-def takes(q: torch.Tensor, programs: int) -> bool:
+def takes(q: torch.Tensor, documents: int) -> bool:
     """Whether the kernels run for these contiguous queries: places within a document are 32 bits wide, and so many programs can be asked
-    for. On other chips than Hopper nobody has measured them, and they need more registers there than a thread has."""
+    for, a tile of a document each. On other chips than Hopper nobody has measured them, and they need more registers there than a thread
+    has."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         return False
-    return q.shape[2] <= WIDEST and q.numel() < 2**31 and programs < 2**16
+    return q.shape[2] <= WIDEST and q.numel() < 2**31 and len(q) // TILE + documents <= MOST_PROGRAMS
 
 
 def parts_of(lengths: Sequence[int]) -> np.ndarray:
@@ -218,7 +219,8 @@ def packed_backward(
     tokens, heads, width = q.shape
     key_heads = k.shape[1]
     assert all(states.stride(2) == 1 for states in (of_out, q, k, v, out)) and norms.is_contiguous() and norms.shape == (heads, tokens)
-    assert parts.dtype == torch.int32 and parts.is_contiguous() and parts.shape[2] == 4 and takes(q, parts.shape[1])
+    assert parts.dtype == torch.int32 and parts.is_contiguous() and parts.shape[2] == 4
+    assert takes(q, documents=0) and parts.shape[1] <= MOST_PROGRAMS
     assert runs_triton(q), "where Triton does not run, packed attention is torch's, and so is its gradient"
     of_q, of_k, of_v = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for states in (q, k, v))
     programs = parts.shape[1]
@@ -226,7 +228,7 @@ def packed_backward(
         return of_q, of_k, of_v
     row, scale = programs * TILE, float(np.float32(scale))
     deltas, exponents = torch.empty(2, heads, row, dtype=torch.float32, device=q.device)
-    of_heads = {"WIDTH": width, "TILE": TILE, "PADDED": max(16, triton.next_power_of_2(width)), "num_warps": 4}
+    of_heads = {"WIDTH": width, "TILE": TILE, "PADDED": padded(width), "num_warps": 4}
     _delta[(programs, heads)](
         out, of_out, norms, deltas, exponents, parts[0], tokens, row, *out.stride()[:2], *of_out.stride()[:2], **of_heads
     )

@@ -293,7 +293,7 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, s
     if flash_runs(q, scoring):
         bounds = context.cu_seqlens
         learns = torch.is_grad_enabled() and any(states.requires_grad for states in (q, k, v))
-        if learns and takes(q, context.parts.shape[1]):
+        if learns and takes(q, documents=len(context.bounds) - 1):
             states = (q.contiguous(), k.contiguous(), v.contiguous())
             return packed_flash(*states, bounds, context.parts, context.longest, scoring.scale, scoring.window)[0]
         return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)
