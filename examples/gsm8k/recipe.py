@@ -286,7 +286,7 @@ def main() -> int:
     add("--solutions", choices=prepare.SOLUTIONS, default="text", help="what SFT keeps of a solution (default: text)")
     add("--small", action="store_true", help="few rows, few steps: all stages in about two minutes on a CPU")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="for all stages, or for one: grpo.train.lr=1e-5")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # KEY=VALUE may stand between options
     try:
         found = run(recipe_of(arguments, Console()))
     except Stopped:
