@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -308,6 +309,55 @@ def test_words_say_what_auto_saw() -> None:
     (words,) = settled(room(device_gib=24, actor=transformer(0.5))).words
     assert words.startswith("actor: full recompute (auto: 16384 tokens would take about ")
     assert "in an update, and " in words and words.endswith("GiB are left)")
+
+
+SHAPES = {  # parameters, layers, width, inner, heads' width, vocabulary
+    "135M": (134_515_008, 30, 576, 1536, 960, 49_152),
+    "0.5B": (494_032_768, 24, 896, 4864, 1152, 151_936),
+    "1.5B": (1_543_714_304, 28, 1536, 8960, 2048, 151_936),
+}
+
+
+def of_shape(name: str) -> RoleFacts:
+    count, layers, width, inner, heads, vocabulary = SHAPES[name]
+
+    def head(tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
+        return (1 << 29) if keys["head_recompute"] else 2 * tokens * vocabulary
+
+    shape = {"layers": layers, "width": width, "inner": inner, "heads_width": heads, "fused": True, "head": head}
+    return RoleFacts(parameter_bytes=2 * count, trained=count, **shape)
+
+
+@pytest.mark.parametrize(
+    ("shape", "device_gib", "budget"),
+    [
+        ("135M", 140, 65536),
+        ("135M", 80, 32768),  # 65536 would take more than 0.4 of it
+        ("135M", 24, 16384),
+        ("0.5B", 140, 32768),
+        ("0.5B", 80, 16384),
+        ("1.5B", 140, 16384),  # busy with as many
+    ],
+)
+def test_small_models_get_larger_micro_batches_where_they_fit(shape: str, device_gib: float, budget: int) -> None:
+    where = room(device_gib=device_gib, actor=of_shape(shape))
+    found = settled(where)
+    assert found.auto_budget == budget and found.roles["actor"].recompute == "none"
+    facts = Facts("cuda", 40 * GIB, 10**8, 4, False, None, 10_000, 300, 5, auto_budget=found.auto_budget)
+    budgets = make_plan(config(run={"steps": 1}), facts, rollout=True).budgets
+    assert (budgets.token_budget, budgets.forward_token_budget, budgets.critic_token_budget) == (budget, 2 * budget, 2 * budget)
+    given = make_plan(config(run={"steps": 1}, actor={"token_budget": 1000}), facts, rollout=True).budgets
+    assert given.token_budget == 1000 and given.critic_token_budget == 2000
+
+
+def test_a_larger_micro_batch_is_judged_by_what_the_user_keeps_of_it() -> None:
+    where = room(device_gib=24, actor=of_shape("135M"))
+    assert settled(where, train={"recompute": "full"}).auto_budget == 65536
+    assert settled(where, rollout={"release_memory": False}).auto_budget == 16384
+    twice = settled(room(device_gib=140, actor=of_shape("135M"), critic=replace(of_shape("135M"), head=None)))
+    assert twice.auto_budget == 65536 and twice.roles["critic"].recompute == "none"
+    frozen = replace(of_shape("135M"), trained=0)
+    assert settled(room(device_gib=140, actor=frozen)).auto_budget == 16384
 
 
 def test_the_largest_micro_batch_counts() -> None:

@@ -274,7 +274,8 @@ class ActorConfig(Section):
     micro_batch: Positive | None = None
     """Samples of a micro-batch when dynamic_batch is off."""
     token_budget: Positive | Auto = "auto"
-    """Most tokens of an update's micro-batch; a longer sample gets one alone. `auto`: 16384 on CUDA, 8192 on CPU."""
+    """Most tokens of an update's micro-batch; a longer sample gets one alone. `auto`: 8192 on CPU; on CUDA 16384, and for
+    models below about 500 million parameters up to 65536 where they fit well, so that the device does not wait for the host."""
     forward_token_budget: Positive | Auto = "auto"
     """The same for passes without gradients. `auto`: twice the token budget."""
 

@@ -365,7 +365,7 @@ _BATCH_KNOBS = (
         chatlearn=("models.policy_trainer.max_token_in_packing",),
         legal=_COUNT,
         must_change=_BUDGET_PROOF,
-        auto="16384 on CUDA, 8192 on CPU; the guides' hand rule is at least twice prompt and response",
+        auto="8192 on CPU; on CUDA 16384, more for small models where it fits; the guides' hand rule is at least twice prompt and response",
         built=True,
         note=_BUDGET_NOTE,
     ),

@@ -16,6 +16,11 @@ from fulltilt.records import UserError
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
+MOST_TOKENS = 65536  # of a micro-batch that `auto` makes larger
+# Parameters times tokens below which the host takes longer to launch a micro-batch's kernels than the device to run them: 135 million
+# parameters took 0.14 s for 16384 tokens, several times what these are worth.
+BUSY = 1 << 43
+BUDGET_SHARE = 0.4  # of what is left on the device, that a larger micro-batch may take: the critic's is twice as large
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
@@ -45,6 +50,7 @@ class Facts:
     layers: str = ""  # whether the roles' layers run fused, in words
     settings: tuple[str, ...] = ()  # how roles run where that is not the default, in words
     returning_bytes: int = 0  # what comes back to the device in phases other than the rollout, and is not counted as taken
+    auto_budget: int | None = None  # tokens that `auto` gives the actor's micro-batch; None: the least
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class Settled:
 
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...] = ()
+    auto_budget: int | None = None  # as in `Facts`
 
 
 @dataclass(frozen=True)
@@ -293,10 +300,10 @@ def most_seqs(config: Config, device: str, samples: int) -> int:
 
 def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
     rollout, actor = config.rollout, config.actor
-    token_budget = update_budget(config, facts.device, "actor")
+    token_budget = update_budget(config, facts.device, "actor", facts.auto_budget)
     forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
     max_seqs = most_seqs(config, facts.device, samples)
-    critic = update_budget(config, facts.device, "critic")
+    critic = update_budget(config, facts.device, "critic", facts.auto_budget)
     of_reward_model = config.reward_model.forward_token_budget
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
     return Budgets(
@@ -366,11 +373,12 @@ def settle(config: Config, room: Room) -> Settled:
     reasons: dict[tuple[str, str], str] = {}
     decide_states(given, room, reasons)
     decide_params(given, room, reasons)
+    auto_budget = decide_budget(config, given, room)
     for role, facts in room.roles.items():
         if facts.trained:
-            decide_activations(config, given, room, role, reasons)
-    check_host(config, room, given)
-    return with_words(room, {role: resolved(keys) for role, keys in given.items()}, reasons)
+            decide_activations(config, given, room, role, auto_budget, reasons)
+    check_host(config, room, given, auto_budget)
+    return replace(with_words(room, {role: resolved(keys) for role, keys in given.items()}, reasons), auto_budget=auto_budget)
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
@@ -460,14 +468,40 @@ def decide_params(given: dict[str, dict[str, Any]], room: Room, reasons: dict[tu
         given["actor"]["offload_params"] = False
 
 
+def left_for_update(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room, role: str) -> int:
+    """Bytes of the device beside what is resident in a role's update."""
+    left = int((1 - SLACK) * room.device_bytes) - resident(given, room, role)
+    return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
+
+
+def decide_budget(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room) -> int:
+    """Tokens of the actor's micro-batch where the user gave no number: more for a small model, as long as they are a minor part of what is
+    left, with all that may be kept for the backward pass kept."""
+    tokens, actor = TOKEN_BUDGET[room.device], room.roles.get("actor", RoleFacts(0))
+    if not actor.trained:
+        return tokens
+    keys = dict(given["actor"])
+    all_kept = keys["recompute"] in ("auto", "none") and keys["offload_activations"] is not True
+    for key, value in {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}.items():
+        keys[key] = value if keys[key] == "auto" else keys[key]
+    bonus = (config.algorithm.entropy_coef or 0) > 0
+    room_for_it = BUDGET_SHARE * left_for_update(config, given, room, "actor")
+    while (
+        tokens < MOST_TOKENS
+        and tokens * actor.parameter_bytes // actor.itemsize < BUSY
+        and actor.update_bytes(2 * tokens, keys, entropy_gradient=bonus) <= room_for_it
+    ):
+        tokens *= 2
+    return tokens
+
+
 def decide_activations(
-    config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, reasons: dict[tuple[str, str], str]
+    config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, auto_budget: int, reasons: dict[tuple[str, str], str]
 ) -> None:
     """Recompute by the least that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
-    keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role)
-    left = int((1 - SLACK) * room.device_bytes) - resident(given, room, role)
-    left = left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
-    of_host = room.host_bytes - sum(on_host(config, room, given).values())
+    keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role, auto_budget)
+    left = left_for_update(config, given, room, role)
+    of_host = room.host_bytes - sum(on_host(config, room, given, auto_budget).values())
     bonus = (config.algorithm.entropy_coef or 0) > 0
 
     def shortage(level: str, **other: Any) -> str | None:
@@ -494,23 +528,23 @@ def decide_activations(
             reasons[role, "head_recompute"] = "they fit"
 
 
-def micro_batch_tokens(config: Config, room: Room, role: str) -> int:
+def micro_batch_tokens(config: Config, room: Room, role: str, auto_budget: int | None = None) -> int:
     """Of the largest micro-batch of an update."""
     section = config.critic if role == "critic" else config.actor
     if not section.dynamic_batch and section.micro_batch:
         return section.micro_batch * room.longest
-    return max(update_budget(config, room.device, role), room.longest)
+    return max(update_budget(config, room.device, role, auto_budget), room.longest)
 
 
-def update_budget(config: Config, device: str, role: str) -> int:
+def update_budget(config: Config, device: str, role: str, auto_budget: int | None) -> int:
     """Tokens of a role's micro-batch in an update. The critic has no vocabulary head."""
-    actor = TOKEN_BUDGET[device] if config.actor.token_budget == "auto" else config.actor.token_budget
+    actor = (auto_budget or TOKEN_BUDGET[device]) if config.actor.token_budget == "auto" else config.actor.token_budget
     if role == "actor":
         return actor
     return 2 * actor if config.critic.token_budget == "auto" else config.critic.token_budget
 
 
-def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budget: int) -> dict[str, int]:
     """Bytes that are moved to the host, as far as that is decided, and with them those that a checkpoint passes through there."""
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
@@ -520,7 +554,7 @@ def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]]) 
         counts = {
             "optimizer": facts.optimizer_bytes,
             "parameters": facts.parameter_bytes,
-            "activations": micro_batch_tokens(config, room, role) * facts.kept_bytes(keys) if decided else 0,
+            "activations": micro_batch_tokens(config, room, role, auto_budget) * facts.kept_bytes(keys) if decided else 0,
         }
         found |= {f"the {role}'s {kind}": counts[kind] for kind, key in kinds.items() if keys.get(key) is True and counts[kind]}
     actor = room.roles.get("actor", RoleFacts(0))
@@ -528,8 +562,8 @@ def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]]) 
     return found | ({"weights on their way into a checkpoint": actor.parameter_bytes} if moves and actor.trained else {})
 
 
-def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]]) -> None:
-    moved = on_host(config, room, given)
+def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budget: int) -> None:
+    moved = on_host(config, room, given, auto_budget)
     if sum(moved.values()) <= room.host_bytes:
         return
     what = " and ".join(f"{kind} ({in_bytes(count)})" for kind, count in moved.items())

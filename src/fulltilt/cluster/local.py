@@ -293,7 +293,8 @@ def _assemble(
         roles.residents.settle_down(models, settled.roles)
 
     facts = find_facts(config, device, models.actor, models.layers, longest, steps_per_epoch, fusing)
-    facts = replace(facts, settings=settled.words, returning_bytes=returning(room, settled.roles) if training else 0)
+    facts = replace(facts, settings=settled.words, auto_budget=settled.auto_budget)
+    facts = replace(facts, returning_bytes=returning(room, settled.roles) if training else 0)
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = exporter(config, models.actor, tokenizer)
