@@ -146,7 +146,7 @@ def test_mistakes(downloaded: Path, given: dict[str, Any], words: str) -> None:
 
 
 def test_spread_over_seeds() -> None:
-    found = recipe.over_seeds([{"strict": 0.2, "flexible": 0.3}, {"strict": 0.4, "flexible": 0.3}])
+    found = recipe.over_seeds([{"strict": 0.2, "flexible": 0.3, "sampled": 0.1}, {"strict": 0.4, "flexible": 0.3, "sampled": 0.1}])
     assert found["strict"] == {"mean": pytest.approx(0.3), "least": 0.2, "most": 0.4}
 
 
@@ -154,15 +154,19 @@ def test_a_summary_of_what_is_done_so_far(downloaded: Path) -> None:
     """Of two stages, one with two seeds and a name like that of the other's second seed; the last run is not done yet."""
     asked = made(downloaded)
     metrics = {recipe.STRICT: 0.25, recipe.FLEXIBLE: 0.5, recipe.MARKED: 1.0, "val/prompts": 16, "val/response_length/mean": 9.0}
-    results = {name: {"metrics": metrics, "seconds": 2.0} for name in ("before", "sft", "grpo", "grpo-seed1", "grpo-long")}
-    results["grpo-seed1"] = {"metrics": {**metrics, recipe.STRICT: 0.75}, "seconds": 2.0}
+    sampled = {recipe.ONE_OF: 0.125, recipe.ANY_OF: 0.5}
+    each = {"metrics": metrics, "sampled": sampled, "seconds": 2.0}
+    results = dict.fromkeys(("before", "sft", "grpo", "grpo-seed1", "grpo-long"), each)
+    results["grpo-seed1"] = each | {"metrics": {**metrics, recipe.STRICT: 0.75}, "sampled": {**sampled, recipe.ONE_OF: 0.375}}
     for name in ("sft", "grpo", "grpo-seed1", "grpo-long"):
         (asked.folder / name).mkdir(parents=True)
         (asked.folder / name / "metrics.jsonl").write_text(json.dumps({"step": 1, "timing_s/step": 3.0}) + "\n")
     found = recipe.summary(asked, results, {"grpo": ["grpo", "grpo-seed1"], "grpo-long": ["grpo-long"], "ppo": []})
     assert {stage: each["strict"]["mean"] for stage, each in found["algorithms"].items()} == {"grpo": 0.5, "grpo-long": 0.25}
     assert list(found["runs"]) == ["sft", "grpo", "grpo-seed1", "grpo-long"]
-    assert "grpo: strict 0.5000 (0.2500 to 0.7500), +0.2500 to SFT" in recipe.table(found)
+    told = recipe.table(found)
+    assert "grpo: strict 0.5000 (0.2500 to 0.7500), +0.2500 to SFT; sampled 0.2500 (0.1250 to 0.3750), +0.1250 to SFT" in told
+    assert re.search(r"^grpo-seed1 +0\.7500 +0\.5000 +1\.0000 +9\.0 +0\.3750 +0\.5000$", told, flags=re.MULTILINE)
 
 
 def test_the_package_is_not_there() -> None:
@@ -205,9 +209,10 @@ def kill_when(child: subprocess.Popen[str], there: Path) -> None:
 @pytest.mark.long
 def test_killed_half_way_it_ends_as_if_nothing_had_happened(downloaded: Path, tmp_path: Path) -> None:
     said = ended(start(downloaded, tmp_path / "whole"))
-    assert re.search(r"^sft: strict \d\.\d{4}, flexible \d\.\d{4} of 16 problems$", said, flags=re.MULTILINE)
+    assert re.search(r"^sft: strict \d\.\d{4}, flexible \d\.\d{4}, sampled \d\.\d{4} of 16 problems$", said, flags=re.MULTILINE)
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert list(whole["accuracy"]) == ["before", "sft", "grpo"] and whole["accuracy"]["grpo"]["problems"] == 16
+    assert all(each["sampled"] <= each["any_of_samples"] for each in whole["accuracy"].values())
     assert whole["runs"]["grpo"]["steps"] == 6 and set(whole["runs"]["grpo"]["phase_seconds"]) >= {"rollout", "update-actor"}
     assert whole["runs"]["grpo"]["watched"]["rollout_corr/logprob_abs_gap"]["most"] < 1e-4
     curves = json.loads((tmp_path / "whole" / "curves.json").read_text())["curves"]

@@ -40,6 +40,8 @@ from fulltilt.train.checkpoint import CheckpointStore
 
 SOURCE = "openai/gsm8k"
 STRICT, FLEXIBLE, MARKED = f"val-core/{SOURCE}/reward/mean@1", f"val-aux/{SOURCE}/flexible/mean@1", f"val-aux/{SOURCE}/format/mean@1"
+SAMPLES = 8  # of each problem, at the temperature of training
+ONE_OF, ANY_OF = f"val-core/{SOURCE}/reward/mean@{SAMPLES}", f"val-core/{SOURCE}/reward/best@{SAMPLES}/mean"
 CURVES = (
     "val/reward/mean",
     f"val-aux/{SOURCE}/flexible/mean@1",
@@ -138,8 +140,21 @@ def train(recipe: Recipe, stage: str, name: str, model: str, *others: str) -> st
 
 
 def evaluate(recipe: Recipe, name: str, model: str) -> dict[str, Any]:
-    """Greedy, on all problems of the test file."""
-    config = recipe.config(recipe.algorithms[0], model, f"evaluations/{name}")
+    """On all problems of the test file: greedy, and by samples as training draws them, whose accuracy is what RL raises first."""
+    greedy = one_evaluation(recipe, name, model)
+    temperature = recipe.config(recipe.algorithms[0], model, name).rollout.temperature
+    samples = (f"eval.samples_per_prompt={SAMPLES}", f"eval.temperature={temperature}")
+    drawn = one_evaluation(recipe, f"{name}-sampled", model, *samples)
+    metrics, sampled = greedy["metrics"], drawn["metrics"]
+    recipe.console.note(
+        f"{name}: strict {metrics[STRICT]:.4f}, flexible {metrics[FLEXIBLE]:.4f}, sampled {sampled[ONE_OF]:.4f} "
+        f"of {metrics['val/prompts']} problems"
+    )
+    return {"metrics": metrics, "sampled": sampled, "seconds": greedy["seconds"] + drawn["seconds"]}
+
+
+def one_evaluation(recipe: Recipe, name: str, model: str, *others: str) -> dict[str, Any]:
+    config = recipe.config(recipe.algorithms[0], model, f"evaluations/{name}", *others)
 
     def make() -> dict[str, Any]:
         recipe.console.note(f"== {name}: evaluating {model}")
@@ -149,10 +164,7 @@ def evaluate(recipe: Recipe, name: str, model: str) -> dict[str, Any]:
 
     asked = {key: value for key, value in configuration.snapshot(config).items() if key.startswith(WHAT_EVALUATION_READS)}
     asked |= {"weights": weights_of(model)}
-    found = once(recipe, recipe.folder / "evaluations" / f"{name}.json", f"the evaluation {name}", asked, make)
-    metrics = found["metrics"]
-    recipe.console.note(f"{name}: strict {metrics[STRICT]:.4f}, flexible {metrics[FLEXIBLE]:.4f} of {metrics['val/prompts']} problems")
-    return found
+    return once(recipe, recipe.folder / "evaluations" / f"{name}.json", f"the evaluation {name}", asked, make)
 
 
 def once(recipe: Recipe, record: Path, what: str, asked: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -197,7 +209,7 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
 
 def summary(recipe: Recipe, results: Mapping[str, Mapping[str, Any]], runs: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """`runs`: the names of each stage's, as far as they are done."""
-    accuracy = {name: accuracy_of(result["metrics"]) for name, result in results.items()}
+    accuracy = {name: accuracy_of(result["metrics"], result["sampled"]) for name, result in results.items()}
     return {
         "accuracy": accuracy,
         "algorithms": {stage: over_seeds([accuracy[name] for name in names]) for stage, names in runs.items() if names},
@@ -206,7 +218,7 @@ def summary(recipe: Recipe, results: Mapping[str, Mapping[str, Any]], runs: Mapp
     }
 
 
-def accuracy_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def accuracy_of(metrics: Mapping[str, Any], sampled: Mapping[str, Any]) -> dict[str, Any]:
     right, problems = metrics[STRICT], metrics["val/prompts"]
     return {
         "strict": right,
@@ -214,12 +226,14 @@ def accuracy_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
         "marked": metrics[MARKED],  # answers with a number after "####", right or wrong
         "problems": problems,
         "standard_error": (right * (1 - right) / problems) ** 0.5,  # of strict, as if problems were drawn anew
+        "sampled": sampled[ONE_OF],  # mean over the samples of all problems
+        "any_of_samples": sampled[ANY_OF],
         "response_tokens": metrics["val/response_length/mean"],
     }
 
 
 def over_seeds(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    spread = {name: [each[name] for each in found] for name in ("strict", "flexible")}
+    spread = {name: [each[name] for each in found] for name in ("strict", "flexible", "sampled")}
     return {name: {"mean": mean(values), "least": min(values), "most": max(values)} for name, values in spread.items()}
 
 
@@ -254,17 +268,21 @@ def draw(recipe: Recipe, runs: Sequence[str]) -> list[Path]:
 
 def table(found: Mapping[str, Any]) -> str:
     problems = found["accuracy"]["before"]["problems"]
-    lines = [f"{'':<16} {'strict':>8} {'flexible':>9} {'marked':>8} {'tokens':>8}   greedy, {problems} problems"]
+    columns = {"strict": ".4f", "flexible": ".4f", "marked": ".4f", "response_tokens": ".1f", "sampled": ".4f", "any_of_samples": ".4f"}
+    titles = ("strict", "flexible", "marked", "tokens", "sampled", f"any of {SAMPLES}")
+    lines = [f"{problems} problems, greedy but for the last two", f"{'':<16}" + "".join(f"{title:>10}" for title in titles)]
     lines += [
-        f"{name:<16} {each['strict']:>8.4f} {each['flexible']:>9.4f} {each['marked']:>8.4f} {each['response_tokens']:>8.1f}"
+        f"{name:<16}" + "".join(f"{format(each[column], form):>10}" for column, form in columns.items())
         for name, each in found["accuracy"].items()
     ]
-    warm = found["accuracy"]["sft"]["strict"]
+    warm = found["accuracy"]["sft"]
     for stage, each in found["algorithms"].items():
-        strict = each["strict"]
-        lines.append(
-            f"{stage}: strict {strict['mean']:.4f} ({strict['least']:.4f} to {strict['most']:.4f}), {strict['mean'] - warm:+.4f} to SFT"
-        )
+        spreads = [
+            f"{kind} {spread['mean']:.4f} ({spread['least']:.4f} to {spread['most']:.4f}), {spread['mean'] - warm[kind]:+.4f} to SFT"
+            for kind, spread in each.items()
+            if kind != "flexible"
+        ]
+        lines.append(f"{stage}: {'; '.join(spreads)}")
     for name, each in found["runs"].items():
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in each["phase_seconds"].items())
         lines.append(f"{name}: {each['steps']} steps in {each['seconds']:.0f} s, median {each['step_seconds']:.2f} s ({phases})")
@@ -283,7 +301,7 @@ def main() -> int:
     add("--files", type=Path, default=Path(__file__).parent / "smollm2", metavar="DIR", help="folder with the run files (default: smollm2)")
     add("--then", default="grpo", metavar="NAMES", help="what follows SFT, by the names of run files: grpo, or grpo,dapo,ppo")
     add("--seeds", default="0", metavar="NUMBERS", help="of what follows SFT, a run each: 0,1,2")
-    add("--solutions", choices=prepare.SOLUTIONS, default="text", help="what SFT keeps of a solution (default: text)")
+    add("--solutions", choices=prepare.SOLUTIONS, default="equations", help="what SFT keeps of a solution (default: equations)")
     add("--small", action="store_true", help="few rows, few steps: all stages in about two minutes on a CPU")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="for all stages, or for one: grpo.train.lr=1e-5")
     arguments = parser.parse_intermixed_args()  # KEY=VALUE may stand between options
