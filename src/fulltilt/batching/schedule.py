@@ -6,12 +6,14 @@ Enters: group numbers or lengths of rows. Leaves: lists of row indices, ascendin
 - nothing must divide anything.
 For micro-batches moreover:
 - `fill` never puts more than `budget` tokens together, except that a longer row has a micro-batch to itself;
-- any two micro-batches of `fill` hold more than `budget` tokens together: once there are two, they are fewer than 2 * tokens / budget;
+- once `fill` makes two micro-batches, they are fewer than 2 * tokens / budget; of equally many it takes the more even ones, whose largest
+  needs less memory;
 - the largest (most tokens) comes first, so that a budget too large for memory shows at once and not at the end.
 """
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
@@ -38,25 +40,47 @@ def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches under a hard cap of `budget` tokens: longest row first, each into the fullest micro-batch that still takes it.
+    """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit makes, and of these about as much in each.
 
-    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [0, 3], [2]]
+    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
     """
     assert budget > 0, f"a budget of {budget} tokens"
     assert all(length > 0 for length in lengths), "a row without tokens"
+    longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
+    alone = [[row] for row in longest_first if lengths[row] > budget]
+    others = longest_first[len(alone) :]
+    tight = _tightly(others, lengths, budget)
+    even = _evenly(others, lengths, len(tight))
+    most = max((sum(lengths[row] for row in rows) for rows in even), default=0)
+    return _largest_first([*alone, *(even if most <= budget else tight)], lengths)
+
+
+def _tightly(longest_first: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Each row into the fullest micro-batch that still takes it. Any two hold more than `budget` tokens together."""
     micro_batches: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens still free, micro-batch), ascending
-    for row in sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)):
+    for row in longest_first:
         length = lengths[row]
         place = bisect_left(room, (length, -1))
         if place < len(room):
             free, chosen = room.pop(place)
         else:
-            free, chosen = max(budget, length), len(micro_batches)
+            free, chosen = budget, len(micro_batches)
             micro_batches.append([])
         micro_batches[chosen].append(row)
         insort(room, (free - length, chosen))
-    return _largest_first(micro_batches, lengths)
+    return micro_batches
+
+
+def _evenly(longest_first: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Each row into the emptiest of `count` micro-batches."""
+    micro_batches: list[list[int]] = [[] for _ in range(count)]
+    taken = [(0, number) for number in range(count)]  # (tokens, micro-batch), a heap
+    for row in longest_first:
+        tokens, chosen = taken[0]
+        micro_batches[chosen].append(row)
+        heapq.heapreplace(taken, (tokens + lengths[row], chosen))
+    return micro_batches
 
 
 def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
