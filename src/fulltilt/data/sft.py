@@ -165,7 +165,7 @@ class _Writer:
         response = whole[len(prompt) :]
         # Some templates drop part of the answer, such as its reasoning; what the row says is to be learned must be learned.
         written = self._encoder.decode(response)
-        dropped = any(self._as_decoded(text) not in written for text in _texts(answer))
+        dropped = any(text.strip() not in written and self._as_decoded(text) not in written for text in _texts(answer))
         if dropped or (answer.get("tool_calls") and not self._encoder.reads("tool_calls")):
             return None
         return response
