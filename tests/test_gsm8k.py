@@ -235,6 +235,11 @@ def test_killed_half_way_it_ends_as_if_nothing_had_happened(downloaded: Path, tm
     )
     assert recipe.run(again)["accuracy"] == whole["accuracy"]
     assert "grpo: done before" in out.getvalue() and "training" not in out.getvalue()
+    problems = (downloaded / "train.jsonl").read_text()
+    (downloaded / "train.jsonl").write_text(problems.replace("buys", "finds"))
+    with pytest.raises(UserError, match=r"data\.train"):  # SFT on other rows is not this one
+        recipe.run(again)
+    (downloaded / "train.jsonl").write_text(problems)
     manifest = next((killed / "sft" / "checkpoints").glob("step-*/manifest.json"))
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(UserError, match="was trained from other weights"):

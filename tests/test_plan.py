@@ -1,4 +1,4 @@
-"""How roles run: what the user sets is taken, what is left out is taken from [train], and what `auto` becomes. Nothing here needs torch."""
+"""How roles run: what the user sets is taken, what is left out is taken from [train], and what `auto` becomes. Planning needs no torch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 
 from fulltilt.config import Config
 from fulltilt.plan import (
+    Budgets,
     Facts,
     Plan,
     RoleFacts,
@@ -316,56 +317,93 @@ SHAPES = {  # parameters, layers, width, inner, heads' width, vocabulary
     "0.5B": (494_032_768, 24, 896, 4864, 1152, 151_936),
     "1.5B": (1_543_714_304, 28, 1536, 8960, 2048, 151_936),
 }
+H200 = 139.8
 
 
-def of_shape(name: str) -> RoleFacts:
+def of_shape(name: str, *, critic: bool = False) -> RoleFacts:
+    """As large as the real one, with the real head."""
+    from fulltilt.model.heads import HeadOptions, head_bytes
+
     count, layers, width, inner, heads, vocabulary = SHAPES[name]
 
     def head(tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
-        return (1 << 29) if keys["head_recompute"] else 2 * tokens * vocabulary
+        options = HeadOptions(keys["fused_head"], keys["entropy_chunk"], keys["entropy_recompute"], keys["head_recompute"] is not False)
+        return head_bytes(tokens, vocabulary, width, options, entropy="gradient" if entropy_gradient else "value").peak
 
-    shape = {"layers": layers, "width": width, "inner": inner, "heads_width": heads, "fused": True, "head": head}
+    shape = {"layers": layers, "width": width, "inner": inner, "heads_width": heads, "fused": True, "head": None if critic else head}
     return RoleFacts(parameter_bytes=2 * count, trained=count, **shape)
+
+
+def budgets_of(where: Room, **sections: dict[str, Any]) -> Budgets:
+    found = settled(where, **sections)
+    facts = Facts("cuda", 40 * GIB, 10**8, 4, False, None, 10_000, 300, 5, auto_budgets=found.auto_budgets)
+    return make_plan(config(run={"steps": 1}, **sections), facts, rollout=True).budgets
 
 
 @pytest.mark.parametrize(
     ("shape", "device_gib", "budget"),
     [
-        ("135M", 140, 65536),
-        ("135M", 80, 32768),  # 65536 would take more than 0.4 of it
+        ("135M", H200, 65536),
+        ("135M", 80, 32768),  # 65536 would take more than half of it
         ("135M", 24, 16384),
-        ("0.5B", 140, 32768),
+        ("0.5B", H200, 32768),
         ("0.5B", 80, 16384),
-        ("1.5B", 140, 16384),  # busy with as many
+        ("1.5B", H200, 16384),  # busy with as many
     ],
 )
 def test_small_models_get_larger_micro_batches_where_they_fit(shape: str, device_gib: float, budget: int) -> None:
     where = room(device_gib=device_gib, actor=of_shape(shape))
     found = settled(where)
-    assert found.auto_budget == budget and found.roles["actor"].recompute == "none"
-    facts = Facts("cuda", 40 * GIB, 10**8, 4, False, None, 10_000, 300, 5, auto_budget=found.auto_budget)
-    budgets = make_plan(config(run={"steps": 1}), facts, rollout=True).budgets
-    assert (budgets.token_budget, budgets.forward_token_budget, budgets.critic_token_budget) == (budget, 2 * budget, 2 * budget)
-    given = make_plan(config(run={"steps": 1}, actor={"token_budget": 1000}), facts, rollout=True).budgets
-    assert given.token_budget == 1000 and given.critic_token_budget == 2000
+    assert found.auto_budgets == {"actor": budget} and found.roles["actor"].recompute == "none"
+    budgets = budgets_of(where)
+    assert (budgets.token_budget, budgets.forward_token_budget, budgets.ref_token_budget) == (budget, 2 * budget, 2 * budget)
+    assert budgets.reward_model_token_budget == 65536  # whose size is its own
+    assert budgets_of(where, ref={"path": "larger"}).ref_token_budget == 32768
+    given = budgets_of(where, actor={"token_budget": 1000})
+    assert (given.token_budget, given.critic_token_budget, given.reward_model_token_budget) == (1000, 2000, 4000)
 
 
 def test_a_larger_micro_batch_is_judged_by_what_the_user_keeps_of_it() -> None:
+    small = {"actor": of_shape("135M")}
+    assert settled(room(device_gib=24, **small), train={"recompute": "full"}).auto_budgets == {"actor": 65536}
+    assert settled(room(device_gib=80, **small), rollout={"release_memory": False}).auto_budgets == {"actor": 16384}
+    # What goes to the host has to fit there, and 65536 tokens would not.
+    by_hand = settled(room(device_gib=H200, host_gib=24, **small), train={"offload_activations": True, "recompute": "none"})
+    assert by_hand.auto_budgets == {"actor": 16384}
+    assert settled(room(device_gib=H200, actor=replace(of_shape("135M"), trained=0))).auto_budgets == {}
+
+
+@pytest.mark.parametrize(("critic", "budget"), [("135M", 65536), ("0.5B", 32768), ("1.5B", 32768)])
+def test_a_critic_has_a_budget_by_its_own_size(critic: str, budget: int) -> None:
+    where = room(device_gib=H200, actor=of_shape("135M"), critic=of_shape(critic, critic=True))
+    found = settled(where)
+    assert found.auto_budgets["critic"] == budget == budgets_of(where).critic_token_budget
+    assert found.roles["critic"].recompute == "none" and found.roles["actor"].recompute == "none"
+
+
+@pytest.mark.parametrize(("began", "now"), [("full", "auto"), ("full", "selective"), ("auto", "auto")])
+def test_a_resumed_run_is_settled_for_the_budget_that_it_keeps(began: str, now: str) -> None:
+    """On a smaller device, or with less recompute, `auto` would choose fewer tokens now; the run goes on with those that it began with."""
+    before = settled(room(device_gib=24 if began == "full" else H200, actor=of_shape("135M")), train={"recompute": began})
+    assert before.auto_budgets == {"actor": 65536}
     where = room(device_gib=24, actor=of_shape("135M"))
-    assert settled(where, train={"recompute": "full"}).auto_budget == 65536
-    assert settled(where, rollout={"release_memory": False}).auto_budget == 16384
-    twice = settled(room(device_gib=140, actor=of_shape("135M"), critic=replace(of_shape("135M"), head=None)))
-    assert twice.auto_budget == 65536 and twice.roles["critic"].recompute == "none"
-    frozen = replace(of_shape("135M"), trained=0)
-    assert settled(room(device_gib=140, actor=frozen)).auto_budget == 16384
+    found = settle(config(train={"recompute": now}), where, {"token_budget": 65536, "critic_token_budget": 131072})
+    assert found.auto_budgets == {"actor": 65536}
+    own = found.roles["actor"]
+    assert own.recompute == ("full" if now == "auto" else "selective") and (own.offload_activations or own.recompute == "full")
+    # One that began with an earlier version's 16384 keeps them, and is not refused for more.
+    away = config(train={"recompute": "none", "offload_activations": True})
+    assert settle(away, replace(where, host_bytes=12 * GIB), {"token_budget": 16384}).auto_budgets == {"actor": 16384}
 
 
 def test_the_largest_micro_batch_counts() -> None:
     where = room(longest=5000)
-    assert micro_batch_tokens(config(), where, "actor") == 16384 and micro_batch_tokens(config(), where, "critic") == 32768
-    assert micro_batch_tokens(config(actor={"token_budget": 1000}), where, "actor") == 5000  # a longer sample has one alone
+    assert micro_batch_tokens(config(), where, "actor", {}) == 16384 and micro_batch_tokens(config(), where, "critic", {}) == 32768
+    assert (
+        micro_batch_tokens(config(actor={"token_budget": 1000}), where, "actor", {"actor": 9000}) == 5000
+    )  # a longer sample has one alone
     fixed = config(actor={"dynamic_batch": False, "micro_batch": 3}, critic={"token_budget": 7000})
-    assert micro_batch_tokens(fixed, where, "actor") == 15000 and micro_batch_tokens(fixed, where, "critic") == 7000
+    assert micro_batch_tokens(fixed, where, "actor", {}) == 15000 and micro_batch_tokens(fixed, where, "critic", {}) == 7000
 
 
 def test_a_cache_that_stays_leaves_less_for_activations() -> None:

@@ -35,6 +35,7 @@ from fulltilt.config import Config
 from fulltilt.observe import plot
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import TIMING_NAMES
+from fulltilt.plan import many
 from fulltilt.records import UserError
 from fulltilt.train.checkpoint import CheckpointStore
 
@@ -49,7 +50,7 @@ CURVES = (
     "response_length/mean",
     "rollout_corr/logprob_abs_gap",
 )
-WHAT_EVALUATION_READS = ("model.", "data.", "rollout.", "reward.", "eval.")  # of a configuration
+WHAT_EVALUATION_READS = ("model.", "data.", "rollout.", "reward.", "eval.", "run.seed")  # of a configuration
 DATA = {  # of a stage: what its run file calls train and val
     "sft": ("train_sft.jsonl", "test_sft.jsonl"),
     "rl": ("train.parquet", "test.parquet"),
@@ -73,15 +74,15 @@ class Recipe:
     overrides: tuple[str, ...]  # KEY=VALUE for all stages, STAGE.KEY=VALUE for one
     console: Console
 
-    def config(self, stage: str, model: str, run: str, *others: str) -> Config:
-        """The stage's run file with the places of this recipe, and what the user gave last."""
+    def config(self, stage: str, model: str, run: str, *others: str, last: Sequence[str] = ()) -> Config:
+        """The stage's run file with the places of this recipe and what the user gave; `last` even over that."""
         stages = {path.stem for path in self.files.glob("*.toml")}
         train, val = DATA["sft" if stage == "sft" else "rl"]
         data = self.folder / "data"
         places = (f"model.path={model}", f"data.train={data / train}", f"data.val={data / val}", f"run.dir={self.folder / run}")
         given = [(*text.partition("."), text) for text in self.overrides]
         mine = [rest if name in stages else whole for name, _, rest, whole in given if name not in stages or name == stage]
-        return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine], extra_checks=[presets.mistakes])
+        return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine, *last], extra_checks=[presets.mistakes])
 
 
 # -- stages -------------------------------------------------------------------------------------------------------------------------------
@@ -93,14 +94,14 @@ def run(recipe: Recipe) -> dict[str, Any]:
     prepare.prepare(recipe.source, recipe.folder / "data", recipe.solutions, recipe.rows)
     for stage in ("sft", *recipe.algorithms):  # a mistake in the last stage's file is said now, not hours later
         recipe.config(stage, recipe.model, stage)
-    results = {"before": evaluate(recipe, "before", recipe.model)}
+    results = {"before": evaluate(recipe, recipe.algorithms[0], "before", recipe.model)}
     warm = train(recipe, "sft", "sft", recipe.model)
-    results["sft"] = evaluate(recipe, "sft", warm)
+    results["sft"] = evaluate(recipe, recipe.algorithms[0], "sft", warm)
     runs: dict[str, list[str]] = {stage: [] for stage in recipe.algorithms}
     for stage, names in runs.items():
         for seed in recipe.seeds:
             name = f"{stage}-seed{seed}" if seed else stage  # so that seeds can be added to a recipe that had one
-            results[name] = evaluate(recipe, name, train(recipe, stage, name, warm, f"run.seed={seed}"))
+            results[name] = evaluate(recipe, stage, name, train(recipe, stage, name, warm, f"run.seed={seed}"))
             names.append(name)
             found = summary(recipe, results, runs) | {"seconds_of_this_command": time.perf_counter() - begin}
             tell(recipe, found, runs)
@@ -132,19 +133,20 @@ def train(recipe: Recipe, stage: str, name: str, model: str, *others: str) -> st
     if store.folder.is_dir() and begun_with.is_file() and read(begun_with) != weights:
         raise UserError(f"{config.run.dir} was trained from other weights than {model} holds now. Delete it, or use another --dir")
     write(begun_with, weights)
-    once(recipe, Path(config.run.dir) / "done.json", name, configuration.snapshot(config), make)
+    asked = configuration.snapshot(config) | {"rows": digest(recipe.folder / "data" / DATA["sft" if stage == "sft" else "rl"][0])}
+    once(recipe, Path(config.run.dir) / "done.json", name, asked, make)
     found = store.latest()
     if found is None:
         raise UserError(f"{store.folder}: the checkpoint that {name} ended with is gone. Delete {config.run.dir} to train again")
     return str(found.model_folder)
 
 
-def evaluate(recipe: Recipe, name: str, model: str) -> dict[str, Any]:
-    """On all problems of the test file: greedy, and by samples as training draws them, whose accuracy is what RL raises first."""
-    greedy = one_evaluation(recipe, name, model)
-    temperature = recipe.config(recipe.algorithms[0], model, name).rollout.temperature
-    samples = (f"eval.samples_per_prompt={SAMPLES}", f"eval.temperature={temperature}")
-    drawn = one_evaluation(recipe, f"{name}-sampled", model, *samples)
+def evaluate(recipe: Recipe, stage: str, name: str, model: str) -> dict[str, Any]:
+    """On all problems of the test file: greedy, and by samples as the training of `stage` draws them."""
+    rollout = recipe.config(stage, model, name).rollout
+    drawn_as = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k, "samples_per_prompt": SAMPLES}
+    greedy = one_evaluation(recipe, stage, name, model, {"temperature": 0, "top_p": 1, "top_k": 0, "samples_per_prompt": 1})
+    drawn = one_evaluation(recipe, stage, f"sampled/{name}", model, drawn_as)
     metrics, sampled = greedy["metrics"], drawn["metrics"]
     recipe.console.note(
         f"{name}: strict {metrics[STRICT]:.4f}, flexible {metrics[FLEXIBLE]:.4f}, sampled {sampled[ONE_OF]:.4f} "
@@ -153,8 +155,8 @@ def evaluate(recipe: Recipe, name: str, model: str) -> dict[str, Any]:
     return {"metrics": metrics, "sampled": sampled, "seconds": greedy["seconds"] + drawn["seconds"]}
 
 
-def one_evaluation(recipe: Recipe, name: str, model: str, *others: str) -> dict[str, Any]:
-    config = recipe.config(recipe.algorithms[0], model, f"evaluations/{name}", *others)
+def one_evaluation(recipe: Recipe, stage: str, name: str, model: str, drawn_as: Mapping[str, float]) -> dict[str, Any]:
+    config = recipe.config(stage, model, f"evaluations/{name}", last=[f"eval.{key}={value}" for key, value in drawn_as.items()])
 
     def make() -> dict[str, Any]:
         recipe.console.note(f"== {name}: evaluating {model}")
@@ -185,10 +187,14 @@ def let_go() -> None:
         torch.cuda.empty_cache()
 
 
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
 def weights_of(model: str) -> str | None:
     """Tells one checkpoint from another under the same path; None where there is no manifest: a hub's model, a folder of the user's."""
     manifest = Path(model).parent / "manifest.json"
-    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+    return digest(manifest) if manifest.is_file() else None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -270,9 +276,10 @@ def table(found: Mapping[str, Any]) -> str:
     problems = found["accuracy"]["before"]["problems"]
     columns = {"strict": ".4f", "flexible": ".4f", "marked": ".4f", "response_tokens": ".1f", "sampled": ".4f", "any_of_samples": ".4f"}
     titles = ("strict", "flexible", "marked", "tokens", "sampled", f"any of {SAMPLES}")
-    lines = [f"{problems} problems, greedy but for the last two", f"{'':<16}" + "".join(f"{title:>10}" for title in titles)]
+    width = max(map(len, found["accuracy"]))
+    lines = [f"{problems} problems, greedy but for the last two", " " * width + "".join(f"{title:>10}" for title in titles)]
     lines += [
-        f"{name:<16}" + "".join(f"{format(each[column], form):>10}" for column, form in columns.items())
+        f"{name:<{width}}" + "".join(f"{format(each[column], form):>10}" for column, form in columns.items())
         for name, each in found["accuracy"].items()
     ]
     warm = found["accuracy"]["sft"]
@@ -285,7 +292,7 @@ def table(found: Mapping[str, Any]) -> str:
         lines.append(f"{stage}: {'; '.join(spreads)}")
     for name, each in found["runs"].items():
         phases = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in each["phase_seconds"].items())
-        lines.append(f"{name}: {each['steps']} steps in {each['seconds']:.0f} s, median {each['step_seconds']:.2f} s ({phases})")
+        lines.append(f"{name}: {many(each['steps'], 'step')} in {each['seconds']:.0f} s, median {each['step_seconds']:.2f} s ({phases})")
     return "\n".join(lines)
 
 

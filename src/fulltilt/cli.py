@@ -319,7 +319,7 @@ def update(
     samples: BenchSamples = None,
     token_budget: Annotated[
         int | None,
-        typer.Option(min=1, help="Most tokens of a micro-batch. Default: what a run takes, 16384 on cuda.", show_default=False),
+        typer.Option(min=1, help="Most tokens of a micro-batch. Default: what a run takes.", show_default=False),
     ] = None,
     recompute: Annotated[
         str | None,

@@ -293,7 +293,7 @@ class RefConfig(Section):
     micro_batch: Positive | None = None
     """As for the actor."""
     forward_token_budget: Positive | Auto = "auto"
-    """Most tokens of a micro-batch. `auto`: the actor's."""
+    """Most tokens of a micro-batch. `auto`: the actor's; with a `path` of its own, as for an actor of any size."""
 
 
 class CriticConfig(Section):
@@ -317,7 +317,8 @@ class CriticConfig(Section):
     micro_batch: Positive | None = None
     """As for the actor."""
     token_budget: Positive | Auto = "auto"
-    """As for the actor. `auto`: twice the actor's, since there is no vocabulary head."""
+    """As for the actor. `auto`: twice what the actor's would be for a model of the critic's size, or twice its number; there is no
+    vocabulary head."""
     forward_token_budget: Positive | Auto = "auto"
     """As for the actor. `auto`: twice the critic's token budget."""
 

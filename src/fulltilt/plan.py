@@ -8,7 +8,7 @@ taken as it is or refused with the reason; `auto` becomes a number here and nowh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fulltilt.config import Config
@@ -16,11 +16,11 @@ from fulltilt.records import UserError
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
-MOST_TOKENS = 65536  # of a micro-batch that `auto` makes larger
-# Parameters times tokens below which the host takes longer to launch a micro-batch's kernels than the device to run them: 135 million
-# parameters took 0.14 s for 16384 tokens, several times what these are worth.
+ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
+# Parameters times tokens below which the host takes longer to launch a micro-batch's kernels than the device to run them: an H200 took
+# 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
 BUSY = 1 << 43
-BUDGET_SHARE = 0.4  # of what is left on the device, that a larger micro-batch may take: the critic's is twice as large
+BUDGET_SHARE = 0.5  # of what is left on the device, that an enlarged micro-batch may take
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
@@ -50,7 +50,7 @@ class Facts:
     layers: str = ""  # whether the roles' layers run fused, in words
     settings: tuple[str, ...] = ()  # how roles run where that is not the default, in words
     returning_bytes: int = 0  # what comes back to the device in phases other than the rollout, and is not counted as taken
-    auto_budget: int | None = None  # tokens that `auto` gives the actor's micro-batch; None: the least
+    auto_budgets: Mapping[str, int] = field(default_factory=dict)  # tokens that `auto` gives micro-batches of roles, where not the least
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class Settled:
 
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...] = ()
-    auto_budget: int | None = None  # as in `Facts`
+    auto_budgets: Mapping[str, int] = field(default_factory=dict)  # as in `Facts`
 
 
 @dataclass(frozen=True)
@@ -300,10 +300,13 @@ def most_seqs(config: Config, device: str, samples: int) -> int:
 
 def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
     rollout, actor = config.rollout, config.actor
-    token_budget = update_budget(config, facts.device, "actor", facts.auto_budget)
+    token_budget = update_budget(config, facts.device, "actor", facts.auto_budgets)
     forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
+    # Of models that need not be as small as the actor.
+    of_others = 2 * update_budget(config, facts.device, "actor", {}) if actor.forward_token_budget == "auto" else forward
+    of_ref = of_others if config.ref.path else forward
     max_seqs = most_seqs(config, facts.device, samples)
-    critic = update_budget(config, facts.device, "critic", facts.auto_budget)
+    critic = update_budget(config, facts.device, "critic", facts.auto_budgets)
     of_reward_model = config.reward_model.forward_token_budget
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
     return Budgets(
@@ -313,10 +316,10 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
         max_batched_tokens=batched,
         token_budget=token_budget,
         forward_token_budget=forward,
-        ref_token_budget=forward if config.ref.forward_token_budget == "auto" else config.ref.forward_token_budget,
+        ref_token_budget=of_ref if config.ref.forward_token_budget == "auto" else config.ref.forward_token_budget,
         critic_token_budget=critic,
         critic_forward_token_budget=2 * critic if config.critic.forward_token_budget == "auto" else config.critic.forward_token_budget,
-        reward_model_token_budget=2 * forward if of_reward_model == "auto" else of_reward_model,
+        reward_model_token_budget=2 * of_others if of_reward_model == "auto" else of_reward_model,
     )
 
 
@@ -360,12 +363,13 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
 # ---- how roles run ---------------------------------------------------------------------------------------------------------------------
 
 OF_TRAIN = ("packing", "recompute", "offload_activations", "offload_params", "offload_optimizer")  # that the critic may have of its own
+KEPT_AS = {"actor": "token_budget", "critic": "critic_token_budget"}  # of a role that learns, among the budgets of a checkpoint
 OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offload_grads")
 
 
-def settle(config: Config, room: Room) -> Settled:
+def settle(config: Config, room: Room, kept: Mapping[str, Any] | None = None) -> Settled:
     """The settings of every role. What `auto` becomes depends on all that the device has and not on what happens to be free there, so that
-    a resumed run decides alike."""
+    a resumed run decides alike; `kept`: its budgets, for which the rest must be settled."""
     given = {role: given_settings(config, role) for role in room.roles}
     check_layers(room, given)
     if room.device != "cuda":  # there is no second memory, and time is shorter than memory
@@ -373,12 +377,13 @@ def settle(config: Config, room: Room) -> Settled:
     reasons: dict[tuple[str, str], str] = {}
     decide_states(given, room, reasons)
     decide_params(given, room, reasons)
-    auto_budget = decide_budget(config, given, room)
-    for role, facts in room.roles.items():
-        if facts.trained:
-            decide_activations(config, given, room, role, auto_budget, reasons)
-    check_host(config, room, given, auto_budget)
-    return replace(with_words(room, {role: resolved(keys) for role, keys in given.items()}, reasons), auto_budget=auto_budget)
+    trained = [role for role, facts in room.roles.items() if facts.trained]
+    of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
+    auto_budgets = {role: of_kept.get(role) or decide_budget(config, given, room, role) for role in trained}
+    for role in trained:
+        decide_activations(config, given, room, role, auto_budgets, reasons)
+    check_host(config, room, given, auto_budgets)
+    return replace(with_words(room, {role: resolved(keys) for role, keys in given.items()}, reasons), auto_budgets=auto_budgets)
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
@@ -474,34 +479,37 @@ def left_for_update(config: Config, given: Mapping[str, Mapping[str, Any]], room
     return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
 
 
-def decide_budget(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room) -> int:
-    """Tokens of the actor's micro-batch where the user gave no number: more for a small model, as long as they are a minor part of what is
+def decide_budget(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room, role: str) -> int:
+    """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take a part only of what is
     left, with all that may be kept for the backward pass kept."""
-    tokens, actor = TOKEN_BUDGET[room.device], room.roles.get("actor", RoleFacts(0))
-    if not actor.trained:
+    tokens, facts, keys = update_budget(config, room.device, role, {}), room.roles[role], dict(given[role])
+    if keys["offload_activations"] is True:  # by hand: they have to fit the host
         return tokens
-    keys = dict(given["actor"])
-    all_kept = keys["recompute"] in ("auto", "none") and keys["offload_activations"] is not True
-    for key, value in {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}.items():
-        keys[key] = value if keys[key] == "auto" else keys[key]
-    bonus = (config.algorithm.entropy_coef or 0) > 0
-    room_for_it = BUDGET_SHARE * left_for_update(config, given, room, "actor")
+    all_kept = keys["recompute"] in ("auto", "none")
+    keys |= {
+        key: value
+        for key, value in {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}.items()
+        if keys.get(key) == "auto"
+    }
+    most, bonus = ENLARGED * tokens, (config.algorithm.entropy_coef or 0) > 0
+    room_for_it = BUDGET_SHARE * left_for_update(config, given, room, role)
     while (
-        tokens < MOST_TOKENS
-        and tokens * actor.parameter_bytes // actor.itemsize < BUSY
-        and actor.update_bytes(2 * tokens, keys, entropy_gradient=bonus) <= room_for_it
+        tokens < most
+        and tokens * facts.parameter_bytes // facts.itemsize < BUSY
+        and facts.update_bytes(2 * tokens, keys, entropy_gradient=bonus) <= room_for_it
     ):
         tokens *= 2
     return tokens
 
 
 def decide_activations(
-    config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, auto_budget: int, reasons: dict[tuple[str, str], str]
-) -> None:
+    config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, auto_budgets: Mapping[str, int],
+    reasons: dict[tuple[str, str], str],
+) -> None:  # fmt: skip
     """Recompute by the least that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
-    keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role, auto_budget)
+    keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role, auto_budgets)
     left = left_for_update(config, given, room, role)
-    of_host = room.host_bytes - sum(on_host(config, room, given, auto_budget).values())
+    of_host = room.host_bytes - sum(on_host(config, room, given, auto_budgets).values())
     bonus = (config.algorithm.entropy_coef or 0) > 0
 
     def shortage(level: str, **other: Any) -> str | None:
@@ -528,23 +536,25 @@ def decide_activations(
             reasons[role, "head_recompute"] = "they fit"
 
 
-def micro_batch_tokens(config: Config, room: Room, role: str, auto_budget: int | None = None) -> int:
+def micro_batch_tokens(config: Config, room: Room, role: str, auto_budgets: Mapping[str, int]) -> int:
     """Of the largest micro-batch of an update."""
     section = config.critic if role == "critic" else config.actor
     if not section.dynamic_batch and section.micro_batch:
         return section.micro_batch * room.longest
-    return max(update_budget(config, room.device, role, auto_budget), room.longest)
+    return max(update_budget(config, room.device, role, auto_budgets), room.longest)
 
 
-def update_budget(config: Config, device: str, role: str, auto_budget: int | None) -> int:
-    """Tokens of a role's micro-batch in an update. The critic has no vocabulary head."""
-    actor = (auto_budget or TOKEN_BUDGET[device]) if config.actor.token_budget == "auto" else config.actor.token_budget
+def update_budget(config: Config, device: str, role: str, auto_budgets: Mapping[str, int]) -> int:
+    """Tokens of a role's micro-batch in an update. The critic has no vocabulary head: twice the actor's, where that is given."""
+    of_actor, of_critic = config.actor.token_budget, config.critic.token_budget
     if role == "actor":
-        return actor
-    return 2 * actor if config.critic.token_budget == "auto" else config.critic.token_budget
+        return auto_budgets.get("actor", TOKEN_BUDGET[device]) if of_actor == "auto" else of_actor
+    if of_critic != "auto":
+        return of_critic
+    return auto_budgets.get("critic", 2 * TOKEN_BUDGET[device]) if of_actor == "auto" else 2 * of_actor
 
 
-def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budget: int) -> dict[str, int]:
+def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budgets: Mapping[str, int]) -> dict[str, int]:
     """Bytes that are moved to the host, as far as that is decided, and with them those that a checkpoint passes through there."""
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
@@ -554,7 +564,7 @@ def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], 
         counts = {
             "optimizer": facts.optimizer_bytes,
             "parameters": facts.parameter_bytes,
-            "activations": micro_batch_tokens(config, room, role, auto_budget) * facts.kept_bytes(keys) if decided else 0,
+            "activations": micro_batch_tokens(config, room, role, auto_budgets) * facts.kept_bytes(keys) if decided else 0,
         }
         found |= {f"the {role}'s {kind}": counts[kind] for kind, key in kinds.items() if keys.get(key) is True and counts[kind]}
     actor = room.roles.get("actor", RoleFacts(0))
@@ -562,8 +572,8 @@ def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], 
     return found | ({"weights on their way into a checkpoint": actor.parameter_bytes} if moves and actor.trained else {})
 
 
-def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budget: int) -> None:
-    moved = on_host(config, room, given, auto_budget)
+def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budgets: Mapping[str, int]) -> None:
+    moved = on_host(config, room, given, auto_budgets)
     if sum(moved.values()) <= room.host_bytes:
         return
     what = " and ".join(f"{kind} ({in_bytes(count)})" for kind, count in moved.items())
@@ -630,7 +640,8 @@ def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list
     if not rollout:
         return [
             f"{many(plan.steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "
-            f"{many(plan.updates_per_step, 'optimizer step')}; micro-batches of at most {budgets.token_budget} tokens",
+            f"{many(plan.updates_per_step, 'optimizer step')}; micro-batches of at most {budgets.token_budget} tokens"
+            + why_larger(config, facts, budgets),
             *layers,
         ]
     cache = budgets.kv_blocks * config.rollout.block_tokens
@@ -645,10 +656,15 @@ def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list
         f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most "
         f"{many(budgets.max_seqs, 'sample')} at once, {budgets.max_batched_tokens} tokens a pass; "
         f"{cache_in_words(config)}; {graphs_in_words(config, facts)}",
-        f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}; "
+        f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}{why_larger(config, facts, budgets)}; "
         f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]
+
+
+def why_larger(config: Config, facts: Facts, budgets: Budgets) -> str:
+    enlarged = config.actor.token_budget == "auto" and budgets.token_budget > TOKEN_BUDGET[facts.device]
+    return " (auto: with fewer tokens of so small a model the device would wait)" if enlarged and config.actor.dynamic_batch else ""
 
 
 def cache_in_words(config: Config) -> str:

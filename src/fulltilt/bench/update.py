@@ -190,7 +190,7 @@ class Update:
         if self.device.type == "cuda":
             take_workspaces(roles.actor)
         facts = find_facts(config, self.device, self.model, self.shapes, longest, 1, fusing)
-        self.plan = make_plan(config, replace(facts, settings=settled.words, auto_budget=settled.auto_budget), rollout=False)
+        self.plan = make_plan(config, replace(facts, settings=settled.words, auto_budgets=settled.auto_budgets), rollout=False)
         torch.set_num_threads(self.plan.budgets.threads)
         self.trainer = Trainer(roles.actor, algorithm.loss)
         self.account = make_account(self.device, models, roles, engine=None)

@@ -283,7 +283,7 @@ def _assemble(
     ineffective = settings_without_effect(config, algorithm, device.type)
     models = load_models(config, algorithm, tokenizer, device, prompt_sets(train_data, val_data), resume, fusing, training=training)
     room = find_room(device, models, longest + (longest_response(config) if rollout else 0), training=training)
-    settled = settle(config, room)
+    settled = settle(config, room, kept)
     # All that holds memory comes before memory is looked at.
     roles = make_roles(config, algorithm, models, settled.roles, steps_per_epoch, training=training)
     fresh = restore(resume, roles.actor, roles.critic, training=training, adapters=config.lora.rank > 0) if resume else ()
@@ -293,7 +293,7 @@ def _assemble(
         roles.residents.settle_down(models, settled.roles)
 
     facts = find_facts(config, device, models.actor, models.layers, longest, steps_per_epoch, fusing)
-    facts = replace(facts, settings=settled.words, auto_budget=settled.auto_budget)
+    facts = replace(facts, settings=settled.words, auto_budgets=settled.auto_budgets)
     facts = replace(facts, returning_bytes=returning(room, settled.roles) if training else 0)
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
