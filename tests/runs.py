@@ -53,6 +53,11 @@ def not_a_number(data_source, solution_str, ground_truth, extra_info):
     return float("nan")
 
 
+def undecided(data_source, solution_str, ground_truth, extra_info):
+    """Finds all samples of every second row equally good."""
+    return 1.0 if int(ground_truth) % 8 else sum(character.islower() for character in solution_str) / 24
+
+
 def slow_from(data_source, solution_str, ground_truth, extra_info, first_slow, seconds):
     """Takes its time over rows whose answer is `first_slow` or more."""
     if float(ground_truth) >= first_slow:

@@ -18,7 +18,7 @@ import torch
 
 from fulltilt.algo import presets
 from fulltilt.algo.base import Algorithm
-from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
 from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
@@ -146,3 +146,48 @@ def test_the_gradient_of_a_critic_is_one(name: str, model_folders, tmp_path: Pat
     rows = filled(bare_rows(), make_policy(model_folders("llama"), entropy_gradient=False))
     metrics = assert_one_gradient(trainer, algorithm, rows)
     assert 0 < metrics["critic/vf_clipfrac"] < 1
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.rollout and not preset.critic])
+def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: str, model_folders) -> None:
+    """Off policy, so that ratios and clips are in it. A carried-over row and one with holes are among those left out."""
+    keys = {"name": name, **OWN.get(name, {}), "minibatches_per_step": 2, "aggregation": aggregation}
+    algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+    assert algorithm.advantage_alone
+    policy = make_policy(model_folders("llama-tied"), entropy_gradient=False)
+    rows = algorithm.advantage(filled(bare_rows(), policy))
+    silent = [replace(row, advantages=np.zeros(row.tokens, np.float32)) if row.group in (0, 3) else row for row in rows]
+    needed = with_advantage(silent)
+    assert 0 < len(needed) < len(rows) and {silent[place].group for place in needed} == {1, 2}
+
+    trainer = Trainer(policy, algorithm.loss)
+    sizing = MicroSizing(True, 60)
+    whole, all_metrics = gradient(trainer, minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing))
+    part = minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing, needed)
+    less, metrics = gradient(trainer, part)
+    size = float(whole.abs().max())
+    assert size > 1e-4 and float((less - whole).abs().max()) < 1e-9 * size
+    assert sorted(row for micro in part.micro_batches for row in micro.rows) == needed
+    assert part.trained_tokens == sum(int(silent[place].mask.sum()) for place in needed)
+    assert metrics["actor/pg_loss"] == pytest.approx(all_metrics["actor/pg_loss"], rel=1e-9)
+
+
+def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders) -> None:
+    policy = make_policy(model_folders("llama-tied"), entropy_gradient=False)
+    algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo"}}))
+    rows = [replace(row, reward=1.0) for row in filled(bare_rows(), policy)]
+    rows = algorithm.advantage(rows)
+    needed = with_advantage(rows)
+    assert needed == [min(range(len(rows)), key=lambda place: rows[place].tokens)]
+    found, metrics = gradient(Trainer(policy, algorithm.loss), minibatch(rows, "token-mean", 1, MicroSizing(True, 60), needed))
+    assert float(found.abs().max()) == 0 and metrics["actor/entropy"] > 0
+
+
+@pytest.mark.parametrize("keys", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"name": "sft"}, {"loss": "mine.py:mine"}])
+def test_where_more_than_the_advantage_teaches_nothing_is_left_out(keys: dict[str, Any], tmp_path: Path) -> None:
+    if "loss" in keys:
+        (tmp_path / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
+        keys = {"loss": f"{tmp_path / 'mine.py'}:mine", "minibatches_per_step": 2}
+    tables = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo", **keys}}
+    assert not presets.build(Config.model_validate(tables)).advantage_alone

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from fulltilt.cluster.local import assemble
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
+from fulltilt.loop import run
 from fulltilt.loop.experience import training_sampling
 from fulltilt.plan import Facts, make_budgets
 from fulltilt.rollout.sampler import sample_seed
@@ -291,6 +292,21 @@ def test_the_result_does_not_depend_on(folder: Path, as_planned: TwoSteps, name:
         sampled, expected = runs.rollouts(folder, step), runs.rollouts(as_planned.folder, step)
         assert [row["response"] for row in sampled] == [row["response"] for row in expected]
     assert found.distance(as_planned.parameters) < TOLERANCE
+
+
+def test_samples_that_teach_nothing_are_not_computed(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run is the same as with all of them."""
+    settings = ("algorithm.kl_coef=0.0", "reward.function=reward.py:undecided")
+    fewer = two_steps(runs.make(tmp_path / "fewer", model_folders("qwen2")), *settings)
+    monkeypatch.setattr(run, "with_advantage", lambda rows: list(range(len(rows))))
+    all_of_them = two_steps(runs.make(tmp_path / "all", model_folders("qwen2")), *settings)
+    assert fewer.distance(all_of_them.parameters) < TOLERANCE
+    assert fewer.distance(AutoModelForCausalLM.from_pretrained(fewer.folder / "model").state_dict()) > 100 * TOLERANCE
+    left_out = [line["actor/samples_left_out"] for line in runs.metrics(fewer.folder)]
+    assert all(0 < count < 16 for count in left_out), left_out
+    assert [line["actor/samples_left_out"] for line in runs.metrics(all_of_them.folder)] == [0, 0]
+    norms = [[line["actor/grad_norm"] for line in runs.metrics(each.folder)] for each in (fewer, all_of_them)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)  # float32, other sums
 
 
 def test_the_result_does_depend_on_the_algorithm(folder: Path, as_planned: TwoSteps) -> None:

@@ -46,6 +46,7 @@ class Algorithm:
     critic_warmup: int = 0  # first steps in which only the critic is updated
     dynamic: DynamicSampling | None = None
     overlong: Overlong | None = None
+    advantage_alone: bool = False  # whether a sample whose advantages are all 0 adds nothing to the gradient of `loss`
     reward_kl: RewardKL | None = None
 
     def __post_init__(self) -> None:

@@ -174,6 +174,8 @@ def build(config: Config) -> Algorithm:
         dynamic=_dynamic(settings),
         overlong=_overlong(config, settings),
         reward_kl=_reward_kl(settings),
+        # Every surrogate here is a product with the advantage; of a user's own function nothing is known.
+        advantage_alone=preset.rollout and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
     )
     custom.try_out(algorithm, config.algorithm.samples_per_prompt, list(own.values()))
     return algorithm

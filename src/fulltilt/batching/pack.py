@@ -110,16 +110,29 @@ def _gather(rows: Sequence[Row], name: str) -> np.ndarray | None:
     return np.concatenate([array[row.mask] for row, array in zip(rows, arrays, strict=True)])
 
 
-def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing) -> MiniBatch:
-    """The rows of one optimizer step, cut into micro-batches, largest first.
+def minibatch(
+    rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, needed: Sequence[int] | None = None
+) -> MiniBatch:
+    """The rows of one optimizer step, cut into micro-batches, largest first. `needed`: the places of those that are computed; the others
+    count in the shares all the same.
 
     Rows without a single trained token among them give trained_tokens 0 and micro-batches with empty weights: a loss of 0.
     """
     row_weights = weights(rows, aggregation, length_norm)
+    chosen = range(len(rows)) if needed is None else needed
     micro_batches = tuple(
-        pack(rows, indices, row_weights, packing=micro.packing) for indices in micro.schedule([row.tokens for row in rows])
+        pack(rows, [chosen[place] for place in places], row_weights, packing=micro.packing)
+        for places in micro.schedule([rows[row].tokens for row in chosen])
     )
     return MiniBatch(micro_batches, trained_tokens=sum(len(batch.trained) for batch in micro_batches))
+
+
+def with_advantage(rows: Sequence[Row]) -> list[int]:
+    """The places of rows with an advantage other than 0. Where there is none, that of the shortest row that is trained on, so that an
+    optimizer step is made as ever, with a gradient of 0."""
+    found = [place for place, row in enumerate(rows) if row.advantages is None or row.advantages[row.mask].any()]
+    trained = [place for place, row in enumerate(rows) if row.mask.any()]
+    return found or [min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))]
 
 
 def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[MicroBatch]:

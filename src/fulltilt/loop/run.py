@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fulltilt import config as configuration
-from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
 from fulltilt.batching.schedule import split_minibatches
 from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, enough_memory
 from fulltilt.config import Config
@@ -246,12 +246,13 @@ class Run:
     def _update(self, rows: Sequence[Row], trainer: Trainer[Any], steps_before: int) -> Metrics:
         """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
         algorithm, name, account = self.config.algorithm, trainer.role.name, self.parts.account
+        needed = with_advantage if name == "actor" and self.parts.algorithm.advantage_alone else None
         self.parts.residents.need(name, update=True)
         trainer.optimizer.begin(steps_before * self.parts.plan.updates_per_step)
         found: list[Metrics] = []
         micro_batches: list[MicroBatch] = []
         for epoch in range(algorithm.epochs):
-            batches = self._minibatches(rows, self.parts.update_sizes[name])
+            batches = self._minibatches(rows, self.parts.update_sizes[name], needed)
             micro_batches += [micro for batch in batches for micro in batch.micro_batches]
             for number, batch in enumerate(batches, 1):
                 with account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
@@ -267,19 +268,25 @@ class Run:
                 f"{skipped:.0f} of {len(found)} optimizer steps of the {name} had a gradient that is not finite: parameters were left as "
                 "they were"
             )
+        computed = sum(len(micro.rows) for micro in micro_batches)
         return mean_of(found) | {
             f"{name}/skipped_updates": skipped,
             f"{name}/updates": len(found),
             f"{name}/micro_batches": len(micro_batches),
             f"{name}/pad_tokens": sum(micro.pad_tokens for micro in micro_batches),
+            **({f"{name}/samples_left_out": len(rows) - computed // algorithm.epochs} if needed else {}),
         }
 
-    def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing) -> list[MiniBatch]:
+    def _minibatches(
+        self, rows: Sequence[Row], sizing: MicroSizing, needed: Callable[[Sequence[Row]], list[int]] | None
+    ) -> list[MiniBatch]:
+        """`needed`: which rows of a mini-batch are computed; None: all."""
         algorithm = self.parts.algorithm
         if not any(row.mask.any() for row in rows):
             return []
         split = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
-        return [minibatch([rows[index] for index in part], algorithm.aggregation, algorithm.length_norm, sizing) for part in split]
+        parts = [[rows[index] for index in part] for part in split]
+        return [minibatch(part, algorithm.aggregation, algorithm.length_norm, sizing, needed(part) if needed else None) for part in parts]
 
     def _excluded(self, kept: Sequence[Kept], rows: Sequence[Row]) -> int:
         return sum(len(entry.group.samples) for entry in kept) - len(rows)
