@@ -72,11 +72,11 @@ def test_fill_makes_few_micro_batches(case: tuple[list[int], int]) -> None:
 def test_fill_is_even_where_that_needs_no_more_micro_batches(lengths: list[int], budget: int) -> None:
     """Rows into the emptiest differ by one row's length at most; where a micro-batch would then have too many tokens, it is a tight fit."""
     totals = [sum(lengths[row] for row in rows) for rows in schedule.fill(lengths, budget)]
+    tight = schedule._tightly(sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)), lengths, budget)
+    assert len(totals) == len(tight) and max(totals) <= max(sum(lengths[row] for row in rows) for rows in tight)
     uneven = max(totals) - min(totals) > max(lengths)
     if uneven:
-        assert sum(heapq.nsmallest(2, totals)) > budget  # any two of a tight fit hold more
-        assert sum(lengths) / len(totals) + max(lengths) > budget  # only there is an even one in danger
-    assert len(totals) == len(schedule._tightly(sorted(range(len(lengths)), key=lambda row: (-lengths[row], row)), lengths, budget))
+        assert sum(heapq.nsmallest(2, totals)) > budget  # it is the tight fit, any two of which hold more
 
 
 def test_fill_of_a_little_more_than_one_budget_makes_halves() -> None:

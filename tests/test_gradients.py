@@ -164,12 +164,12 @@ def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: st
     trainer = Trainer(policy, algorithm.loss)
     sizing = MicroSizing(True, 60)
     whole, all_metrics = gradient(trainer, minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing))
-    part = minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing, needed)
+    part = minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing, advantage_alone=True)
     less, metrics = gradient(trainer, part)
     size = float(whole.abs().max())
     assert size > 1e-4 and float((less - whole).abs().max()) < 1e-9 * size
     assert sorted(row for micro in part.micro_batches for row in micro.rows) == needed
-    assert part.trained_tokens == sum(int(silent[place].mask.sum()) for place in needed)
+    assert not part.silent and part.trained_tokens == sum(int(silent[place].mask.sum()) for place in needed)
     assert metrics["actor/pg_loss"] == pytest.approx(all_metrics["actor/pg_loss"], rel=1e-9)
 
 
@@ -178,10 +178,12 @@ def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders
     algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo"}}))
     rows = [replace(row, reward=1.0) for row in filled(bare_rows(), policy)]
     rows = algorithm.advantage(rows)
-    needed = with_advantage(rows)
-    assert needed == [min(range(len(rows)), key=lambda place: rows[place].tokens)]
-    found, metrics = gradient(Trainer(policy, algorithm.loss), minibatch(rows, "token-mean", 1, MicroSizing(True, 60), needed))
-    assert float(found.abs().max()) == 0 and metrics["actor/entropy"] > 0
+    assert with_advantage(rows) == []
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 60), advantage_alone=True)
+    (micro,) = batch.micro_batches
+    assert batch.silent and micro.rows == (min(range(len(rows)), key=lambda place: rows[place].tokens),)
+    found, metrics = gradient(Trainer(policy, algorithm.loss), batch)
+    assert float(found.abs().max()) == 0 and metrics == {"actor/pg_loss": 0}  # one row's tokens say nothing of the others'
 
 
 @pytest.mark.parametrize("keys", [{"kl_coef": 0.1}, {"entropy_coef": 0.1}, {"name": "sft"}, {"loss": "mine.py:mine"}])

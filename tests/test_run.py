@@ -13,10 +13,10 @@ import runs
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fulltilt.batching import pack
 from fulltilt.cluster.local import assemble
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
-from fulltilt.loop import run
 from fulltilt.loop.experience import training_sampling
 from fulltilt.plan import Facts, make_budgets
 from fulltilt.rollout.sampler import sample_seed
@@ -298,7 +298,7 @@ def test_samples_that_teach_nothing_are_not_computed(tmp_path: Path, model_folde
     """And the run is the same as with all of them."""
     settings = ("algorithm.kl_coef=0.0", "reward.function=reward.py:undecided")
     fewer = two_steps(runs.make(tmp_path / "fewer", model_folders("qwen2")), *settings)
-    monkeypatch.setattr(run, "with_advantage", lambda rows: list(range(len(rows))))
+    monkeypatch.setattr(pack, "with_advantage", lambda rows: list(range(len(rows))))
     all_of_them = two_steps(runs.make(tmp_path / "all", model_folders("qwen2")), *settings)
     assert fewer.distance(all_of_them.parameters) < TOLERANCE
     assert fewer.distance(AutoModelForCausalLM.from_pretrained(fewer.folder / "model").state_dict()) > 100 * TOLERANCE

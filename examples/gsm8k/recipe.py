@@ -43,6 +43,7 @@ SOURCE = "openai/gsm8k"
 STRICT, FLEXIBLE, MARKED = f"val-core/{SOURCE}/reward/mean@1", f"val-aux/{SOURCE}/flexible/mean@1", f"val-aux/{SOURCE}/format/mean@1"
 SAMPLES = 8  # of each problem, at the temperature of training
 ONE_OF, ANY_OF = f"val-core/{SOURCE}/reward/mean@{SAMPLES}", f"val-core/{SOURCE}/reward/best@{SAMPLES}/mean"
+DRAWING = ("temperature", "top_p", "top_k", "samples_per_prompt")  # of [eval]: how an evaluation draws
 CURVES = (
     "val/reward/mean",
     f"val-aux/{SOURCE}/flexible/mean@1",
@@ -144,9 +145,8 @@ def train(recipe: Recipe, stage: str, name: str, model: str, *others: str) -> st
 def evaluate(recipe: Recipe, stage: str, name: str, model: str) -> dict[str, Any]:
     """On all problems of the test file: greedy, and by samples as the training of `stage` draws them."""
     rollout = recipe.config(stage, model, name).rollout
-    drawn_as = {"temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k, "samples_per_prompt": SAMPLES}
-    greedy = one_evaluation(recipe, stage, name, model, {"temperature": 0, "top_p": 1, "top_k": 0, "samples_per_prompt": 1})
-    drawn = one_evaluation(recipe, stage, f"sampled/{name}", model, drawn_as)
+    greedy = one_evaluation(recipe, stage, name, model, (0, 1, 0, 1))
+    drawn = one_evaluation(recipe, stage, f"sampled/{name}", model, (rollout.temperature, rollout.top_p, rollout.top_k, SAMPLES))
     metrics, sampled = greedy["metrics"], drawn["metrics"]
     recipe.console.note(
         f"{name}: strict {metrics[STRICT]:.4f}, flexible {metrics[FLEXIBLE]:.4f}, sampled {sampled[ONE_OF]:.4f} "
@@ -155,8 +155,10 @@ def evaluate(recipe: Recipe, stage: str, name: str, model: str) -> dict[str, Any
     return {"metrics": metrics, "sampled": sampled, "seconds": greedy["seconds"] + drawn["seconds"]}
 
 
-def one_evaluation(recipe: Recipe, stage: str, name: str, model: str, drawn_as: Mapping[str, float]) -> dict[str, Any]:
-    config = recipe.config(stage, model, f"evaluations/{name}", last=[f"eval.{key}={value}" for key, value in drawn_as.items()])
+def one_evaluation(recipe: Recipe, stage: str, name: str, model: str, drawing: tuple[float, ...]) -> dict[str, Any]:
+    """`drawing`: the values of DRAWING."""
+    last = [f"eval.{key}={value}" for key, value in zip(DRAWING, drawing, strict=True)]
+    config = recipe.config(stage, model, f"evaluations/{name}", last=last)
 
     def make() -> dict[str, Any]:
         recipe.console.note(f"== {name}: evaluating {model}")
@@ -165,7 +167,7 @@ def one_evaluation(recipe: Recipe, stage: str, name: str, model: str, drawn_as: 
         return {"metrics": metrics, "seconds": time.perf_counter() - begin}
 
     asked = {key: value for key, value in configuration.snapshot(config).items() if key.startswith(WHAT_EVALUATION_READS)}
-    asked |= {"weights": weights_of(model)}
+    asked |= {"weights": weights_of(model), "rows": digest(recipe.folder / "data" / DATA["rl"][1])}
     return once(recipe, recipe.folder / "evaluations" / f"{name}.json", f"the evaluation {name}", asked, make)
 
 
@@ -329,6 +331,9 @@ def recipe_of(arguments: argparse.Namespace, console: Console) -> Recipe:
         raise UserError("--model is missing. Give a folder or a hub name; examples/gsm8k/smollm2.py makes one without a hub")
     if not all(word.isdecimal() for word in arguments.seeds.split(",")):
         raise UserError(f"--seeds {arguments.seeds}: give whole numbers with commas between them, for example 0,1,2")
+    ours = [text for text in arguments.overrides if text.partition("=")[0].rpartition("eval.")[2] in DRAWING and "eval." in text]
+    if ours:
+        raise UserError(f"{ours[0]}: the recipe evaluates greedily and by {SAMPLES} samples as training draws them. Leave it out")
     algorithms = tuple(arguments.then.split(","))
     missing = [name for name in ("sft", *algorithms) if not (arguments.files / f"{name}.toml").is_file()]
     if missing:

@@ -317,8 +317,8 @@ class CriticConfig(Section):
     micro_batch: Positive | None = None
     """As for the actor."""
     token_budget: Positive | Auto = "auto"
-    """As for the actor. `auto`: twice what the actor's would be for a model of the critic's size, or twice its number; there is no
-    vocabulary head."""
+    """As for the actor. `auto`: twice the actor's where that is a number, since there is no vocabulary head; else 16384 on CPU, and on CUDA
+    32768, or for critics below about 250 million parameters up to 131072 where they fit well."""
     forward_token_budget: Positive | Auto = "auto"
     """As for the actor. `auto`: twice the critic's token budget."""
 
@@ -337,7 +337,7 @@ class RewardModelConfig(Section):
     micro_batch: Positive | None = None
     """As for the actor."""
     forward_token_budget: Positive | Auto = "auto"
-    """Most tokens of a micro-batch. `auto`: twice the actor's."""
+    """Most tokens of a micro-batch. `auto`: twice the actor's, which is not enlarged for that where the actor is small."""
 
 
 class LoraConfig(Section):
@@ -382,7 +382,7 @@ class HealthConfig(Section):
     ] = Field(default_factory=list)
     """Rules that are not looked at."""
     entropy_floor: float = Field(default=0.005, ge=0)
-    """`entropy-collapse`: mean entropy per token below this, in nats."""
+    """`entropy-collapse`: `rollout/entropy` below this, in nats per token."""
     max_clip_ratio: float = Field(default=0.99, ge=0, le=1)
     """`all-clipped`: a larger share of responses cut at `rollout.max_new_tokens`."""
     max_reward_errors: float = Field(default=0.5, ge=0, le=1)

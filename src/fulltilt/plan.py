@@ -379,7 +379,8 @@ def settle(config: Config, room: Room, kept: Mapping[str, Any] | None = None) ->
     decide_params(given, room, reasons)
     trained = [role for role, facts in room.roles.items() if facts.trained]
     of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
-    auto_budgets = {role: of_kept.get(role) or decide_budget(config, given, room, role) for role in trained}
+    by_auto = config.actor.token_budget == "auto"
+    auto_budgets = {role: of_kept.get(role) or decide_budget(config, given, room, role) for role in trained if by_auto}
     for role in trained:
         decide_activations(config, given, room, role, auto_budgets, reasons)
     check_host(config, room, given, auto_budgets)

@@ -127,6 +127,7 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int  # over all micro-batches (and ranks): what per-token metrics are divided by
+    silent: bool = False  # no row of it has an advantage: one stands in for all, for a gradient of 0, and its tokens say nothing of theirs
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 
 Enters: rows. Leaves: `MicroBatch` streams, each trained token with its share of the mini-batch's loss. Guaranteed: shares are float64 and
 computed over the whole mini-batch before it is cut, so a sum of share times number is the same for every cut and every order of rows; a
-row without trained tokens is packed, weighs nothing and divides nothing by zero; no row is lost or repeated.
+row without trained tokens weighs nothing and divides nothing by zero; no row is lost or repeated, but for rows without an advantage that
+are left out where the caller says so.
 
 There is no padding, unless packing is switched off to see what it gains. Then every row of a micro-batch gets a tail of pad tokens up to
 the longest: part of its document and behind all its tokens, so that causal attention lets none of them see it. Pads are computed, counted
@@ -110,29 +111,32 @@ def _gather(rows: Sequence[Row], name: str) -> np.ndarray | None:
     return np.concatenate([array[row.mask] for row, array in zip(rows, arrays, strict=True)])
 
 
-def minibatch(
-    rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, needed: Sequence[int] | None = None
-) -> MiniBatch:
-    """The rows of one optimizer step, cut into micro-batches, largest first. `needed`: the places of those that are computed; the others
-    count in the shares all the same.
+def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False) -> MiniBatch:
+    """The rows of one optimizer step, cut into micro-batches, largest first. `advantage_alone`: rows without an advantage add nothing to
+    the gradient, and are not packed; they count in the shares all the same.
 
     Rows without a single trained token among them give trained_tokens 0 and micro-batches with empty weights: a loss of 0.
     """
     row_weights = weights(rows, aggregation, length_norm)
-    chosen = range(len(rows)) if needed is None else needed
+    taught = with_advantage(rows) if advantage_alone else list(range(len(rows)))
+    silent = bool(rows) and not taught
+    chosen = [shortest(rows)] if silent else taught
     micro_batches = tuple(
         pack(rows, [chosen[place] for place in places], row_weights, packing=micro.packing)
         for places in micro.schedule([rows[row].tokens for row in chosen])
     )
-    return MiniBatch(micro_batches, trained_tokens=sum(len(batch.trained) for batch in micro_batches))
+    return MiniBatch(micro_batches, trained_tokens=sum(len(batch.trained) for batch in micro_batches), silent=silent)
 
 
 def with_advantage(rows: Sequence[Row]) -> list[int]:
-    """The places of rows with an advantage other than 0. Where there is none, that of the shortest row that is trained on, so that an
-    optimizer step is made as ever, with a gradient of 0."""
-    found = [place for place, row in enumerate(rows) if row.advantages is None or row.advantages[row.mask].any()]
+    """The places of rows with an advantage other than 0."""
+    return [place for place, row in enumerate(rows) if row.advantages is None or row.advantages[row.mask].any()]
+
+
+def shortest(rows: Sequence[Row]) -> int:
+    """The place of the shortest row that is trained on: computed in the stead of all, an optimizer step is made as ever, by momentum."""
     trained = [place for place, row in enumerate(rows) if row.mask.any()]
-    return found or [min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))]
+    return min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))
 
 
 def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[MicroBatch]:

@@ -6,8 +6,8 @@ Enters: group numbers or lengths of rows. Leaves: lists of row indices, ascendin
 - nothing must divide anything.
 For micro-batches moreover:
 - `fill` never puts more than `budget` tokens together, except that a longer row has a micro-batch to itself;
-- once `fill` makes two micro-batches, they are fewer than 2 * tokens / budget; of equally many it takes the more even ones, whose largest
-  needs less memory;
+- once `fill` makes two micro-batches, they are fewer than 2 * tokens / budget; of equally many it takes those whose largest is smaller and
+  needs less memory, which are even ones as a rule;
 - the largest (most tokens) comes first, so that a budget too large for memory shows at once and not at the end.
 """
 
@@ -51,8 +51,11 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     others = longest_first[len(alone) :]
     tight = _tightly(others, lengths, budget)
     even = _evenly(others, lengths, len(tight))
-    most = max((sum(lengths[row] for row in rows) for rows in even), default=0)
-    return _largest_first([*alone, *(even if most <= budget else tight)], lengths)
+
+    def largest(micro_batches: list[list[int]]) -> int:
+        return max((sum(lengths[row] for row in rows) for rows in micro_batches), default=0)
+
+    return _largest_first([*alone, *min(even, tight, key=largest)], lengths)
 
 
 def _tightly(longest_first: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:

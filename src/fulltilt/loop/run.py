@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fulltilt import config as configuration
-from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
+from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.batching.schedule import split_minibatches
 from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, enough_memory
 from fulltilt.config import Config
@@ -246,13 +246,13 @@ class Run:
     def _update(self, rows: Sequence[Row], trainer: Trainer[Any], steps_before: int) -> Metrics:
         """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
         algorithm, name, account = self.config.algorithm, trainer.role.name, self.parts.account
-        needed = with_advantage if name == "actor" and self.parts.algorithm.advantage_alone else None
+        alone = name == "actor" and self.parts.algorithm.advantage_alone
         self.parts.residents.need(name, update=True)
         trainer.optimizer.begin(steps_before * self.parts.plan.updates_per_step)
         found: list[Metrics] = []
         micro_batches: list[MicroBatch] = []
         for epoch in range(algorithm.epochs):
-            batches = self._minibatches(rows, self.parts.update_sizes[name], needed)
+            batches = self._minibatches(rows, self.parts.update_sizes[name], advantage_alone=alone)
             micro_batches += [micro for batch in batches for micro in batch.micro_batches]
             for number, batch in enumerate(batches, 1):
                 with account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
@@ -274,19 +274,17 @@ class Run:
             f"{name}/updates": len(found),
             f"{name}/micro_batches": len(micro_batches),
             f"{name}/pad_tokens": sum(micro.pad_tokens for micro in micro_batches),
-            **({f"{name}/samples_left_out": len(rows) - computed // algorithm.epochs} if needed else {}),
+            **({f"{name}/samples_left_out": len(rows) - computed // algorithm.epochs} if alone else {}),
         }
 
-    def _minibatches(
-        self, rows: Sequence[Row], sizing: MicroSizing, needed: Callable[[Sequence[Row]], list[int]] | None
-    ) -> list[MiniBatch]:
-        """`needed`: which rows of a mini-batch are computed; None: all."""
+    def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[MiniBatch]:
         algorithm = self.parts.algorithm
         if not any(row.mask.any() for row in rows):
             return []
         split = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
         parts = [[rows[index] for index in part] for part in split]
-        return [minibatch(part, algorithm.aggregation, algorithm.length_norm, sizing, needed(part) if needed else None) for part in parts]
+        make = partial(minibatch, aggregation=algorithm.aggregation, length_norm=algorithm.length_norm, micro=sizing)
+        return [make(part, advantage_alone=advantage_alone) for part in parts]
 
     def _excluded(self, kept: Sequence[Kept], rows: Sequence[Row]) -> int:
         return sum(len(entry.group.samples) for entry in kept) - len(rows)

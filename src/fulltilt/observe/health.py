@@ -83,11 +83,12 @@ def _not_finite(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str |
 
 
 def _entropy_collapse(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
-    # SFT has an entropy too, but samples nothing: there a low one only says that the data is learned.
-    entropy = metrics.get("actor/entropy") if "response_length/mean" in metrics else None
+    # Of all samples: those of a group that are alike may have no advantage, and then the update does not compute them. SFT samples nothing,
+    # and has none: there a low entropy only says that the data is learned.
+    entropy = metrics.get("rollout/entropy")
     if entropy is None or not entropy < config.entropy_floor:
         return None
-    return f"actor/entropy is {entropy:.4g} nats per token, below health.entropy_floor = {config.entropy_floor:g}"
+    return f"rollout/entropy is {entropy:.4g} nats per token, below health.entropy_floor = {config.entropy_floor:g}"
 
 
 def _all_clipped(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:

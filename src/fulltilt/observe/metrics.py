@@ -201,6 +201,8 @@ def summarise_rows(rows: Sequence[Row]) -> dict[str, Number]:
     totals = [row.reward if row.token_rewards is None else float(row.token_rewards.sum(dtype=np.float64)) for row in rows]
     advantages, values, returns = (_trained(rows, name) for name in ("advantages", "values", "returns"))
     found = {**_spread("critic/rewards", totals), **_spread("critic/advantages", advantages)}
+    if len(drawn := _trained([row for row in rows if row.lag == 0], "rollout_logprobs")):
+        found["rollout/entropy"] = -float(drawn.mean())
     if not len(values):
         return found
     found |= {**_spread("critic/values", values), **_spread("critic/returns", returns)}

@@ -40,6 +40,8 @@ class Trainer(Generic[Terms]):
             weighted.add(parts.weighted)
             numerators.add({name: ratio[0] for name, ratio in parts.ratios.items()})
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
+        if batch.silent:
+            return weighted.numbers()
         tokens = max(1, batch.trained_tokens)
         of = counts.numbers()
         return {
