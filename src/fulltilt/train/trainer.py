@@ -40,13 +40,12 @@ class Trainer(Generic[Terms]):
             weighted.add(parts.weighted)
             numerators.add({name: ratio[0] for name, ratio in parts.ratios.items()})
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
-        if batch.silent:
-            return weighted.numbers()
         tokens = max(1, batch.trained_tokens)
         of = counts.numbers()
         return {
-            **{name: value / tokens for name, value in sums.numbers().items()},
+            **({} if batch.silent else {name: value / tokens for name, value in sums.numbers().items()}),
             **weighted.numbers(),
+            # Trainer and engine can be compared on any sample.
             **{name: value / of[name] for name, value in numerators.numbers().items() if of[name]},
         }
 
