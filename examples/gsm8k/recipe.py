@@ -331,7 +331,8 @@ def recipe_of(arguments: argparse.Namespace, console: Console) -> Recipe:
         raise UserError("--model is missing. Give a folder or a hub name; examples/gsm8k/smollm2.py makes one without a hub")
     if not all(word.isdecimal() for word in arguments.seeds.split(",")):
         raise UserError(f"--seeds {arguments.seeds}: give whole numbers with commas between them, for example 0,1,2")
-    ours = [text for text in arguments.overrides if text.partition("=")[0].rpartition("eval.")[2] in DRAWING and "eval." in text]
+    fixed = tuple(f"eval.{key}" for key in DRAWING)
+    ours = [text for text in arguments.overrides if text.partition("=")[0].endswith(fixed)]
     if ours:
         raise UserError(f"{ours[0]}: the recipe evaluates greedily and by {SAMPLES} samples as training draws them. Leave it out")
     algorithms = tuple(arguments.then.split(","))

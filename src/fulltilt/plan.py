@@ -17,8 +17,8 @@ from fulltilt.records import UserError
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
 ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
-# Parameters times tokens below which the host takes longer to launch a micro-batch's kernels than the device to run them: an H200 took
-# 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
+# Parameters times tokens below which the host probably takes longer to launch a micro-batch's kernels than the device to run them: an H200
+# took 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
 BUSY = 1 << 43
 BUDGET_SHARE = 0.5  # of what is left on the device, that an enlarged micro-batch may take
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
@@ -480,6 +480,10 @@ def left_for_update(config: Config, given: Mapping[str, Mapping[str, Any]], room
     return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
 
 
+def has_entropy_bonus(config: Config) -> bool:
+    return (config.algorithm.entropy_coef or 0) > 0
+
+
 def decide_budget(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room, role: str) -> int:
     """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take a part only of what is
     left, with all that may be kept for the backward pass kept."""
@@ -492,7 +496,7 @@ def decide_budget(config: Config, given: Mapping[str, Mapping[str, Any]], room: 
         for key, value in {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}.items()
         if keys.get(key) == "auto"
     }
-    most, bonus = ENLARGED * tokens, (config.algorithm.entropy_coef or 0) > 0
+    most, bonus = ENLARGED * tokens, has_entropy_bonus(config)
     room_for_it = BUDGET_SHARE * left_for_update(config, given, room, role)
     while (
         tokens < most
@@ -511,7 +515,7 @@ def decide_activations(
     keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role, auto_budgets)
     left = left_for_update(config, given, room, role)
     of_host = room.host_bytes - sum(on_host(config, room, given, auto_budgets).values())
-    bonus = (config.algorithm.entropy_coef or 0) > 0
+    bonus = has_entropy_bonus(config)
 
     def shortage(level: str, **other: Any) -> str | None:
         at = {**keys, "recompute": level, **other}
