@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import random
@@ -12,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from fulltilt.model import attention
 from fulltilt.model.load import export as export_model
 from fulltilt.records import UserError
+from fulltilt.train import checkpoint
 from fulltilt.train.checkpoint import Checkpoint, CheckpointStore, find_damage
 
 
@@ -50,16 +53,16 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def assert_holds(checkpoint: Checkpoint | None, step: int) -> None:
-    assert checkpoint is not None
-    assert checkpoint.step == step
-    assert checkpoint.state() == {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}
-    loaded = checkpoint.tensors("cpu")
+def assert_holds(found: Checkpoint | None, step: int) -> None:
+    assert found is not None
+    assert found.step == step
+    assert found.state() == {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}
+    loaded = found.tensors("cpu")
     assert loaded.keys() == tensors(step).keys()
     for name, tensor in tensors(step).items():
         assert loaded[name].dtype == tensor.dtype
         assert torch.equal(loaded[name], tensor)
-    assert names(checkpoint.model_folder) == ["config.json", "weights.bin"]
+    assert names(found.model_folder) == ["config.json", "weights.bin"]
 
 
 def test_what_was_saved_comes_back(tmp_path: Path) -> None:
@@ -72,6 +75,64 @@ def test_what_was_saved_comes_back(tmp_path: Path) -> None:
     listed = json.loads((path / "manifest.json").read_text())["files"]
     assert sorted(listed) == ["model/config.json", "model/weights.bin", "state.json", "trainer.safetensors"]
     assert listed["model/weights.bin"]["bytes"] == 2048
+
+
+@pytest.mark.parametrize("free", [2**40, 0], ids=["copied", "written-at-once"])
+def test_beside_training_what_was_there_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """The caller changes its tensors as soon as it may; with main memory for a copy or without."""
+    monkeypatch.setattr(checkpoint, "free_host_bytes", lambda: free)
+    held = threading.Event()
+    hash_later(monkeypatch, held)
+    store, found = CheckpointStore(tmp_path, keep=1), tensors(1)
+    path = store.save(1, found, {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, export_bytes=4096, beside=True)
+    for tensor in found.values():
+        tensor.fill_(-1)
+    store.finish(wait=False)
+    assert not path.exists()
+    assert CheckpointStore(tmp_path, keep=1).latest() is None
+    held.set()
+    store.finish()
+    assert_holds(CheckpointStore(tmp_path, keep=1).latest(), 1)
+    store.finish()  # nothing is left to wait for
+
+
+def hash_later(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:
+    write = checkpoint.write_manifest
+
+    def later(folder: Path, step: int) -> None:
+        assert held.wait(60)
+        write(folder, step)
+
+    monkeypatch.setattr(checkpoint, "write_manifest", later)
+
+
+def test_the_next_save_and_the_next_look_wait_for_the_one_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    hash_later(monkeypatch, held)
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2):
+        threading.Timer(0.2, held.set).start()
+        store.save(step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
+    assert_holds(store.latest(), 2)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("notice", ["finish", "save", "latest"])
+def test_what_goes_wrong_beside_training_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, notice: str) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+
+    def full(folder: Path, tensors: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    store.save(2, tensors(2), {}, export, export_bytes=4096, beside=True)
+    monkeypatch.undo()
+    ways = {"finish": store.finish, "save": lambda: save(store, 3), "latest": store.latest}
+    with pytest.raises(UserError, match=r"step 2 could not be written.*No space left on device.*run\.dir"):
+        ways[notice]()
+    assert_holds(store.latest(), 1)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_no_tensors_is_a_checkpoint_too(tmp_path: Path) -> None:
@@ -205,7 +266,7 @@ def save_for_ever(folder: Path, report: int) -> None:
         step += 1
         save(store, step)
         os.write(report, f"{step}\n".encode())
-        save(store, step)
+        store.save(step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
 
 
 def test_kill_at_any_moment(tmp_path: Path) -> None:

@@ -328,7 +328,12 @@ class Run:
             # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save.
             if not self.interrupts.held:
                 self.save()
+            self.store.finish()
             raise
+        except Exception:
+            self.store.finish()  # whatever broke, the checkpoint that was being written is good
+            raise
+        self.store.finish()
         self.metrics.close()
         rewards = measure.read_values(self.metrics.path, "critic/score/mean")
         return Summary(
@@ -343,6 +348,7 @@ class Run:
 
     def _whole_step(self, step: int) -> None:
         run, last = self.config.run, self.parts.plan.steps
+        self.store.finish(wait=False)  # a full disk is said as soon as it is known
         self.console.begin_step(step)
         metrics = self._step(step)
         try:
@@ -359,7 +365,7 @@ class Run:
         # A save that was due while something was wrong is made up as soon as it is over.
         due = run.save_every > 0 and step // run.save_every > self._saved_step // run.save_every
         if step == last or (due and may_save):
-            self.save()
+            self.save(beside=step < last)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
 
@@ -396,8 +402,8 @@ class Run:
             self.loggers.table(step, "val/samples", found.columns, found.samples)
         return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}
 
-    def save(self) -> None:
-        """A checkpoint of the last whole step, unless it is there already."""
+    def save(self, *, beside: bool = False) -> None:
+        """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made."""
         if self._saved_step == self.progress.step:
             return
         begin = time.perf_counter()
@@ -422,7 +428,7 @@ class Run:
         }
         tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
         with self.parts.account.phase("save"):
-            self.store.save(self.progress.step, tensors, state, export=self.parts.export, export_bytes=self.parts.export_bytes)
+            self.store.save(self.progress.step, tensors, state, self.parts.export, self.parts.export_bytes, beside=beside)
         self._saved_step, self._saved_well = self.progress.step, not self.progress.streaks
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
 

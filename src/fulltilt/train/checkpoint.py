@@ -9,7 +9,8 @@ Enters: named tensors, a JSON-able state and a function that exports the model. 
 
 Guaranteed: a folder gets its final name only when all of it is on the disk, so what a kill leaves behind is never taken for a checkpoint;
 the newest intact checkpoint is deleted only after a newer one is in place; a file changed or cut short afterwards is found out by its
-hash. One process writes to a store at a time.
+hash. One process writes to a store at a time. Asked to, `save` returns as soon as its caller may change what it saves, and a thread does
+the rest; what goes wrong there is raised by `finish`, or by the next `save`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from fulltilt.memory.host import free_host_bytes
 from fulltilt.records import UserError
 
 FORMAT = 1
@@ -38,6 +43,7 @@ FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
 # Headers, directory blocks and what other programs write meanwhile.
 MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02
+COPY_SHARE = 0.25  # of the main memory that is free: what may go to a copy that is written while training goes on
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
@@ -70,6 +76,7 @@ class CheckpointStore:
         self.keep = keep
         self.skipped: list[str] = []  # what the last call of `latest` passed over, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
+        self._beside: Beside | None = None
 
     def save(
         self,
@@ -78,40 +85,71 @@ class CheckpointStore:
         state: Mapping[str, Any],
         export: Callable[[Path], None],
         export_bytes: int,
+        *,
+        beside: bool = False,
     ) -> Path:
         """Write a checkpoint, then delete those beyond `keep`. `export` fills the empty folder it is given with about `export_bytes`.
 
+        With `beside`, the checkpoint is there only after `finish`: hashing, waiting for the disk and deleting go on in a thread, and
+        writing the tensors too where a copy of them fits well into main memory.
         Raises UserError when the disk is full or not writable; then no checkpoint has changed and nothing half-written is left.
         """
+        self.finish()
         text = json.dumps(state, indent=1)
         target = self.folder / f"step-{step:08d}"
-        partial = self.folder / f"{target.name}.partial-{os.getpid()}"
-        needed = len(text) + export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        try:
+        unfinished = self.folder / f"{target.name}.partial-{os.getpid()}"
+        count = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        needed = len(text) + export_bytes + count
+        with self._whole_or_nothing(step, unfinished, needed):
             self._clean_up()
             self.require_space(needed)
-            (partial / MODEL).mkdir(parents=True)
-            export(partial / MODEL)
-            save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, partial / TENSORS)
-            (partial / STATE).write_text(text, encoding="utf-8")
-            write_manifest(partial, step)
-            self._put_in_place(partial, target)
-        except Exception as error:
-            if system_error_number(error) not in UNWRITABLE:
+            (unfinished / MODEL).mkdir(parents=True)
+            export(unfinished / MODEL)
+            (unfinished / STATE).write_text(text, encoding="utf-8")
+            if beside and count <= COPY_SHARE * free_host_bytes():
+                later = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+            else:
+                write_tensors(unfinished, tensors)
+                later = None
+        rest = partial(self._complete, step, unfinished, target, needed, later)
+        if beside:
+            self._beside = Beside(rest)
+        else:
+            rest()
+        return target
+
+    def finish(self, *, wait: bool = True) -> None:
+        """Until what is saved beside training is in place, or, without `wait`, only if that is over. Raises what `save` raises."""
+        if self._beside is not None and (wait or self._beside.over):
+            beside, self._beside = self._beside, None
+            beside.join()
+
+    def _complete(self, step: int, unfinished: Path, target: Path, needed: int, tensors: Mapping[str, torch.Tensor] | None) -> None:
+        """What is left of a save; the caller's tensors are not read any more."""
+        with self._whole_or_nothing(step, unfinished, needed):
+            if tensors is not None:
+                write_tensors(unfinished, tensors)
+            write_manifest(unfinished, step)
+            self._put_in_place(unfinished, target)
+        self._verified.add(target)
+        self._rotate(step)
+
+    @contextmanager
+    def _whole_or_nothing(self, step: int, unfinished: Path, needed: int) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            remove(unfinished)  # before free space is reported
+            if not isinstance(error, Exception) or system_error_number(error) not in UNWRITABLE:
                 raise
-            remove(partial)  # before free space is reported
             raise UserError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. {size(needed)} are needed, "
                 f"{size(self._free_bytes())} are free; free some space or make the folder writable, or set run.dir to another disk"
             ) from error
-        finally:
-            remove(partial)
-        self._verified.add(target)
-        self._rotate(step)
-        return target
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all there and unchanged. Reads every byte of it; writes nothing."""
+        self.finish()
         self.skipped = []
         for path, step in self._finished():
             damage = find_damage(path, step)
@@ -156,13 +194,13 @@ class CheckpointStore:
         existing = next(folder for folder in (self.folder.absolute(), *self.folder.absolute().parents) if folder.exists())
         return shutil.disk_usage(existing).free
 
-    def _put_in_place(self, partial: Path, target: Path) -> None:
+    def _put_in_place(self, unfinished: Path, target: Path) -> None:
         replaced = target.with_suffix(".replaced")
         if target.exists():
             # `latest` reads the replaced one until the new one has its name, so a kill between the two renames loses nothing.
             self._verified.discard(target)
             target.rename(replaced)
-        partial.rename(target)
+        unfinished.rename(target)
         sync_folder(self.folder)
         if replaced.exists():
             self._delete(replaced)
@@ -190,6 +228,36 @@ class CheckpointStore:
         self._verified.discard(path)
         sync_folder(self.folder)
         remove(trash)
+
+
+class Beside:
+    """Work in a thread of its own, which does not keep a process alive that wants to end."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work = work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Raises what the work raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
 
 
 def write_manifest(folder: Path, step: int) -> None:
