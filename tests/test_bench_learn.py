@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import runs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fulltilt.bench import learn, learn_trl
+from fulltilt.bench import learn, learn_trl, process
 from fulltilt.records import UserError
 
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
@@ -61,8 +66,67 @@ def quiet(text: str) -> None:
 )
 def test_what_would_not_be_the_same_is_refused(place: Path, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError) as told:
-        job(place, *overrides)
+        job(place, *overrides, against=("trl",))
     assert words in str(told.value)
+    assert job(place, *overrides).against == ()  # ours alone can be anything that has a reward
+
+
+def test_what_has_no_reward_is_refused(tmp_path: Path, model_folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    tables = {
+        "model": {"path": "model"},
+        "data": {"train": "sft.jsonl"},
+        "algorithm": {"name": "sft", "prompts_per_step": 4},
+        "run": {"steps": 1},
+    }
+    place = runs.make(tmp_path / "place", model_folders("llama"), tables)
+    monkeypatch.chdir(place)
+    with pytest.raises(UserError, match="sft, which has no reward"):
+        job(place)
+
+
+def test_other_weights_under_the_same_name_are_another_question(place: Path) -> None:
+    model = (place / "model").resolve()
+    (place / "model").unlink()
+    shutil.copytree(model, place / "model")
+    asked = learn.asked_of(job(place), learn.OURS)
+    assert learn.asked_of(job(place), learn.OURS) == asked and asked["commit"]
+    for name in ("model/model.safetensors", "train.jsonl", "val.jsonl"):
+        os.utime(place / name, ns=(1, 1))
+        before, asked = asked, learn.asked_of(job(place), learn.OURS)
+        assert [path for path, state in asked["files"].items() if before["files"][path] != state] == [name]
+
+
+@pytest.mark.long
+def test_killed_it_leaves_no_run_behind(place: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "fulltilt.cli",
+        "bench",
+        "learn",
+        "run.toml",
+        "run.steps=1000000",
+        "run.eval_every=0",
+        "--dir",
+        "bench",
+    ]
+    parent = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = place / "bench" / "fulltilt" / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
+    parent.kill()
+    parent.wait()
+    time.sleep(3 * process.LOOK_AT_PARENT_S)
+    made = metrics.read_text()
+    time.sleep(2)
+    assert metrics.read_text() == made
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if true():
+            return
+        time.sleep(0.2)
+    raise AssertionError("it does not come")
 
 
 def test_options_that_speak_of_trl_alone(place: Path) -> None:

@@ -65,7 +65,7 @@ def downloaded(tmp_path: Path) -> Path:
 def arguments(downloaded: Path, **other: Any) -> argparse.Namespace:
     asked = {
         "data": downloaded, "model": "models/mine", "dir": downloaded.parent / "made", "files": FOLDER / "smollm2", "then": "grpo",
-        "seeds": "0", "solutions": "text", "small": False, "overrides": [],
+        "seeds": "0", "solutions": None, "small": False, "overrides": [],
     }  # fmt: skip
     return argparse.Namespace(**{**asked, **other})
 
@@ -110,7 +110,7 @@ def test_one_validation_shows_both_rewards() -> None:
 def test_a_stage_has_its_run_file_its_places_and_its_overrides(downloaded: Path) -> None:
     model = recipe.small.model(downloaded, downloaded.parent / "model")
     recipe.prepare.prepare(downloaded, downloaded.parent / "made" / "data")
-    asked = made(downloaded, overrides=["run.device=cpu", "grpo.train.lr=1e-5", "sft.train.lr=2e-5", "dapo.train.lr=1"])
+    asked = made(downloaded, overrides=["run.device=cpu", "grpo.train.lr=1e-5", "sft.train.lr=2e-5", "dapo.train.lr=1"], then="grpo,dapo")
     sft, grpo = asked.config("sft", str(model), "sft"), asked.config("grpo", str(model), "grpo", "run.seed=3")
     assert (sft.train.lr, grpo.train.lr, sft.run.device, grpo.run.device) == (2e-5, 1e-5, "cpu", "cpu")
     assert sft.data.train.endswith("data/train_sft.jsonl") and grpo.data.train.endswith("data/train.parquet")
@@ -135,7 +135,16 @@ def test_what_is_done_is_not_done_again_unless_something_else_is_asked(downloade
     [
         ({"model": None}, "--model is missing"),
         ({"seeds": "1,x"}, "--seeds 1,x: give whole numbers"),
-        ({"then": "rloo"}, "there is no rloo.toml in it"),
+        ({"then": "rloo"}, "--then rloo: 'rloo' cannot follow SFT"),
+        ({"then": "grpo,"}, "--then grpo,: '' cannot follow SFT"),
+        ({"then": "grpo,sft"}, "'sft' cannot follow SFT"),
+        ({"files": Path(__file__).parent}, "there is no sft.toml in it"),
+        ({"data": Path("nowhere")}, "--data nowhere: there is no train.jsonl in it"),
+        ({"small": True, "solutions": "text"}, "--solutions text: the small version is made for equations"),
+        ({"overrides": ["run.seed=3"]}, "run.seed=3: the recipe sets this itself. Give --seeds"),
+        ({"overrides": ["grpo.model.path=x"]}, "grpo.model.path=x: the recipe sets this itself. Give --model"),
+        ({"overrides": ["grpo.eval.temperature=1"]}, "Every evaluation is greedy"),
+        ({"overrides": ["dapo.train.lr=1"]}, "dapo.train.lr=1: dapo is not run"),
         ({"overrides": ["grpo.train.rate=1"]}, "train.rate"),
     ],
 )

@@ -50,6 +50,24 @@ def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
     assert [curve.label for curve in plot.read([tmp_path / "both.json"], ["critic/score/mean"])] == ["a", "b"]
 
 
+def test_curves_of_one_name_in_two_files_are_told_apart(tmp_path: Path) -> None:
+    run = run_folder(tmp_path / "a")
+    for name in ("one", "two"):
+        plot.write(plot.read([run], []), tmp_path / f"{name}.json")
+    found = plot.read([tmp_path / "one.json", tmp_path / "two.json", run_folder(tmp_path / "b")], ["critic/score/mean"])
+    assert [curve.label for curve in found] == ["one.json: a", "two.json: a", "b"]
+
+
+def test_no_source_is_left_out_in_silence(tmp_path: Path) -> None:
+    other = tmp_path / "learn.json"
+    other.write_text(json.dumps({"curves": [{"label": "x", "metric": "reward", "steps": [1], "seconds": [1], "values": [1]}]}))
+    with pytest.raises(UserError, match=r"learn\.json: has nothing of .*give --metric with one that it has: reward"):
+        plot.read([other, run_folder(tmp_path / "a")], [])
+    assert len(plot.read([other, tmp_path / "a"], ["reward", "critic/score/mean"])) == 2
+    with pytest.raises(UserError, match="It has no step yet"):
+        plot.read([tmp_path / "a", run_folder(tmp_path / "b", [])], [])
+
+
 def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     curves = plot.read([run_folder(tmp_path / "a")], [])
     plot.write(curves, tmp_path / "a.json")

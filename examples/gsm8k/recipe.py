@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -44,6 +45,14 @@ STRICT, FLEXIBLE, MARKED = f"val-core/{SOURCE}/reward/mean@1", f"val-aux/{SOURCE
 SAMPLES = 8  # of each problem, at the temperature of training
 ONE_OF, ANY_OF = f"val-core/{SOURCE}/reward/mean@{SAMPLES}", f"val-core/{SOURCE}/reward/best@{SAMPLES}/mean"
 DRAWING = ("temperature", "top_p", "top_k", "samples_per_prompt")  # of [eval]: how an evaluation draws
+OURS = {  # what the recipe fills in itself, and what to do instead
+    "model.path": "Give --model",
+    "data.train": "Give --data",
+    "data.val": "Give --data",
+    "run.dir": "Give --dir",
+    "run.seed": "Give --seeds",
+    **{f"eval.{key}": f"Every evaluation is greedy, and one by {SAMPLES} samples as training draws them" for key in DRAWING},
+}
 CURVES = (
     "val/reward/mean",
     f"val-aux/{SOURCE}/flexible/mean@1",
@@ -190,13 +199,25 @@ def let_go() -> None:
 
 
 def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def weights_of(model: str) -> str | None:
-    """Tells one checkpoint from another under the same path; None where there is no manifest: a hub's model, a folder of the user's."""
+    """Tells one model from another under the same path; None of a hub's. A checkpoint's manifest has the hashes of all its files."""
     manifest = Path(model).parent / "manifest.json"
-    return digest(manifest) if manifest.is_file() else None
+    if manifest.is_file():
+        return digest(manifest)
+    if not Path(model).is_dir():
+        return None
+    files = sorted(path for path in Path(model).iterdir() if path.suffix in (".safetensors", ".bin"))
+    return hashlib.sha256("".join(digest_as_it_is(path, path.stat().st_mtime_ns) for path in files).encode()).hexdigest()
+
+
+@cache
+def digest_as_it_is(path: Path, changed: int) -> str:
+    """Of a large file, read once."""
+    return digest(path)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -310,14 +331,14 @@ def main() -> int:
     add("--files", type=Path, default=Path(__file__).parent / "smollm2", metavar="DIR", help="folder with the run files (default: smollm2)")
     add("--then", default="grpo", metavar="NAMES", help="what follows SFT, by the names of run files: grpo, or grpo,dapo,ppo")
     add("--seeds", default="0", metavar="NUMBERS", help="of what follows SFT, a run each: 0,1,2")
-    add("--solutions", choices=prepare.SOLUTIONS, default="equations", help="what SFT keeps of a solution (default: equations)")
-    add("--small", action="store_true", help="few rows, few steps: all stages in about two minutes on a CPU")
+    add("--solutions", choices=prepare.SOLUTIONS, help="what SFT keeps of a solution (default: equations)")
+    add("--small", action="store_true", help="few rows, few steps: all stages in about a minute on a CPU")
     add("overrides", nargs="*", metavar="KEY=VALUE", help="for all stages, or for one: grpo.train.lr=1e-5")
     arguments = parser.parse_intermixed_args()  # KEY=VALUE may stand between options
     try:
         found = run(recipe_of(arguments, Console()))
-    except Stopped:
-        print("stopped and saved; the same command goes on", file=sys.stderr)
+    except (Stopped, KeyboardInterrupt):
+        print("stopped; the same command goes on", file=sys.stderr)
         return 130
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -331,14 +352,25 @@ def recipe_of(arguments: argparse.Namespace, console: Console) -> Recipe:
         raise UserError("--model is missing. Give a folder or a hub name; examples/gsm8k/smollm2.py makes one without a hub")
     if not all(word.isdecimal() for word in arguments.seeds.split(",")):
         raise UserError(f"--seeds {arguments.seeds}: give whole numbers with commas between them, for example 0,1,2")
-    fixed = tuple(f"eval.{key}" for key in DRAWING)
-    ours = [text for text in arguments.overrides if text.partition("=")[0].endswith(fixed)]
-    if ours:
-        raise UserError(f"{ours[0]}: the recipe evaluates greedily and by {SAMPLES} samples as training draws them. Leave it out")
-    algorithms = tuple(arguments.then.split(","))
-    missing = [name for name in ("sft", *algorithms) if not (arguments.files / f"{name}.toml").is_file()]
-    if missing:
-        raise UserError(f"--files {arguments.files}: there is no {missing[0]}.toml in it")
+    if missing := [name for split in prepare.SPLITS if not (arguments.data / (name := f"{split}.jsonl")).is_file()]:
+        raise UserError(f"--data {arguments.data}: there is no {missing[0]} in it. Give the folder with GSM8K's own files")
+    if arguments.small and arguments.solutions not in (None, "equations"):
+        raise UserError(f"--solutions {arguments.solutions}: the small version is made for equations. Leave it out")
+    algorithms = tuple(dict.fromkeys(arguments.then.split(",")))
+    there = {path.stem for path in arguments.files.glob("*.toml")}
+    if "sft" not in there:
+        raise UserError(f"--files {arguments.files}: there is no sft.toml in it")
+    if unknown := [name for name in algorithms if name not in there - {"sft"}]:
+        raise UserError(
+            f"--then {arguments.then}: {unknown[0]!r} cannot follow SFT. In {arguments.files}: {', '.join(sorted(there - {'sft'}))}"
+        )
+    for text in arguments.overrides:
+        stage, _, rest = text.partition(".")
+        key = (rest if stage in there else text).partition("=")[0]
+        if key in OURS:
+            raise UserError(f"{text}: the recipe sets this itself. {OURS[key]}")
+        if stage in there - {"sft", *algorithms}:
+            raise UserError(f"{text}: {stage} is not run. Leave it out, or name {stage} in --then")
     return Recipe(
         model=arguments.model or str(small.model(arguments.data, arguments.dir / "model")),
         source=arguments.data,
@@ -346,7 +378,7 @@ def recipe_of(arguments: argparse.Namespace, console: Console) -> Recipe:
         files=arguments.files,
         algorithms=algorithms,
         seeds=tuple(dict.fromkeys(map(int, arguments.seeds.split(",")))),
-        solutions="equations" if arguments.small else arguments.solutions,
+        solutions=arguments.solutions or "equations",
         rows=small.ROWS if arguments.small else None,
         overrides=(*(small.OVERRIDES if arguments.small else ()), *arguments.overrides),
         console=console,

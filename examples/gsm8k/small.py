@@ -6,6 +6,7 @@ makes the right ones likelier. Problems that it has not seen it cannot solve.
 
 from __future__ import annotations
 
+import shutil
 from itertools import islice
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def model(source: Path, folder: Path) -> Path:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    if (folder / "config.json").is_file():
+    if folder.is_dir():
         return folder
     rows = [row for split in SPLITS for row, _ in islice(read_rows(source / f"{split}.jsonl"), ROWS)]
     inner = Tokenizer(models.BPE())
@@ -73,6 +74,9 @@ def model(source: Path, folder: Path) -> Path:
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=0, eos_token_id=1, pad_token_id=1, tie_word_embeddings=True,
     )  # fmt: skip
-    tokenizer.save_pretrained(folder)
-    LlamaForCausalLM(shape).save_pretrained(folder)  # writes config.json, which says that the folder is whole, before the weights
+    partial = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer.save_pretrained(partial)
+    LlamaForCausalLM(shape).save_pretrained(partial)
+    partial.rename(folder)
     return folder

@@ -56,11 +56,21 @@ COLUMNS = {
     "grad_norm": "actor/grad_norm",
     "learning_rate": "actor/lr",
     "reserved_gib": "memory_gib/reserved",
+    "process_gib": "memory_gib/process",
+    "reward_seconds": "timing_s/reward",
+    "advantage_seconds": "timing_s/adv",
+    "decode_tokens_per_s": "rollout/decode_tokens_per_s",
+    "samples_left_out": "actor/samples_left_out",
 }
 ACCURACY = "val/reward/mean"
 # Of TRL's arguments, what is faster than its own values; `fulltilt bench step` tries them one by one.
 FASTER = ("gradient_checkpointing=false",)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
+# The command `fulltilt`, in a process that does not outlive the one that measures it, killed or not.
+COMMAND = (
+    "import os, threading; from fulltilt.bench.process import end_with; "
+    "threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start(); from fulltilt.cli import main; main()"
+)
 
 Found = dict[str, Any]  # of one system: setting, steps, accuracy, start_seconds, error, details
 
@@ -119,7 +129,9 @@ class Job:
 
 def prepare(options: Options) -> Job:
     config = configuration.load(options.run, options.overrides, extra_checks=[presets.mistakes])
-    if wrong := list(refused(config)):
+    if config.algorithm.name == "sft":
+        raise UserError(f"{options.run}: algorithm.name is sft, which has no reward to measure. Give a run file of reinforcement learning")
+    if options.against and (wrong := list(refused(config))):
         raise UserError(configuration.report(str(options.run), wrong))
     device = choose_device(None if config.run.device == "auto" else config.run.device)
     generation = options.generation or trl.BY_DEVICE[device.type]
@@ -176,7 +188,7 @@ def measure_ours(job: Job, say: Say) -> Found:
         "run.save_every=0",
         "run.eval_before=false",  # it would make captures and compile kernels in seconds that do not count
     ]
-    command = [sys.executable, "-m", "fulltilt.cli", "train", str(job.options.run), *overrides, "--json"]
+    command = [sys.executable, "-c", COMMAND, "train", str(job.options.run), *overrides, "--json"]
     lines: list[tuple[float, dict[str, Any]]] = []
     begin = time.perf_counter()
     log = folder / "log.txt"
@@ -392,8 +404,22 @@ def write(record: Path, found: Any) -> None:
 
 
 def asked_of(job: Job, name: str) -> dict[str, Any]:
-    shared = {"config": configuration.snapshot(job.config), "minutes": job.options.minutes, "device": job.device.type}
+    shared = {
+        "config": configuration.snapshot(job.config),
+        "minutes": job.options.minutes,
+        "device": job.device.type,
+        "files": state_of(job.config),
+        "commit": origin(job.device)["commit"],
+    }
     return shared | ({"setting": dict(job.setting), "generation": job.generation} if name == "trl" else {})
+
+
+def state_of(config: Config) -> dict[str, list[int]]:
+    """Size and time of what a run reads, by its path: other weights or rows under the same name are another question."""
+    data = [name for names in (config.data.train, config.data.val) for name in ([names] if isinstance(names, str) else names or [])]
+    places = [Path(config.model.path), *map(Path, data)]
+    files = [path for place in places for path in ([place] if place.is_file() else sorted(place.glob("*")))]
+    return {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
 
 
 def with_beginning(found: Found, accuracy: float) -> Found:
@@ -461,12 +487,12 @@ def table(found: Mapping[str, Any]) -> str:
     run = found["run"]
     hardware = found["hardware"].get("gpu") or found["hardware"]["cpu"]
     lines = [
-        f"{run['model.path']} on {hardware}: GRPO, {run['algorithm.prompts_per_step']} prompts x {run['algorithm.samples_per_prompt']} "
-        f"samples, at most {run['rollout.max_new_tokens']} tokens, learning rate {run['train.lr']:g}",
+        f"{run['model.path']} on {hardware}: {run['algorithm.name']}, {run['algorithm.prompts_per_step']} prompts x "
+        f"{run['algorithm.samples_per_prompt']} samples, at most {run['rollout.max_new_tokens']} tokens, learning rate {run['train.lr']:g}",
         "",
         *report.aligned([HEAD, *(row(name, each) for name, each in found["systems"].items())]),
         "",
-        f"reward: mean of the last {WINDOW} steps; seconds from the start of the process, without validations",
+        f"reward: mean of the last {WINDOW} steps, or of all if they are fewer; seconds from the start of the process, without validations",
     ]
     for name, each in found["reached"].items():
         lines.append(in_words(name, each))

@@ -2,8 +2,8 @@
 
 Enters: a request: TRL's arguments, a model, prompts in the order of steps, the name of a reward. Leaves: lines in a file, one for each
 step as it is made: seconds since the process was asked for, and the mean reward; models of some steps in folders, to be evaluated later.
-Guaranteed: what saving takes is not in the seconds; every step's prompts were seen to have the tokens that they have for us, and the first
-where they do not is the last; learning rates are ours, update by update; what was measured before a failure is in the file.
+Guaranteed: what saving takes is not in the seconds; every step's prompts were seen to have as many tokens as they have for us, and the
+first where they do not is the last; learning rates are ours, update by update; what was measured before a failure is in the file.
 
     python -m fulltilt.bench.learn_trl REQUEST.json RESULT.json        (what `fulltilt bench learn` starts)
 """
@@ -18,6 +18,11 @@ from typing import Any
 
 from fulltilt.bench import process, trl
 from fulltilt.reward.functions import load, locate
+
+OF_SAMPLER = {
+    "logprob_gaps": "sampling/sampling_logp_difference/mean",
+    "importance_weights": "sampling/importance_sampling_ratio/mean",
+}
 
 
 def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
@@ -41,6 +46,8 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     logs = [line for line in trainer.state.log_history if "grad_norm" in line]
     result["grad_norms"] = [float(line["grad_norm"]) for line in logs]
     result["learning_rates"] = [float(line["learning_rate"]) for line in logs]
+    for name, theirs in OF_SAMPLER.items():  # where TRL compares sampler and trainer
+        result[name] = [float(line[theirs]) for line in logs if theirs in line]
     result["peak_bytes"], result["peak_device_bytes"] = trl.peak_memory(request["device"])
 
 

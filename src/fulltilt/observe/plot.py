@@ -12,7 +12,7 @@ import difflib
 import importlib.util
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ METRICS = "metrics.jsonl"
 DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # of these, what there is
 PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 AGAINST = ("step", "seconds")
+MARKED = 20  # points at most that are marked one by one
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 
@@ -46,8 +47,24 @@ class Curve:
 
 def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
     """Every curve of `metrics`, in their order; without metrics, those of DEFAULT that there are."""
-    known = [curve for source, label in zip(sources, labels(sources), strict=True) for curve in of_source(source, label)]
-    return chosen(known, metrics)
+    of_each = [of_source(source, label) for source, label in zip(sources, labels(sources), strict=True)]
+    found = chosen([curve for curves in told_apart(of_each, labels(sources)) for curve in curves], metrics)
+    drawn = {curve.metric for curve in found}
+    for source, curves in zip(sources, of_each, strict=True):
+        if drawn.isdisjoint(there := dict.fromkeys(curve.metric for curve in curves)):
+            instead = f"Draw it alone, or give --metric with one that it has: {', '.join(there)}" if there else "It has no step yet"
+            raise UserError(f"{source}: has nothing of {', '.join(drawn)}. {instead}")
+    return found
+
+
+def told_apart(of_each: Sequence[Sequence[Curve]], names: Sequence[str]) -> list[list[Curve]]:
+    """The curves of each source. Where two have a label in common, as two files of one benchmark do, their own names stand before it."""
+    used = [{curve.label for curve in curves} for curves in of_each]
+    shared = {label for one in used for label in one if sum(label in other for other in used) > 1}
+    return [
+        [replace(curve, label=f"{name}: {curve.label}") if curve.label in shared else curve for curve in curves]
+        for curves, name in zip(of_each, names, strict=True)
+    ]
 
 
 def chosen(known: Sequence[Curve], metrics: Sequence[str]) -> list[Curve]:
@@ -177,7 +194,7 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
             x, y = curve.places(against), trailing_means(curve.steps, curve.values, smooth)
             # A few points, of validations, are marked; the many of training steps would hide their line.
             panel.plot(
-                x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= 40 else None, markersize=3
+                x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= MARKED else None, markersize=3
             )
         panel.set_ylabel(metric)
         panel.grid(alpha=0.3)
