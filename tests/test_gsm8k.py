@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from fractions import Fraction
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -45,7 +46,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
-recipe = load("recipe")
+recipe, variants = load("recipe"), load("variants")
 
 
 @pytest.fixture
@@ -102,6 +103,52 @@ def test_one_validation_shows_both_rewards() -> None:
     found = gsm8k.strict("It is 18, I think.", "18")
     assert (found["score"], found["flexible"], found["format"]) == (0.0, 1.0, 0.0)
     assert gsm8k.strict("#### 18", "18")["flexible"] == 1.0 and gsm8k.strict("#### 18 or 19", "18")["flexible"] == 0.0
+
+
+# -- variants -----------------------------------------------------------------------------------------------------------------------------
+
+
+APRIL = (
+    "In 1999 Ann sold clips to 48 friends in April, 50% of them twice, and half as many in 2 days of May. How many in both?",
+    "She sold 48/2 = <<48/2=24>>24 in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72",
+)
+
+
+def test_a_variant_has_other_numbers_and_the_answer_that_follows() -> None:
+    found = list(variants.variants([APRIL], each=30, seed=0))
+    questions = {row["extra_info"]["question"] for row in found}
+    assert 5 < len(found) == len(questions) and APRIL[0] not in questions
+    for row in found:
+        number = int(re.search(r"clips to (\d+) friends", row["extra_info"]["question"])[1])  # type: ignore[index]
+        assert row["extra_info"]["question"] == APRIL[0].replace("48", str(number)) and number % 2 == 0 and 24 <= number <= 96
+        assert row["reward_model"]["ground_truth"] == str(number + number // 2)
+        half = number // 2
+        assert row["extra_info"]["answer"] == f"<<{number}/2={half}>>\n<<{number}+{half}={number + half}>>\n#### {number + half}"
+    assert list(variants.variants([APRIL], each=30, seed=0)) == found != list(variants.variants([APRIL], each=30, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("Ann has 8 apples.", "#### 8"),  # no equation
+        ("Ann has 8 apples and 5 pears.", "<<8+5=14>>14\n#### 14"),  # that does not hold
+        ("Ann has 8 apples and 5 pears.", "<<8+5=13>>13\n#### 26"),  # whose result is not the answer
+        ("Ann has 8 apples and 5 pears.", "<<13=13>>13\n#### 13"),  # that computes nothing
+        ("Ann has 1/8 of 5.5 apples at 12:30.", "<<8*5.5=44>>44\n#### 44"),  # no whole number by itself
+        ("Ann has 8 apples, Bob 8 too.", "<<8+8=16>>16\n#### 16"),  # which of the two?
+        ("Ann has 8 apples.", "<<8+5=13>>13\n<<13-5=8>>8\n#### 8"),  # what was given, or the result?
+        ("Ann has 8 apples.", "<<__import__('os').getpid()+8=8>>8\n#### 8"),
+    ],
+)
+def test_what_cannot_be_followed_has_no_variant(question: str, answer: str) -> None:
+    assert list(variants.variants([(question, answer)], each=5, seed=0)) == []
+
+
+def test_numbers_as_people_write_them() -> None:
+    assert [variants.value_of(text) for text in ("2*(3+4)", "0.1+0.2", "1/3", "2**3", "1/0", "x", "")] == [
+        14, Fraction(3, 10), Fraction(1, 3), None, None, None, None,
+    ]  # fmt: skip
+    assert [variants.written(Fraction(*of)) for of in ((7, 1), (1, 8), (1, 3))] == ["7", "0.125", None]
 
 
 # -- stages -------------------------------------------------------------------------------------------------------------------------------
