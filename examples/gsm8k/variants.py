@@ -173,6 +173,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="NUMBER", help="of the numbers that are drawn (default: 0)")
     arguments = parser.parse_args()
     try:
+        if not arguments.source.is_dir():
+            raise UserError(f"--source {arguments.source}: no such folder. Give the one that holds GSM8K's train.jsonl")
         rows = [(row["question"], row["answer"]) for row, _ in read_rows(arguments.source / "train.jsonl")]
         made = list(variants(rows, arguments.each, arguments.seed))
         if not made:
