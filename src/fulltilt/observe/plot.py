@@ -24,6 +24,7 @@ DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # 
 PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 AGAINST = ("step", "seconds")
 MARKED = 20  # points at most that are marked one by one
+NAMED = 6  # metrics at most that an error names
 
 Line = Mapping[str, Any]  # of metrics.jsonl
 
@@ -52,7 +53,8 @@ def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
     drawn = {curve.metric for curve in found}
     for source, curves in zip(sources, of_each, strict=True):
         if drawn.isdisjoint(there := dict.fromkeys(curve.metric for curve in curves)):
-            instead = f"Draw it alone, or give --metric with one that it has: {', '.join(there)}" if there else "It has no step yet"
+            some = ", ".join([*list(there)[:NAMED], *(["..."] if len(there) > NAMED else [])])
+            instead = f"Draw it alone, or give --metric with one that it has: {some}" if there else "It has no step yet"
             raise UserError(f"{source}: has nothing of {', '.join(drawn)}. {instead}")
     return found
 
