@@ -99,11 +99,38 @@ def test_beside_training_what_was_there_is_saved(tmp_path: Path, monkeypatch: py
 def hash_later(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:
     write = checkpoint.write_manifest
 
-    def later(folder: Path, step: int) -> None:
+    def later(folder: Path, step: int, go_on: Callable[[], None]) -> None:
         assert held.wait(60)
-        write(folder, step)
+        write(folder, step, go_on)
 
     monkeypatch.setattr(checkpoint, "write_manifest", later)
+
+
+def test_what_is_abandoned_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    hash_later(monkeypatch, held)
+    store.save(2, tensors(2), {}, export, 4096, beside=True)
+    threading.Timer(0.2, held.set).start()
+    store.abandon()
+    assert names(tmp_path) == ["step-00000001"]
+    save(store, 3)
+    store.abandon()  # nothing is being written
+    assert_holds(store.latest(), 3)
+
+
+def test_a_wait_that_is_cut_short_forgets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    hash_later(monkeypatch, held)
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(1, tensors(1), {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        store.finish()
+    held.set()
+    store.finish()
+    assert_holds(CheckpointStore(tmp_path, keep=1).latest(), 1)
 
 
 def test_the_next_save_and_the_next_look_wait_for_the_one_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ import runs
 
 from fulltilt.loop.opening import one_process
 from fulltilt.records import UserError
+from fulltilt.train import checkpoint as store
 
 ModelFolders = Callable[[str], Path]
 
@@ -198,6 +200,109 @@ def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(
     (line,) = runs.metrics(folder)
     assert line["step"] == 1 and "val/reward/mean" in line
     assert list(runs.checkpoints(folder)) == [1]
+
+
+# -- while a checkpoint is being written beside training ---------------------------------------------------------------------------------
+
+BESIDE = ("run.save_every=2", "run.keep=1", "run.eval_every=0", "run.eval_before=false")
+
+
+def hold_back(monkeypatch: pytest.MonkeyPatch, step: int, until: Callable[[], bool], error: OSError | None = None) -> None:
+    """The thread that writes the checkpoint of this step waits; then it goes on, or fails."""
+    write = store.write_manifest
+
+    def later(folder: Path, number: int, go_on: Callable[[], None]) -> None:
+        if number == step and threading.current_thread().name == "checkpoint":
+            while not until():
+                go_on()
+                time.sleep(0.01)
+            if error:
+                raise error
+        write(folder, number, go_on)
+
+    monkeypatch.setattr(store, "write_manifest", later)
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+def seen_in(folder: Path, step: int) -> Callable[[], bool]:
+    return lambda: (folder / "run" / "rollouts" / f"step-{step:06d}.jsonl").exists()
+
+
+def seconds_after(true: Callable[[], bool], seconds: float) -> Callable[[], bool]:
+    since: list[float] = []
+
+    def later() -> bool:
+        if not since and true():
+            since.append(time.perf_counter())
+        return bool(since) and time.perf_counter() > since[0] + seconds
+
+    return later
+
+
+def test_ctrl_c_waits_for_what_is_being_written(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    hold_back(monkeypatch, 2, seconds_after(seen_in(folder, 3), 2.0))
+    sender = interrupt_when(seen_in(folder, 3))
+    trained = runs.train(folder, *BESIDE, "run.steps=300")
+    sender.join()
+    assert trained.summary.interrupted and list(runs.checkpoints(folder)) == [trained.summary.steps]
+
+
+def test_a_second_ctrl_c_leaves_nothing_that_writes(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has the lock next has the folder alone."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    hold_back(monkeypatch, 4, lambda: False)
+    senders = [interrupt_when(seen_in(folder, 5)), interrupt_when(seen_in(folder, 5), delay=1.0)]
+    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 0, seconds = 1 }", "reward.timeout_s=100")
+    with pytest.raises(KeyboardInterrupt):
+        runs.train(folder, *BESIDE, "run.steps=8", *slow)
+    for sender in senders:
+        sender.join()
+    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint" and thread.is_alive()]
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+def test_a_disk_that_was_full_for_a_while_is_a_warning(
+    tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next checkpoint is made at once, not when it would be due."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    hold_back(monkeypatch, 4, seen_in(folder, 5), full())
+    trained = runs.train(folder, "run.save_every=4", "run.keep=9", "run.eval_every=0", "run.eval_before=false", "run.steps=9")
+    assert "step 4 could not be written" in trained.said
+    first, *others = runs.checkpoints(folder)
+    assert first in (5, 6) and others == [8, 9]
+
+
+def test_a_disk_that_stays_full_stops_the_run(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    write = store.write_manifest
+
+    def fills_up(folder: Path, number: int, go_on: Callable[[], None]) -> None:
+        if number > 2:
+            raise full()
+        write(folder, number, go_on)
+
+    monkeypatch.setattr(store, "write_manifest", fills_up)
+    with pytest.raises(UserError, match=r"could not be written.*No space left"):
+        runs.train(folder, *BESIDE, "run.steps=16")
+    assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    assert len(runs.metrics(folder)) < 16
+
+
+def test_ctrl_c_after_a_disk_was_full_saves_all_the_same(
+    tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    hold_back(monkeypatch, 2, seconds_after(seen_in(folder, 3), 2.0), full())
+    sender = interrupt_when(seen_in(folder, 3))
+    trained = runs.train(folder, *BESIDE, "run.steps=300")
+    sender.join()
+    assert trained.summary.interrupted and list(runs.checkpoints(folder)) == [trained.summary.steps]
+    assert "step 2 could not be written" in trained.said
 
 
 # -- in one process, new objects --------------------------------------------------------------------------------------------------------

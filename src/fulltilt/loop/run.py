@@ -104,6 +104,8 @@ class Run:
         self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
         self._saved_step = progress.step  # what the run resumed from is there already
         self._saved_well = not progress.streaks
+        self._saved_before = self._saved_step, self._saved_well  # before the checkpoint that is being written
+        self._may_save = True
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
         self._engine_stats = NO_STATS  # of the step in progress
@@ -312,6 +314,27 @@ class Run:
     # -- the run --------------------------------------------------------------------------------------------------------------------
 
     def train(self) -> Summary:
+        """When this returns or raises, nothing writes into the run's folder any more."""
+        try:
+            return self._train()
+        except Exception:
+            self._keep_what_is_written()
+            raise
+        except BaseException:  # a second Ctrl-C
+            self.store.abandon()
+            raise
+
+    def _keep_what_is_written(self) -> None:
+        """Whatever broke, the checkpoint that is being written is good; and what broke first is what is said."""
+        try:
+            self._written()
+        except Exception as error:
+            self.console.warn(str(error))
+        except BaseException:
+            self.store.abandon()
+            raise
+
+    def _train(self) -> Summary:
         steps = self.parts.plan.steps
         begin = time.perf_counter()
         interrupted = False
@@ -325,15 +348,12 @@ class Run:
             interrupted = True
             self.save()
         except UserError:
-            # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save.
-            if not self.interrupts.held:
+            # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save, unless
+            # it would take the place of the last good one.
+            if not self.interrupts.held and (self._may_save or self._saved_step == 0):
                 self.save()
-            self.store.finish()
             raise
-        except Exception:
-            self.store.finish()  # whatever broke, the checkpoint that was being written is good
-            raise
-        self.store.finish()
+        self._written()
         self.metrics.close()
         rewards = measure.read_values(self.metrics.path, "critic/score/mean")
         return Summary(
@@ -348,7 +368,7 @@ class Run:
 
     def _whole_step(self, step: int) -> None:
         run, last = self.config.run, self.parts.plan.steps
-        self.store.finish(wait=False)  # a full disk is said as soon as it is known
+        self._make_up_for_what_failed()
         self.console.begin_step(step)
         metrics = self._step(step)
         try:
@@ -361,10 +381,10 @@ class Run:
             raise
         self._record(step, metrics)
         self.console.end_step(metrics)
-        may_save = self._look_after(step, metrics)
+        self._may_save = self._look_after(step, metrics)
         # A save that was due while something was wrong is made up as soon as it is over.
         due = run.save_every > 0 and step // run.save_every > self._saved_step // run.save_every
-        if step == last or (due and may_save):
+        if step == last or (due and self._may_save):
             self.save(beside=step < last)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
@@ -377,6 +397,7 @@ class Run:
         for text in verdict.warnings:
             self.console.warn(text)
         if verdict.stop and step < self.parts.plan.steps:
+            self._keep_what_is_written()
             if self._saved_step == 0:
                 self.save()
             raise Unhealthy(f"{verdict.stop} {last_good(self._saved_step, self.store.folder, good=self._saved_well)}")
@@ -402,8 +423,35 @@ class Run:
             self.loggers.table(step, "val/samples", found.columns, found.samples)
         return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}
 
+    def _written(self, *, wait: bool = True) -> None:
+        """Until the checkpoint that is written beside training is there, or, without `wait`, if that is over. If it could not be written,
+        it does not count as saved."""
+        try:
+            self.store.finish(wait=wait)
+        except UserError:
+            self._saved_step, self._saved_well = self._saved_before
+            raise
+
+    @contextlib.contextmanager
+    def _failure_told(self) -> Iterator[None]:
+        """Of a checkpoint written beside training: a later one takes its place, and says so itself if it cannot be written either."""
+        try:
+            yield
+        except UserError as error:
+            self.console.warn(f"{error}. A checkpoint of the last step is tried in its stead")
+
+    def _make_up_for_what_failed(self) -> None:
+        """Before the next step: a full disk stops the run as soon as that is known."""
+        saved = self._saved_step
+        with self._failure_told():
+            self._written(wait=False)
+        if self._saved_step != saved and self._may_save:
+            self.save()
+
     def save(self, *, beside: bool = False) -> None:
         """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made."""
+        with self._failure_told():
+            self._written()
         if self._saved_step == self.progress.step:
             return
         begin = time.perf_counter()
@@ -429,6 +477,7 @@ class Run:
         tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
         with self.parts.account.phase("save"):
             self.store.save(self.progress.step, tensors, state, self.parts.export, self.parts.export_bytes, beside=beside)
+        self._saved_before = self._saved_step, self._saved_well
         self._saved_step, self._saved_well = self.progress.step, not self.progress.streaks
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
 

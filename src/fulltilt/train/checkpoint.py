@@ -10,11 +10,13 @@ Enters: named tensors, a JSON-able state and a function that exports the model. 
 Guaranteed: a folder gets its final name only when all of it is on the disk, so what a kill leaves behind is never taken for a checkpoint;
 the newest intact checkpoint is deleted only after a newer one is in place; a file changed or cut short afterwards is found out by its
 hash. One process writes to a store at a time. Asked to, `save` returns as soon as its caller may change what it saves, and a thread does
-the rest; what goes wrong there is raised by `finish`, or by the next `save`.
+the rest; what goes wrong there is raised by `finish`, or by the next `save`. Whoever lets others write to the store calls `finish` or
+`abandon` before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -25,7 +27,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
 # Headers, directory blocks and what other programs write meanwhile.
 MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02
+BLOCK_BYTES = 16 * 2**20  # hashed at once
 COPY_SHARE = 0.25  # of the main memory that is free: what may go to a copy that is written while training goes on
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
@@ -111,30 +113,50 @@ class CheckpointStore:
             else:
                 write_tensors(unfinished, tensors)
                 later = None
-        rest = partial(self._complete, step, unfinished, target, needed, later)
-        if beside:
-            self._beside = Beside(rest)
-        else:
-            rest()
+            rest = partial(self._complete, step, unfinished, target, needed, later)
+            if beside:
+                self._beside = Beside(rest)
+        if not beside:
+            rest(lambda: None)
         return target
 
     def finish(self, *, wait: bool = True) -> None:
         """Until what is saved beside training is in place, or, without `wait`, only if that is over. Raises what `save` raises."""
         if self._beside is not None and (wait or self._beside.over):
-            beside, self._beside = self._beside, None
-            beside.join()
+            try:
+                self._beside.join()
+            finally:
+                if self._beside.over:  # a wait can be cut short
+                    self._beside = None
 
-    def _complete(self, step: int, unfinished: Path, target: Path, needed: int, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """What is left of a save; the caller's tensors are not read any more."""
+    def abandon(self) -> None:
+        """Stop what is saved beside training, as a kill would, but for the file that is being written. Raises nothing of it."""
+        if self._beside is not None:
+            self._beside.stop.set()
+            with contextlib.suppress(Exception):
+                self.finish()
+
+    def _complete(
+        self,
+        step: int,
+        unfinished: Path,
+        target: Path,
+        needed: int,
+        tensors: Mapping[str, torch.Tensor] | None,
+        go_on: Callable[[], None],
+    ) -> None:
+        """What is left of a save; the caller's tensors are not read any more. `go_on` raises when it is to be left at that."""
         with self._whole_or_nothing(step, unfinished, needed):
+            go_on()
             if tensors is not None:
                 write_tensors(unfinished, tensors)
-            write_manifest(unfinished, step)
+            write_manifest(unfinished, step, go_on)
+            go_on()
             self._put_in_place(unfinished, target)
         self._verified.add(target)
         self._rotate(step)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _whole_or_nothing(self, step: int, unfinished: Path, needed: int) -> Iterator[None]:
         try:
             yield
@@ -230,28 +252,38 @@ class CheckpointStore:
         remove(trash)
 
 
+class Stopped(Exception):
+    """The work beside training was told to stop."""
+
+
 class Beside:
-    """Work in a thread of its own, which does not keep a process alive that wants to end."""
+    """Work in a thread of its own. It is given a function to call now and then, which raises once `stop` is set."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
+    def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
+        self.stop = threading.Event()
+        self._over = threading.Event()  # a thread whose `join` was interrupted says that it has ended
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[Callable[[], None]], None]) -> None:
         try:
-            self._work()
+            work(self._go_on)
         except BaseException as error:
-            self._error = error
+            self._error = error.with_traceback(None)  # whose frames hold what was written
+        finally:
+            self._over.set()
+
+    def _go_on(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
 
     @property
     def over(self) -> bool:
-        return not self._thread.is_alive()
+        return self._over.is_set()
 
     def join(self) -> None:
         """Raises what the work raised."""
-        self._thread.join()
+        self._over.wait()
         if self._error is not None:
             raise self._error
 
@@ -260,15 +292,16 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
 
 
-def write_manifest(folder: Path, step: int) -> None:
+def write_manifest(folder: Path, step: int, go_on: Callable[[], None]) -> None:
     """Force everything in the folder onto the disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as stream:
-            files[path.relative_to(folder).as_posix()] = {
-                "bytes": os.fstat(stream.fileno()).st_size,
-                "sha256": hashlib.file_digest(stream, "sha256").hexdigest(),
-            }
+            digest = hashlib.sha256()
+            while block := stream.read(BLOCK_BYTES):
+                go_on()
+                digest.update(block)
+            files[path.relative_to(folder).as_posix()] = {"bytes": os.fstat(stream.fileno()).st_size, "sha256": digest.hexdigest()}
             os.fsync(stream.fileno())
     for below in sorted(path for path in folder.rglob("*") if path.is_dir()):
         sync_folder(below)
