@@ -169,6 +169,10 @@ class CheckpointStore:
                 f"{size(self._free_bytes())} are free; free some space or make the folder writable, or set run.dir to another disk"
             ) from error
 
+    def holds(self, step: int) -> bool:
+        """Whether a checkpoint of this step is in place; it is not read."""
+        return (self.folder / f"step-{step:08d}").is_dir()
+
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all there and unchanged. Reads every byte of it; writes nothing."""
         self.finish()
