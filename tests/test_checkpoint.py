@@ -125,9 +125,13 @@ def test_a_wait_that_is_cut_short_forgets_nothing(tmp_path: Path, monkeypatch: p
     hash_later(monkeypatch, held)
     store = CheckpointStore(tmp_path, keep=1)
     store.save(1, tensors(1), {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):
-        store.finish()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.finish()
+    finally:
+        signal.signal(signal.SIGINT, before)
     held.set()
     store.finish()
     assert_holds(CheckpointStore(tmp_path, keep=1).latest(), 1)

@@ -452,7 +452,7 @@ class Run:
         """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made."""
         with self._failure_told():
             self._written()
-        if self._saved_step == self.progress.step and self.store.holds(self._saved_step):
+        if self._saved_step == self.progress.step and (self._saved_step == 0 or self.store.holds(self._saved_step)):
             return
         begin = time.perf_counter()
         self.metrics.sync()

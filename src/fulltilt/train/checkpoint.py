@@ -296,7 +296,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
 
 
-def write_manifest(folder: Path, step: int, go_on: Callable[[], None]) -> None:
+def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None) -> None:
     """Force everything in the folder onto the disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
