@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import models
@@ -251,6 +251,15 @@ def test_ctrl_c_waits_for_what_is_being_written(tmp_path: Path, model_folders: M
     assert trained.summary.interrupted and list(runs.checkpoints(folder)) == [trained.summary.steps]
 
 
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C, which a process in the background may ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heard")
 def test_a_second_ctrl_c_leaves_nothing_that_writes(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has the lock next has the folder alone."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
