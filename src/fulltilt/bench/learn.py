@@ -129,8 +129,9 @@ class Job:
 
 def prepare(options: Options) -> Job:
     config = configuration.load(options.run, options.overrides, extra_checks=[presets.mistakes])
-    if config.algorithm.name == "sft":
-        raise UserError(f"{options.run}: algorithm.name is sft, which has no reward to measure. Give a run file of reinforcement learning")
+    if not presets.PRESETS[config.algorithm.name].rollout:
+        name = config.algorithm.name
+        raise UserError(f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning")
     if options.against and (wrong := list(refused(config))):
         raise UserError(configuration.report(str(options.run), wrong))
     device = choose_device(None if config.run.device == "auto" else config.run.device)
