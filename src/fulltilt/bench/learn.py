@@ -131,7 +131,9 @@ def prepare(options: Options) -> Job:
     config = configuration.load(options.run, options.overrides, extra_checks=[presets.mistakes])
     if not presets.PRESETS[config.algorithm.name].rollout:
         name = config.algorithm.name
-        raise UserError(f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning")
+        raise UserError(
+            f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning"
+        )
     if options.against and (wrong := list(refused(config))):
         raise UserError(configuration.report(str(options.run), wrong))
     device = choose_device(None if config.run.device == "auto" else config.run.device)
