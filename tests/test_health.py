@@ -259,16 +259,18 @@ def test_growth_in_every_step_warns_and_never_stops() -> None:
 @pytest.mark.parametrize(
     ("values", "holds"),
     [
-        (QUIET + rising(1.01 * GROWTH_GIB / GROWTH_STEPS), True),
-        (QUIET + rising(0.99 * GROWTH_GIB / GROWTH_STEPS), False),  # in every step, but by little in all
-        (QUIET + rising(0.99 * GROWTH_GIB / GROWTH_STEPS, ENOUGH + 1), True),  # slowly, and more than that in the end
+        (QUIET + rising(1.01 * GROWTH_GIB / (GROWTH_STEPS - 1)), True),
+        (QUIET + rising(0.99 * GROWTH_GIB / (GROWTH_STEPS - 1)), False),  # in every step, but by little in all
+        (QUIET + rising(0.99 * GROWTH_GIB / (GROWTH_STEPS - 1), ENOUGH + 1), True),  # slowly, and more than that in the end
         (QUIET + rising(1.0, ENOUGH - 1), False),
         (rising(1.0, ENOUGH + WARM_UP_STEPS - 1), False),  # what the first steps take is not growth
         (QUIET + rising(1.0, 6) + rising(1.0, 6, start=6.0), False),  # a step that does not grow ends it
         (QUIET + [number for value in rising(1.0) for number in (value, None)], True),  # a phase that not every step has
         (QUIET + [1.0 + step % 2 for step in range(40)], False),
+        (QUIET + rising(0.001) + rising(0.001, start=3.0), False),  # a checkpoint's copy, once, where memory grows by next to nothing
+        (QUIET + rising(0.001) + rising(0.001, start=3.0) + [5.0], True),  # and once more
     ],
-    ids=["beyond", "too little", "slow", "too few", "warm-up", "a pause", "now and then", "up and down"],
+    ids=["beyond", "too little", "slow", "too few", "warm-up", "a pause", "now and then", "up and down", "once", "twice"],
 )
 def test_growth_is_long_and_large(values: list[float | None], holds: bool) -> None:
     assert grow(Health(HealthConfig()), values)[-1].sick == (("memory-growth",) if holds else ())

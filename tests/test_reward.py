@@ -687,14 +687,14 @@ def test_what_a_call_leaves_behind_does_not_reach_the_next(bad_file: Path, pool_
 
 
 def test_everything_bad_at_once(bad_file: Path, pool_of: Any) -> None:
-    pool = pool_of(f"{bad_file}:score", timeout_s=2.0, on_error="score", error_score=-1.0, workers=3)
+    pool = pool_of(f"{bad_file}:score", timeout_s=5.0, on_error="score", error_score=-1.0, workers=3)
     actions = [action for action, _, _ in FAILURES] + HARMLESS + ["hang", "spin"]
     groups = [group_of([f"|{uid}", f"{action}|{uid}", f"|{uid + 0.5}"], uid) for uid, action in enumerate(actions)]
     for group in groups:
         pool.submit(group)
     for uid, (action, scores) in enumerate(zip(actions, pool.collect(groups), strict=True)):
         middle = uid if action in HARMLESS else -1.0
-        assert (action, values(scores)) == (action, [uid, middle, uid + 0.5])
+        assert (action, values(scores)) == (action, [uid, middle, uid + 0.5]), [score.error for score in scores]
         assert [score.error is None for score in scores] == [True, action in HARMLESS, True]
 
 

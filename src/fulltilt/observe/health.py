@@ -39,6 +39,17 @@ class Climb:
     steps: int
     begin: float  # before the first of them
     now: float
+    most: float = 0.0  # in one step
+
+    @property
+    def steady(self) -> float:
+        """What it has grown by, but for the largest step: what comes once, as memory for a checkpoint's copy does, is no leak."""
+        return self.now - self.begin - self.most
+
+    def to(self, value: float) -> Climb:
+        if value <= self.now:
+            return Climb(0, value, value)
+        return Climb(self.steps + 1, self.begin, value, max(self.most, value - self.now))
 
 
 Climbs = Mapping[str, Climb]
@@ -113,7 +124,7 @@ def _logprob_gap(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str 
 
 
 def _memory_growth(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
-    grown = {name: climb for name, climb in climbs.items() if climb.steps >= GROWTH_STEPS and climb.now - climb.begin > GROWTH_GIB}
+    grown = {name: climb for name, climb in climbs.items() if climb.steps >= GROWTH_STEPS and climb.steady > GROWTH_GIB}
     by_kind: dict[str, tuple[float, str]] = {}
     for name, climb in grown.items():
         *phase, kind = name.removeprefix(MEMORY).split("/")
@@ -190,8 +201,7 @@ class Growth:
         for name, value in metrics.items():
             if not name.startswith(MEMORY) or name.split("/")[-1] in PASSING or self._steps <= WARM_UP_STEPS:
                 continue
-            before = self.climbs.get(name, Climb(0, value, value))
-            self.climbs[name] = Climb(before.steps + 1, before.begin, value) if value > before.now else Climb(0, value, value)
+            self.climbs[name] = self.climbs.get(name, Climb(0, value, value)).to(value)
         return self.climbs
 
 
