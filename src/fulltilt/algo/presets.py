@@ -193,7 +193,7 @@ def _advantage(preset: Preset, settings: Settings, own: UserFunction | None, con
     usual: AdvantageFunction = preset.advantage.bound(settings)
     if own is None:
         return usual
-    return CustomAdvantage(own, custom.arguments(own, _offered(config)), before=usual if preset.critic else None)
+    return CustomAdvantage(own, custom.arguments(own, offered(config)), before=usual if preset.critic else None)
 
 
 def _loss(preset: Preset, settings: Settings, own: UserFunction | None, config: Config) -> LossFunction:
@@ -201,7 +201,7 @@ def _loss(preset: Preset, settings: Settings, own: UserFunction | None, config: 
         return preset.loss.bound(settings)  # type: ignore[no-any-return]
     surrogate: SurrogateFunction = preset.loss.bound(settings)
     if own is not None:
-        surrogate = CustomSurrogate(own, custom.arguments(own, _offered(config)), scalar=settings["importance_cap"] == 0)
+        surrogate = CustomSurrogate(own, custom.arguments(own, offered(config)), scalar=settings["importance_cap"] == 0)
     numbers = {key: float(settings[key]) for key in ("kl_coef", "entropy_coef", "importance_cap")}
     return partial(policy_loss, surrogate=surrogate, settings=PolicyLossSettings(kl=KL_ESTIMATORS[settings["kl_estimator"]], **numbers))
 
@@ -242,7 +242,7 @@ def _in_use(config: Config, settings: Settings) -> dict[str, Setting]:
     """The settings that this run has a use for."""
     idle = {rule.key for rule in CONDITIONS if rule.key in settings and not rule.holds(settings)}
     used = _used_keys(config) - SHARED_KEYS - ROLLOUT_KEYS - idle
-    return {key: value for key, value in _offered(config).items() if key in used}
+    return {key: value for key, value in offered(config).items() if key in used}
 
 
 # ---- a user's own functions --------------------------------------------------------------------------------------------------------
@@ -254,7 +254,7 @@ def _user_functions(config: Config) -> dict[str, UserFunction]:
     return {key: custom.locate(key, name) for key, name in given.items()}
 
 
-def _offered(config: Config) -> dict[str, Any]:
+def offered(config: Config) -> dict[str, Any]:
     """Keys of [algorithm] that have a value, the preset's or the user's."""
     everything = {key: getattr(config.algorithm, key) for key in AlgorithmConfig.model_fields} | _resolve(config)
     return {key: value for key, value in everything.items() if value is not None}
@@ -365,7 +365,7 @@ def _is_set(config: Config, key: str) -> bool:
 
 def _wrong_functions(config: Config) -> Iterator[str]:
     for place in _user_functions(config).values():
-        yield from custom.wrong_signature(place, _offered(config), list(AlgorithmConfig.model_fields))
+        yield from custom.wrong_signature(place, offered(config), list(AlgorithmConfig.model_fields))
 
 
 def _unused_keys(config: Config) -> Iterator[str]:

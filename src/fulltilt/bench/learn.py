@@ -153,10 +153,12 @@ def prepare(options: Options) -> Job:
 def refused(config: Config) -> Iterator[str]:
     """What would not be the same under TRL."""
     algorithm = config.algorithm
-    plain = AlgorithmConfig(prompts_per_step=algorithm.prompts_per_step, samples_per_prompt=algorithm.samples_per_prompt)
+    plain = AlgorithmConfig(**{key: getattr(algorithm, key) for key in ("prompts_per_step", "samples_per_prompt", "entropy_coef")})
+    compared = presets.offered(config.model_copy(update={"algorithm": plain}))
     for key, value in algorithm.model_dump().items():
-        if value != getattr(plain, key):
-            yield f"algorithm.{key}: is compared only as GRPO has it, with one optimizer step a rollout. Leave it out"
+        if value is not None and value != compared.get(key):
+            instead = f", or set it to {compared[key]}" if key in compared else ""
+            yield f"algorithm.{key}: is compared only as GRPO has it, with one optimizer step a rollout. Leave it out{instead}"
     if not isinstance(config.reward.function, str) or config.reward.sources or configuration.uses_reward_model(config):
         yield "reward: is compared with one function for all rows. Name one as reward.function"
     if config.rollout.stop:
@@ -305,6 +307,7 @@ def trl_arguments(job: Job, output: Path, longest_prompt: int) -> dict[str, Any]
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
         "beta": 0.0,
+        "entropy_coef": config.algorithm.entropy_coef or 0.0,
         "num_iterations": 1,
         "loss_type": "dapo",  # the mean over all tokens of the step, as ours
         "scale_rewards": "group",
