@@ -102,9 +102,7 @@ class Run:
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
         self.validations = RolloutFiles(folder / "validation", config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
-        self._saved_step = progress.step  # what the run resumed from is there already
-        self._saved_well = not progress.streaks
-        self._saved_before = self._saved_step, self._saved_well  # before the checkpoint that is being written
+        self._saved_ill = {progress.step} if progress.streaks else set[int]()  # checkpoints of steps in which a rule of health held
         self._may_save = True
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
@@ -327,7 +325,7 @@ class Run:
     def _keep_what_is_written(self) -> None:
         """Whatever broke, the checkpoint that is being written is good; and what broke first is what is said."""
         try:
-            self._written()
+            self.store.finish()
         except Exception as error:
             self.console.warn(str(error))
         except BaseException:
@@ -350,10 +348,10 @@ class Run:
         except UserError:
             # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save, unless
             # it would take the place of the last good one.
-            if not self.interrupts.held and (self._may_save or self._saved_step == 0):
+            if not self.interrupts.held and (self._may_save or self.store.newest == 0):
                 self.save()
             raise
-        self._written()
+        self.store.finish()
         self.metrics.close()
         rewards = measure.read_values(self.metrics.path, "critic/score/mean")
         return Summary(
@@ -383,7 +381,7 @@ class Run:
         self.console.end_step(metrics)
         self._may_save = self._look_after(step, metrics)
         # A save that was due while something was wrong is made up as soon as it is over.
-        due = run.save_every > 0 and step // run.save_every > self._saved_step // run.save_every
+        due = run.save_every > 0 and step // run.save_every > self.store.newest // run.save_every
         if step == last or (due and self._may_save):
             self.save(beside=step < last)
         if step < last:  # after the last one there is nothing to stop
@@ -398,9 +396,10 @@ class Run:
             self.console.warn(text)
         if verdict.stop and step < self.parts.plan.steps:
             self._keep_what_is_written()
-            if self._saved_step == 0:
+            if self.store.newest == 0:
                 self.save()
-            raise Unhealthy(f"{verdict.stop} {last_good(self._saved_step, self.store.folder, good=self._saved_well)}")
+            good = self.store.newest not in self._saved_ill
+            raise Unhealthy(f"{verdict.stop} {last_good(self.store.newest, self.store.folder, good=good)}")
         return verdict.may_save
 
     def _record(self, step: int, metrics: Metrics) -> None:
@@ -423,15 +422,6 @@ class Run:
             self.loggers.table(step, "val/samples", found.columns, found.samples)
         return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}
 
-    def _written(self, *, wait: bool = True) -> None:
-        """Until the checkpoint that is written beside training is there, or, without `wait`, if that is over. If it could not be written,
-        it does not count as saved."""
-        try:
-            self.store.finish(wait=wait)
-        except UserError:
-            self._saved_step, self._saved_well = self._saved_before
-            raise
-
     @contextlib.contextmanager
     def _failure_told(self) -> Iterator[None]:
         """Of a checkpoint written beside training: a later one takes its place, and says so itself if it cannot be written either."""
@@ -442,17 +432,17 @@ class Run:
 
     def _make_up_for_what_failed(self) -> None:
         """Before the next step: a full disk stops the run as soon as that is known."""
-        saved = self._saved_step
+        newest = self.store.newest
         with self._failure_told():
-            self._written(wait=False)
-        if self._saved_step != saved and self._may_save:
+            self.store.finish(wait=False)
+        if self.store.newest != newest and self._may_save:
             self.save()
 
     def save(self, *, beside: bool = False) -> None:
         """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made."""
         with self._failure_told():
-            self._written()
-        if self._saved_step == self.progress.step and (self._saved_step == 0 or self.store.holds(self._saved_step)):
+            self.store.finish()
+        if self.store.newest == self.progress.step and (self.progress.step == 0 or self.store.holds(self.progress.step)):
             return
         begin = time.perf_counter()
         self.metrics.sync()
@@ -477,8 +467,8 @@ class Run:
         tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
         with self.parts.account.phase("save"):
             self.store.save(self.progress.step, tensors, state, self.parts.export, self.parts.export_bytes, beside=beside)
-        self._saved_before = self._saved_step, self._saved_well
-        self._saved_step, self._saved_well = self.progress.step, not self.progress.streaks
+        if self.progress.streaks:
+            self._saved_ill.add(self.progress.step)
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
 
 

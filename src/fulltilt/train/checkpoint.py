@@ -79,9 +79,11 @@ class CheckpointStore:
         assert keep > 0
         self.folder = Path(folder)
         self.keep = keep
+        self.newest = 0  # step of the checkpoint that `latest` found or `save` made, though it may still be written; 0: none
         self.skipped: list[str] = []  # what the last call of `latest` passed over, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
         self._beside: Beside | None = None
+        self._before = 0  # `newest`, before what is written beside training
 
     def save(
         self,
@@ -121,6 +123,7 @@ class CheckpointStore:
                 self._beside = Beside(rest)
         if not beside:
             rest(lambda: None)
+        self._before, self.newest = self.newest, step
         return target
 
     def finish(self, *, wait: bool = True) -> None:
@@ -128,6 +131,9 @@ class CheckpointStore:
         if self._beside is not None and (wait or self._beside.over):
             try:
                 self._beside.join()
+            except Exception:
+                self.newest = self._before
+                raise
             finally:
                 if self._beside.over:  # a wait can be cut short
                     self._beside = None
@@ -179,11 +185,12 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are all there and unchanged. Reads every byte of it; writes nothing."""
         self.finish()
-        self.skipped = []
+        self.newest, self.skipped = 0, []
         for path, step in self._finished():
             damage = find_damage(path, step)
             if damage is None:
                 self._verified.add(path)
+                self.newest = step
                 return Checkpoint(path, step)
             self.skipped.append(f"{path}: {damage}")
         return None
