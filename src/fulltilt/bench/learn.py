@@ -67,10 +67,7 @@ ACCURACY = "val/reward/mean"
 FASTER = ("gradient_checkpointing=false",)
 BATCHES = (64, 32, 16, 8, 4, 2, 1)
 # The command `fulltilt`, in a process that does not outlive the one that measures it, killed or not.
-COMMAND = (
-    "import os, threading; from fulltilt.bench.process import end_with; "
-    "threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start(); from fulltilt.cli import main; main()"
-)
+COMMAND = "from fulltilt.bench.process import end_with_parent; end_with_parent(); from fulltilt.cli import main; main()"
 
 Found = dict[str, Any]  # of one system: setting, steps, accuracy, start_seconds, error, details
 

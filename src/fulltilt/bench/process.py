@@ -122,16 +122,21 @@ def wait_for_turn() -> None:
         time.sleep(LOOK_S)
 
 
-def end_with(parent: int) -> None:
-    """The parent that was killed could not end this session, which would hold the device for nobody."""
-    while os.getppid() == parent:
-        time.sleep(LOOK_AT_PARENT_S)
-    os.killpg(0, signal.SIGKILL)
+def end_with_parent() -> None:
+    """A parent that was killed could not end this session, which would hold the device for nobody."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_AT_PARENT_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
     """In the other process. What `run` had put into the answer before it failed is in it too."""
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    end_with_parent()
     asked, answered = map(Path, sys.argv[1:])
     answer: dict[str, Any] = {}
     try:
