@@ -108,6 +108,7 @@ def test_copies_are_as_what_was_copied_and_apart_from_it(tmp_path: Path) -> None
     }
     kept = {name: tensor.detach().clone() for name, tensor in found.items()}
     copies = checkpoint.copy_to_host(found)
+    assert copies is not None
     for tensor in found.values():
         tensor.detach().zero_()
     checkpoint.write_tensors(tmp_path, copies)
@@ -145,6 +146,31 @@ def test_memory_for_the_copy_goes_back_to_the_system(tmp_path: Path) -> None:
     """Of four saves of 256 MiB nothing stays; with copies that `malloc` has made, 290 MiB do."""
     done = subprocess.run([sys.executable, "-c", MEMORY_OF_SAVES, str(tmp_path)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 128  # MiB; beside the copy, training has made 15
+
+
+MEMORY_REFUSED = """
+import resource, sys
+from pathlib import Path
+import torch
+from fulltilt.train.checkpoint import CheckpointStore, copy_to_host
+
+found = {str(number): torch.full((2**20,), float(number)) for number in range(64)}  # 256 MiB
+taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+resource.setrlimit(resource.RLIMIT_AS, (taken + 128 * 2**20, resource.RLIM_INFINITY))
+assert copy_to_host(found) is None
+store = CheckpointStore(Path(sys.argv[1]), keep=1)
+store.save(1, found, {}, lambda folder: None, 0, beside=True)
+store.finish()
+resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+saved = store.latest().tensors()
+assert saved.keys() == found.keys() and all(saved[name][0] == float(name) for name in found)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
+def test_where_memory_for_the_copy_is_refused_the_file_is_written_at_once(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", MEMORY_REFUSED, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def hash_later(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:

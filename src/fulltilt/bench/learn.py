@@ -304,7 +304,7 @@ def trl_arguments(job: Job, output: Path, longest_prompt: int) -> dict[str, Any]
         "top_p": rollout.top_p,
         "top_k": rollout.top_k,
         "beta": 0.0,
-        "entropy_coef": config.algorithm.entropy_coef or 0.0,
+        **({"entropy_coef": bonus} if (bonus := config.algorithm.entropy_coef) else {}),  # a key that TRL has not always had
         "num_iterations": 1,
         "loss_type": "dapo",  # the mean over all tokens of the step, as ours
         "scale_rewards": "group",

@@ -113,11 +113,9 @@ class CheckpointStore:
             (unfinished / MODEL).mkdir(parents=True)
             export(unfinished / MODEL)
             (unfinished / STATE).write_text(text, encoding="utf-8")
-            if beside and count <= COPY_SHARE * free_host_bytes():
-                later = copy_to_host(tensors)
-            else:
+            later = copy_to_host(tensors) if beside and count <= COPY_SHARE * free_host_bytes() else None
+            if later is None:
                 write_tensors(unfinished, tensors)
-                later = None
             rest = partial(self._complete, step, unfinished, target, needed, later)
             if beside:
                 self._beside = Beside(rest)
@@ -304,12 +302,15 @@ class Beside:
             raise self._error
 
 
-def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Copies in one piece of memory of their own, which goes back to the system with the last of them: what `malloc` gives for tensors of
-    less than 32 MiB may stay with the process."""
+    less than 32 MiB may stay with the process. None where the system refuses so much."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
     *begins, count = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
-    held = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        held = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError:
+        return None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # where the system has none of them; a copy takes half the time with them
             held.madvise(mmap.MADV_HUGEPAGE)
