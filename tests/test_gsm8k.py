@@ -164,6 +164,16 @@ def test_a_stage_has_its_run_file_its_places_and_its_overrides(downloaded: Path)
     assert (grpo.model.path, grpo.run.seed, grpo.run.dir) == (str(model), 3, str(downloaded.parent / "made" / "grpo"))
 
 
+def test_a_key_that_a_stage_has_no_use_for_can_be_given_to_another(downloaded: Path) -> None:
+    model = str(recipe.small.model(downloaded, downloaded.parent / "model"))
+    recipe.prepare.prepare(downloaded, downloaded.parent / "made" / "data")
+    with pytest.raises(UserError, match=r"(?s)'sft' samples nothing.*for one alone, put its name before: grpo.KEY=VALUE"):
+        made(downloaded, overrides=["eval.max_prompts=4"]).config("sft", model, "sft")
+    named = made(downloaded, overrides=["grpo.eval.max_prompts=4"])
+    assert named.config("grpo", model, "grpo").eval.max_prompts == 4
+    assert named.config("sft", model, "sft").eval.max_prompts is None
+
+
 def test_what_is_done_is_not_done_again_unless_something_else_is_asked(downloaded: Path, tmp_path: Path) -> None:
     asked = made(downloaded)
     calls = []

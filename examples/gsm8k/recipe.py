@@ -92,7 +92,14 @@ class Recipe:
         places = (f"model.path={model}", f"data.train={data / train}", f"data.val={data / val}", f"run.dir={self.folder / run}")
         given = [(*text.partition("."), text) for text in self.overrides]
         mine = [rest if name in stages else whole for name, _, rest, whole in given if name not in stages or name == stage]
-        return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine, *last], extra_checks=[presets.mistakes])
+        try:
+            return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine, *last], extra_checks=[presets.mistakes])
+        except UserError as error:
+            if not any(name not in stages for name, *_ in given):
+                raise
+            raise UserError(
+                f"{error}\nA KEY=VALUE is for all stages, sft too; for one alone, put its name before: grpo.KEY=VALUE"
+            ) from None
 
 
 # -- stages -------------------------------------------------------------------------------------------------------------------------------
