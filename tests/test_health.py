@@ -59,6 +59,39 @@ def test_what_is_not_measured_is_not_sick(step: Mapping[str, float]) -> None:
     assert Health(HealthConfig()).look(1, step).sick == ()
 
 
+@pytest.mark.parametrize(
+    ("entropies", "holds"),
+    [
+        ([0.3, 1.2], False),
+        ([0.3, 1.21], True),
+        ([0.01, 1.0], False),  # many times more, and still little
+        ([0.01, 1.01], True),
+        ([1.3, 5.1], False),
+        ([None, 0.3, 1.21], True),  # what the first step lacks, the second has
+        ([math.nan, 0.3, 1.21], True),
+        ([0.3, 0.9, 1.1, 1.21], True),  # slowly: it is the first that counts
+        ([0.3, 1.21, None], False),
+        ([0.3, 1.21, 0.3], False),
+    ],
+)
+def test_entropy_that_rises_far_above_the_first(entropies: list[float | None], holds: bool) -> None:
+    steps = [{**WELL, "rollout/entropy": value} for value in entropies]
+    health = Health(HealthConfig())
+    *_, verdict = [health.look(step, {name: each for name, each in found.items() if each is not None}) for step, found in enumerate(steps)]
+    assert verdict.sick == (("entropy-explosion",) if holds else ())
+
+
+def test_the_entropy_that_a_run_began_with_outlives_a_resume() -> None:
+    before = Health(HealthConfig())
+    before.look(1, {**WELL, "rollout/entropy": 0.3})
+    before.look(2, {**WELL, "rollout/entropy": 0.9})
+    assert before.first_entropy == 0.3
+    risen = {**WELL, "rollout/entropy": 1.21}
+    assert Health(HealthConfig(), {}, before.first_entropy).look(3, risen).sick == ("entropy-explosion",)
+    assert Health(HealthConfig(max_entropy_rise=5), {}, before.first_entropy).look(3, risen).sick == ()
+    assert Health(HealthConfig()).look(3, risen).sick == ()
+
+
 NO_ADVANTAGE = {"critic/advantages/max": 0.0, "critic/advantages/min": 0.0}
 BORDERS = [
     ("no-variance", {"reward/groups_with_variance": 0.0, **NO_ADVANTAGE}, {"reward/groups_with_variance": 0.01, **NO_ADVANTAGE}),
@@ -407,6 +440,16 @@ REAL = (
         sharp=1000.0,
     ),
     Fault(
+        "entropy-explosion",
+        (CAPITALS, "train.lr=1e-4", "train.weight_decay=5000", "train.warmup_steps=0"),  # halves the weights in every step
+        # The update of the last good step has halved them already: what that did stays.
+        (CAPITALS, "train.lr=1e-4", "train.weight_decay=0", "train.warmup_steps=0", "health.max_entropy_rise=20", FORCE),
+        r"rollout/entropy is [\d.]+ nats per token, more than health.max_entropy_rise = 4 times the 0.38\d* of the run's first step",
+        "lower algorithm.entropy_coef or train.lr",
+        well=2,
+        sharp=15.0,
+    ),
+    Fault(
         "all-clipped",
         ("rollout.max_new_tokens=2", "health.max_clip_ratio=0.8"),  # a random model happens to draw the end token now and then
         (CAPITALS, "rollout.max_new_tokens=16", FORCE),
@@ -484,6 +527,18 @@ def test_a_run_resumed_in_the_middle_of_a_streak_counts_on(tmp_path: Path, model
     assert failed.code == 2
     assert "the run stopped itself after step 3\n  all-clipped for 3 steps in a row: " in failed.error
     assert list(runs.checkpoints(folder)) == [2]
+
+
+def test_the_first_entropy_is_kept_unless_sampling_changes(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    ignore = 'health.ignore=["all-clipped"]'
+    runs.train(folder, *QUICK, CAPITALS, ignore, "run.steps=2")
+    first = runs.metrics(folder)[0]["rollout/entropy"]
+    runs.train(folder, *QUICK, CAPITALS, ignore, "run.steps=3", FORCE)
+    assert [runs.state(runs.checkpoints(folder)[step])["first_entropy"] for step in (1, 2, 3)] == [first] * 3
+    runs.train(folder, *QUICK, CAPITALS, ignore, "run.steps=4", "rollout.temperature=0.5", FORCE)
+    found = runs.state(runs.checkpoints(folder)[4])["first_entropy"]
+    assert found == runs.metrics(folder)[3]["rollout/entropy"] and found < first
 
 
 def test_a_fault_that_passes_costs_only_its_own_checkpoints(tmp_path: Path, model_folders: ModelFolders) -> None:

@@ -378,11 +378,16 @@ class HealthConfig(Section):
     stop: bool = True
     """Off: only warn."""
     ignore: list[
-        Literal["no-variance", "not-finite", "entropy-collapse", "all-clipped", "reward-errors", "logprob-gap", "memory-growth"]
-    ] = Field(default_factory=list)
+        Literal[
+            "no-variance", "not-finite", "entropy-collapse", "entropy-explosion", "all-clipped", "reward-errors", "logprob-gap",
+            "memory-growth",
+        ]
+    ] = Field(default_factory=list)  # fmt: skip
     """Rules that are not looked at."""
     entropy_floor: float = Field(default=0.005, ge=0)
     """`entropy-collapse`: `rollout/entropy` below this, in nats per token."""
+    max_entropy_rise: float = Field(default=4.0, gt=1)
+    """`entropy-explosion`: `rollout/entropy` above so many times that of the run's first step, and above 1 nat per token."""
     max_clip_ratio: float = Field(default=0.99, ge=0, le=1)
     """`all-clipped`: a larger share of responses cut at `rollout.max_new_tokens`."""
     max_reward_errors: float = Field(default=0.5, ge=0, le=1)

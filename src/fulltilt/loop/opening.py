@@ -63,6 +63,8 @@ def train(config: Config, console: Console) -> Summary:
         progress = open_folder(config, parts, folder, found, console)
         if any(key.startswith("algorithm.reward_kl") for key in changed):
             progress = replace(progress, reward_kl_coef=None)
+        if any(key.startswith("rollout.") for key in changed):  # at another temperature entropy is another
+            progress = replace(progress, first_entropy=None)
         loggers = stack.enter_context(open_loggers(config.log, folder, configuration.snapshot(config), progress.step, console.warn))
         for text in loggers.hints:
             console.note(text)
@@ -178,6 +180,7 @@ def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | 
         surplus=carried_over(parts, found, state, console),
         reward_kl_coef=state.get("reward_kl_coef"),
         streaks=tuple(sorted(state.get("health", {}).items())),
+        first_entropy=state.get("first_entropy"),
     )
 
 

@@ -66,6 +66,7 @@ class Progress:
     surplus: tuple[Kept, ...] = ()  # groups sampled and not yet trained on
     reward_kl_coef: float | None = None  # of the next step; None: as the algorithm starts
     streaks: tuple[tuple[str, int], ...] = ()  # steps in a row for which each rule of health has held
+    first_entropy: float | None = None  # that health compares with; None: the next step's
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Run:
         self.console = console
         self.loggers = loggers
         self.interrupts = Interrupts()
-        self.health = Health(config.health, dict(progress.streaks))
+        self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
         folder = Path(config.run.dir)
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
@@ -391,7 +392,8 @@ class Run:
         """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
         checkpoint is the last good one; a run that was never well saves where it stops, to have something to go on from."""
         verdict = self.health.look(step, metrics)
-        self.progress = replace(self.progress, streaks=tuple(sorted(self.health.streaks.items())))
+        streaks = tuple(sorted(self.health.streaks.items()))
+        self.progress = replace(self.progress, streaks=streaks, first_entropy=self.health.first_entropy)
         for text in verdict.warnings:
             self.console.warn(text)
         if verdict.stop and step < self.parts.plan.steps:
@@ -459,6 +461,7 @@ class Run:
             "surplus": carried,
             "reward_kl_coef": self.progress.reward_kl_coef,
             "health": dict(self.progress.streaks),
+            "first_entropy": self.progress.first_entropy,
             "budgets": asdict(self.parts.plan.budgets),
             "data": self.parts.data_digest,
             "metrics_offset": self.metrics.offset(),

@@ -1,9 +1,9 @@
 """Whether a run is still worth its electricity: rules over the metrics of one step.
 
 Enters: the metrics of each step, under the names of docs/metrics.md. Leaves: for each step a `Verdict`: which rules hold, what to tell the
-user, and whether to stop. Guaranteed: whether to stop is a function of the metrics and of how often each rule has held in a row, which
-`streaks` gives to checkpoints and takes from them, so that a resumed run stops at the step where an uninterrupted one does; a metric
-that a step does not have makes no rule begin to hold. Free of torch.
+user, and whether to stop. Guaranteed: whether to stop is a function of the metrics, of the entropy that the run began with and of how
+often each rule has held in a row, which `first_entropy` and `streaks` give to checkpoints and take from them, so that a resumed run stops
+at the step where an uninterrupted one does; a metric that a step does not have makes no rule begin to hold. Free of torch.
 
 What the loop does with it: while a rule holds, `Verdict.may_save` is false and no checkpoint is written, so that the newest one is from
 before; a run that has none yet saves the state it stops in. Where `health.stop` is off, checkpoints are written as ever. A rule that only
@@ -26,6 +26,8 @@ PASSING = ("peak", "activations", "head", "reserved")  # not held: they go with 
 WARM_UP_STEPS = 2  # in which caches fill and graphs are captured
 GROWTH_STEPS = 10  # in a row: a number that goes up and down by chance does not do so much
 GROWTH_GIB = 1 / 16
+ENTROPY = "rollout/entropy"
+ENTROPY_NATS = 1.0  # per token, below which no rise is an explosion: of a model that was nearly certain, many times little is still little
 
 
 class Unhealthy(UserError):
@@ -56,15 +58,23 @@ Climbs = Mapping[str, Climb]
 
 
 @dataclass(frozen=True)
+class Past:
+    """What the steps before say."""
+
+    climbs: Climbs
+    first_entropy: float | None  # of the first step of the run that sampled
+
+
+@dataclass(frozen=True)
 class Rule:
     name: str
-    holds: Callable[[Metrics, Climbs, HealthConfig], str | None]  # what was measured, in words; None: the rule does not hold
+    holds: Callable[[Metrics, Past, HealthConfig], str | None]  # what was measured, in words; None: the rule does not hold
     cause: str
     remedy: str
     stops: bool = True  # False: it only ever warns
 
 
-def _no_variance(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+def _no_variance(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
     """Groups of one, and groups that differ only from one another, still teach an algorithm whose baseline is not the group's mean."""
     learns = metrics.get("critic/advantages/max", 0.0) != 0 or metrics.get("critic/advantages/min", 0.0) != 0
     # A critic's errors, or a KL penalty, make advantages out of any rewards. Failed samples and groups carried over are not in the scores.
@@ -79,7 +89,7 @@ def _no_variance(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str 
     return f"no group of this step has two different rewards{everywhere}"
 
 
-def _not_finite(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+def _not_finite(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
     skipped = {role: metrics.get(f"{role}/skipped_updates", 0) for role in ("actor", "critic")}
     found = [
         f"{count:.0f} of the {role}'s optimizer steps left out for a gradient that is not finite"
@@ -93,38 +103,46 @@ def _not_finite(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str |
     return "; ".join(found) or None
 
 
-def _entropy_collapse(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+def _entropy_collapse(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
     # Of all samples: those of a group that are alike may have no advantage, and then the update does not compute them. SFT samples nothing,
     # and has none: there a low entropy only says that the data is learned.
-    entropy = metrics.get("rollout/entropy")
+    entropy = metrics.get(ENTROPY)
     if entropy is None or not entropy < config.entropy_floor:
         return None
     return f"rollout/entropy is {entropy:.4g} nats per token, below health.entropy_floor = {config.entropy_floor:g}"
 
 
-def _all_clipped(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+def _entropy_explosion(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
+    entropy, first = metrics.get(ENTROPY), past.first_entropy
+    if entropy is None or first is None or not entropy > max(ENTROPY_NATS, config.max_entropy_rise * first):
+        return None
+    rise = f"health.max_entropy_rise = {config.max_entropy_rise:g}"
+    return f"rollout/entropy is {entropy:.4g} nats per token, more than {rise} times the {first:.4g} of the run's first step"
+
+
+def _all_clipped(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
     share = metrics.get("response_length/clip_ratio")
     if share is None or not share > config.max_clip_ratio:
         return None
     return f"{share:.1%} of the responses were cut, more than health.max_clip_ratio = {config.max_clip_ratio:g}"
 
 
-def _reward_errors(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+def _reward_errors(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
     errors, samples = metrics.get("reward/errors"), metrics.get("reward/samples")
     if errors is None or not samples or not errors / samples > config.max_reward_errors:
         return None
     return f"the reward of {errors:.0f} of {samples:.0f} samples failed, more than health.max_reward_errors = {config.max_reward_errors:g}"
 
 
-def _logprob_gap(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
+def _logprob_gap(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
     gap = metrics.get("rollout_corr/logprob_abs_gap")
     if gap is None or not gap > config.max_logprob_gap:
         return None
     return f"rollout_corr/logprob_abs_gap is {gap:.4g}, above health.max_logprob_gap = {config.max_logprob_gap:g}"
 
 
-def _memory_growth(metrics: Metrics, climbs: Climbs, config: HealthConfig) -> str | None:
-    grown = {name: climb for name, climb in climbs.items() if climb.steps >= GROWTH_STEPS and climb.steady > GROWTH_GIB}
+def _memory_growth(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
+    grown = {name: climb for name, climb in past.climbs.items() if climb.steps >= GROWTH_STEPS and climb.steady > GROWTH_GIB}
     by_kind: dict[str, tuple[float, str]] = {}
     for name, climb in grown.items():
         *phase, kind = name.removeprefix(MEMORY).split("/")
@@ -157,6 +175,12 @@ RULES: tuple[Rule, ...] = (
         _entropy_collapse,
         cause="the model is almost certain of every token: the samples of a prompt are alike and nothing new is tried",
         remedy="lower train.lr, raise algorithm.clip_high or algorithm.entropy_coef, or keep the model near its start by algorithm.kl_coef",
+    ),
+    Rule(
+        "entropy-explosion",
+        _entropy_explosion,
+        cause="samples come apart: tokens are drawn more and more by chance, until no reward is found any more",
+        remedy="lower algorithm.entropy_coef or train.lr, or keep the model near its start by algorithm.kl_coef",
     ),
     Rule(
         "all-clipped",
@@ -216,13 +240,14 @@ class Verdict:
 
 
 class Health:
-    def __init__(self, config: HealthConfig, streaks: Mapping[str, int] | None = None) -> None:
-        """`streaks`: those of the checkpoint that the run resumes from."""
+    def __init__(self, config: HealthConfig, streaks: Mapping[str, int] | None = None, first_entropy: float | None = None) -> None:
+        """`streaks` and `first_entropy`: those of the checkpoint that the run resumes from."""
         self.config = config
         self._rules = tuple(rule for rule in RULES if rule.name not in config.ignore)
         looked_at = {rule.name for rule in self._rules if rule.stops}
         self._streaks = {name: count for name, count in (streaks or {}).items() if name in looked_at and count > 0}
         self._growth = Growth()
+        self.first_entropy = first_entropy
         self._told: set[str] = set()  # not saved: who resumes a run in the middle of a streak is told once more
 
     @property
@@ -233,9 +258,11 @@ class Health:
     def look(self, step: int, metrics: Metrics) -> Verdict:
         warnings, stops = [], []
         before, self._streaks = self._streaks, {}
-        climbs = self._growth.follow(metrics)
+        if self.first_entropy is None and math.isfinite(metrics.get(ENTROPY, math.nan)):
+            self.first_entropy = metrics[ENTROPY]
+        past = Past(self._growth.follow(metrics), self.first_entropy)
         for rule in self._rules:
-            measured, streak = rule.holds(metrics, climbs, self.config), before.get(rule.name, 0)
+            measured, streak = rule.holds(metrics, past, self.config), before.get(rule.name, 0)
             if measured is None:
                 if streak:
                     warnings.append(f"step {step}: {rule.name} has passed, after {_steps(streak)}")
