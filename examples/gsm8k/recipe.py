@@ -95,7 +95,7 @@ class Recipe:
         try:
             return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine, *last], extra_checks=[presets.mistakes])
         except UserError as error:
-            if not any(name not in stages for name, *_ in given):
+            if not any(name not in stages and whole.partition("=")[0] in str(error) for name, *_, whole in given):
                 raise
             raise UserError(
                 f"{error}\nA KEY=VALUE is for all stages, sft too; for one alone, put its name before: grpo.KEY=VALUE"

@@ -104,7 +104,6 @@ class Run:
         self.validations = RolloutFiles(folder / "validation", config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
         self._saved_ill = {progress.step} if progress.streaks else set[int]()  # checkpoints of steps in which a rule of health held
-        self._may_save = True
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
         self._engine_stats = NO_STATS  # of the step in progress
@@ -349,7 +348,7 @@ class Run:
         except UserError:
             # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save, unless
             # it would take the place of the last good one.
-            if not self.interrupts.held and (self._may_save or self.store.newest == 0):
+            if not self.interrupts.held and (self.health.may_save or self.store.newest == 0):
                 self.save()
             raise
         self.store.finish()
@@ -380,15 +379,15 @@ class Run:
             raise
         self._record(step, metrics)
         self.console.end_step(metrics)
-        self._may_save = self._look_after(step, metrics)
+        self._look_after(step, metrics)
         # A save that was due while something was wrong is made up as soon as it is over.
         due = run.save_every > 0 and step // run.save_every > self.store.newest // run.save_every
-        if step == last or (due and self._may_save):
+        if step == last or (due and self.health.may_save):
             self.save(beside=step < last)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
 
-    def _look_after(self, step: int, metrics: Metrics) -> bool:
+    def _look_after(self, step: int, metrics: Metrics) -> None:
         """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
         checkpoint is the last good one; a run that was never well saves where it stops, to have something to go on from."""
         verdict = self.health.look(step, metrics)
@@ -402,7 +401,6 @@ class Run:
                 self.save()
             good = self.store.newest not in self._saved_ill
             raise Unhealthy(f"{verdict.stop} {last_good(self.store.newest, self.store.folder, good=good)}")
-        return verdict.may_save
 
     def _record(self, step: int, metrics: Metrics) -> None:
         self.metrics.append(step, metrics)
@@ -437,7 +435,7 @@ class Run:
         newest = self.store.newest
         with self._failure_told():
             self.store.finish(wait=False)
-        if self.store.newest != newest and self._may_save:
+        if self.store.newest != newest and self.health.may_save:
             self.save()
 
     def save(self, *, beside: bool = False) -> None:

@@ -5,7 +5,7 @@ user, and whether to stop. Guaranteed: whether to stop is a function of the metr
 often each rule has held in a row, which `first_entropy` and `streaks` give to checkpoints and take from them, so that a resumed run stops
 at the step where an uninterrupted one does; a metric that a step does not have makes no rule begin to hold. Free of torch.
 
-What the loop does with it: while a rule holds, `Verdict.may_save` is false and no checkpoint is written, so that the newest one is from
+What the loop does with it: while a rule holds, `may_save` is false and no checkpoint is written, so that the newest one is from
 before; a run that has none yet saves the state it stops in. Where `health.stop` is off, checkpoints are written as ever. A rule that only
 warns keeps no checkpoint back and is not in `streaks`: what it looks at, the memory of this process, ends with the process.
 """
@@ -255,6 +255,11 @@ class Health:
         """For how many steps in a row each rule that holds, and may stop the run, has held."""
         return {rule.name: self._streaks[rule.name] for rule in self._rules if rule.stops and rule.name in self._streaks}
 
+    @property
+    def may_save(self) -> bool:
+        """Whether a checkpoint of the last step may take its place among the good ones."""
+        return not (self.streaks and self.config.stop)
+
     def look(self, step: int, metrics: Metrics) -> Verdict:
         warnings, stops = [], []
         before, self._streaks = self._streaks, {}
@@ -277,7 +282,7 @@ class Health:
             self._told.add(rule.name)
         sick = tuple(self._streaks)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        return Verdict(sick, tuple(warnings), stop, may_save=not (self.streaks and self.config.stop))
+        return Verdict(sick, tuple(warnings), stop, may_save=self.may_save)
 
     def _outlook(self, streak: int) -> str:
         if not self.config.stop:
