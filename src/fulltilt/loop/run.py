@@ -250,7 +250,7 @@ class Run:
 
         updated = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
         if not updated.updates:
-            self.console.warn(f"no sample of this step can be trained on: the update of the {role} is left out")
+            self.console.warn(f"no sample of this step can be trained on: the {role}'s update is left out")
         if updated.skipped:
             self.console.warn(
                 f"{updated.skipped} of {updated.updates} optimizer steps of the {role} had a gradient that is not finite: parameters were "
