@@ -214,9 +214,9 @@ class Run:
         return filled, cursor
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
-        generated = sample_groups(self.parts, self.console, prompts, sampling, seed)
-        self._engine_stats += generated.stats
-        return generated.groups
+        groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
+        self._engine_stats += self.worker.rollout_stats()
+        return groups
 
     def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
