@@ -43,6 +43,7 @@ from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -372,7 +373,7 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
     config = runs.read_config(folder, *ON_POLICY, "algorithm.samples_per_prompt=24", "run.save_rollouts=96")
     with parts_of(folder, config) as parts:
         engine, trainer = parts.engine, parts.trainer
-        assert isinstance(engine, local.NativeEngine) and trainer and parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id == END
+        assert isinstance(engine, NativeEngine) and trainer and parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id == END
         held: list[tuple[str, int]] = []
         batches: list[MiniBatch] = []
         really_release, really_accumulate = engine.release, trainer.accumulate

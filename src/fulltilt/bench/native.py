@@ -27,7 +27,8 @@ from fulltilt.model.verify import verify
 from fulltilt.plan import make_plan
 from fulltilt.records import Group, Row, UserError
 from fulltilt.rollout.decode import BURST, DecodeRow
-from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.engine import EngineContext
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
@@ -61,7 +62,7 @@ class Native:
         self.budgets = make_plan(self.config, facts, rollout=True).budgets
         self.limits = limits(self.config, self.budgets, device, requests.longest_prompt)
         tokenizer: Any = NoText()
-        self.engine = NativeEngine(self.model, tokenizer, frozenset(), self.layers, self.limits)
+        self.engine = NativeEngine(EngineContext(self.model, tokenizer, frozenset(), self.layers, self.limits))
         self.sampling = Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
         self.groups: tuple[Group, ...] = ()  # of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far

@@ -66,7 +66,7 @@ from fulltilt.records import Prompt, Row, TokenTerms, UserError, ValueTerms
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.decode import BURST, TABLE_STEP, sizes_up_to
-from fulltilt.rollout.engine import Engine, EngineLimits, NativeEngine
+from fulltilt.rollout.engine import Engine, EngineContext, EngineLimits, make_engine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.train.checkpoint import Checkpoint
 from fulltilt.train.optim import Optimizer, restore_parameters
@@ -298,7 +298,10 @@ def _assemble(
     plan = make_plan(config, facts, rollout=rollout, kept=kept)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = exporter(config, models.actor, tokenizer)
-    engine = NativeEngine(models.actor, tokenizer, ends, models.layers, limits(config, plan.budgets, device, longest)) if rollout else None
+    engine = None
+    if rollout:
+        context = EngineContext(models.actor, tokenizer, ends, models.layers, limits(config, plan.budgets, device, longest))
+        engine = make_engine(config.rollout.engine, context)
     return Parts(
         algorithm=algorithm,
         plan=plan,
@@ -425,7 +428,7 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(device: torch.device, models: Models, roles: Roles, engine: NativeEngine | None) -> Account:
+def make_account(device: torch.device, models: Models, roles: Roles, engine: Engine | None) -> Account:
     own = list(models.own().values())
     optimizers = [role.optimizer for role in (roles.actor, roles.critic) if role and role.optimizer]
     return Account(
@@ -434,7 +437,7 @@ def make_account(device: torch.device, models: Models, roles: Roles, engine: Nat
             "parameters": [*(partial(weights_of, model) for model in own), roles.residents.memory],
             **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
             **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
-            **({"kv": [lambda: (cache for caches in engine.runner.caches for cache in caches)]} if engine else {}),
+            **({"kv": [engine.memory]} if engine else {}),
             **({"activations": [offload.pages.memory for offload in roles.offloads]} if roles.offloads else {}),
         },
     )
