@@ -429,7 +429,7 @@ REAL = (
         (CAPITALS, "algorithm.loss=faults.py:root_of_zero"),
         (CAPITALS, FORCE),
         "1 of the actor's optimizer steps skipped because the gradient is not finite",
-        "check the model's weights and a loss or advantage of your own",
+        "check the model's weights and any loss or advantage of your own",
     ),
     Fault(
         "entropy-collapse",
