@@ -34,7 +34,8 @@ from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.verify import verify
 from fulltilt.records import Group, Prompt, Row
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
@@ -87,7 +88,13 @@ def set_up(settings: Settings) -> Setup:
     lengths = {sample: int(random.integers(1, settings.new_tokens + 1)) for sample in samples}
     blocks = settings.kv_bytes // (bytes_per_token(layers, model.dtype) * BLOCK)
     limits = EngineLimits(blocks, BLOCK, max_seqs=len(samples), max_batched_tokens=16384, cuda_graphs=cuda)
-    return Setup(model, NativeEngine(model, models.tokenizer(), frozenset({1}), layers, limits), Trainer(role, sft_loss), prompts, lengths)
+    return Setup(
+        model,
+        NativeEngine(EngineContext(model, models.tokenizer(), frozenset({1}), layers, limits)),
+        Trainer(role, sft_loss),
+        prompts,
+        lengths,
+    )
 
 
 def timed(work: Callable[[], Any], device: str) -> tuple[float, Any]:

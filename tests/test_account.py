@@ -28,7 +28,8 @@ from fulltilt.observe.health import GROWTH_STEPS, WARM_UP_STEPS, Health
 from fulltilt.observe.metrics import MetricsFile
 from fulltilt.records import MiniBatch, Prompt, Row
 from fulltilt.rollout.decode import refuse_waits
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer, optimizer_bytes
 from fulltilt.train.roles import Policy
@@ -61,7 +62,9 @@ def account_of(trainer: Trainer, engine: NativeEngine | None = None) -> Account:
 
 
 def engine_on(model: PreTrainedModel, blocks: int = 40, block_tokens: int = 8) -> NativeEngine:
-    return NativeEngine(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(blocks, block_tokens, 16, 128))
+    return NativeEngine(
+        EngineContext(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(blocks, block_tokens, 16, 128))
+    )
 
 
 def batch() -> MiniBatch:

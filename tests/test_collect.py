@@ -18,24 +18,24 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
-from fulltilt.rollout.collect import Filled, Kept, fill
+from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.surplus import pack, unpack
 
 # -- filling ----------------------------------------------------------------------------------------------------------------------------
 
 
-def group(number: int, step: int, useful: bool) -> Kept:
+def group(number: int, step: int, useful: bool) -> ScoredGroup:
     """A group of two, with different rewards if it is useful."""
     prompt = Prompt(uid=number, ids=np.array([number]), text="")
     samples = tuple(Sample(index, np.array([7]), np.array([-1.0], dtype=np.float32), "stop", "") for index in (0, 1))
-    return Kept(Group(prompt, samples), (Score(0.0), Score(float(useful))), step)
+    return ScoredGroup(Group(prompt, samples), (Score(0.0), Score(float(useful))), step)
 
 
-def is_useful(kept: Kept) -> bool:
+def is_useful(kept: ScoredGroup) -> bool:
     return kept.scores[0].value != kept.scores[1].value
 
 
-def uids(kept: Sequence[Kept]) -> list[int]:
+def uids(kept: Sequence[ScoredGroup]) -> list[int]:
     return [each.group.prompt.uid for each in kept]
 
 
@@ -45,13 +45,13 @@ class Rounds:
     def __init__(self, useful: Sequence[bool], per_round: int) -> None:
         self.groups = [group(number, 0, each) for number, each in enumerate(useful)]
         self.per_round = per_round
-        self.given: list[Kept] = []
+        self.given: list[ScoredGroup] = []
         self.asked: list[int] = []
 
-    def ask(self, number: int) -> Sequence[Kept]:
+    def ask(self, number: int) -> Sequence[ScoredGroup]:
         self.asked.append(number)
         found = [self.groups[(len(self.given) + place) % len(self.groups)] for place in range(self.per_round)]
-        found = [Kept(each.group, each.scores, len(self.asked)) for each in found]  # a prompt that comes again is another group
+        found = [ScoredGroup(each.group, each.scores, len(self.asked)) for each in found]  # a prompt that comes again is another group
         self.given += found
         return found
 
@@ -65,8 +65,8 @@ def test_over_many_steps_nothing_is_lost_repeated_or_reordered(
     useful: list[bool], per_round: int, wanted: int, max_rounds: int, steps: int
 ) -> None:
     rounds = Rounds(useful, per_round)
-    surplus: Sequence[Kept] = ()
-    used: list[Kept] = []
+    surplus: Sequence[ScoredGroup] = ()
+    used: list[ScoredGroup] = []
     for _ in range(steps):
         rounds.asked.clear()
         before = len(rounds.given)
@@ -85,7 +85,7 @@ def test_over_many_steps_nothing_is_lost_repeated_or_reordered(
     assert [*used, *surplus] == [each for each in rounds.given if is_useful(each)]
 
 
-def filled(wanted: int, surplus: Sequence[Kept], useful: str, per_round: int, max_rounds: int) -> Filled:
+def filled(wanted: int, surplus: Sequence[ScoredGroup], useful: str, per_round: int, max_rounds: int) -> StepGroups:
     return fill(wanted, surplus, Rounds([each == "u" for each in useful], per_round).ask, is_useful, max_rounds)
 
 
@@ -136,18 +136,18 @@ scores = st.builds(
 
 
 @st.composite
-def kept_groups(draw: Callable[..., object]) -> Kept:
+def kept_groups(draw: Callable[..., object]) -> ScoredGroup:
     drawn = draw(st.lists(st.tuples(samples, scores), max_size=3))
     assert isinstance(drawn, list)
     ids = np.random.default_rng(len(drawn)).integers(0, 2**40, 100)
     uid, step = draw(st.integers(0, 3)), draw(st.integers(0, 10**6))
     assert isinstance(uid, int) and isinstance(step, int)
     made = tuple(Sample(index, ids[: len(values)], values, finish, text) for index, ((values, finish, text), _) in enumerate(drawn))
-    return Kept(Group(PROMPTS[uid], made), tuple(score for _, score in drawn), step)
+    return ScoredGroup(Group(PROMPTS[uid], made), tuple(score for _, score in drawn), step)
 
 
-def same(one: Kept, other: Kept) -> bool:
-    def plain(kept: Kept) -> object:
+def same(one: ScoredGroup, other: ScoredGroup) -> bool:
+    def plain(kept: ScoredGroup) -> object:
         return (
             kept.step,
             kept.group.prompt.uid,
@@ -161,7 +161,7 @@ def same(one: Kept, other: Kept) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(kept_groups(), max_size=5))
-def test_groups_come_back_bit_for_bit(kept: list[Kept]) -> None:
+def test_groups_come_back_bit_for_bit(kept: list[ScoredGroup]) -> None:
     arrays, described = pack(kept)
     stored = json.loads(json.dumps(described))
     assert json.dumps(stored, ensure_ascii=False).encode()  # even where the JSON is written as it is, it is UTF-8
@@ -179,7 +179,7 @@ def test_the_hard_cases_by_name() -> None:
         Sample(1, np.zeros(0, np.int64), np.zeros(0, np.float32), "length", ""),
     )
     score = Score(0.1, {"minus": -0.0, "third": 1 / 3}, answer="\ud83d\ude00")
-    kept = Kept(Group(PROMPTS[2], made), (score, Score(0.0, error="Traceback \ud83d\ude00")), 12)
+    kept = ScoredGroup(Group(PROMPTS[2], made), (score, Score(0.0, error="Traceback \ud83d\ude00")), 12)
     arrays, described = pack([kept])
     (found,), _ = unpack(arrays, json.loads(json.dumps(described)), PROMPTS)
     assert same(found, kept)
@@ -197,7 +197,7 @@ def test_nothing_carried_over_is_nothing_again() -> None:
 
 
 def test_groups_of_prompts_that_are_gone_are_left_out_and_counted() -> None:
-    kept = [Kept(group(uid, 3, useful=True).group, (Score(0.0), Score(1.0)), 3) for uid in (5, 6, 7)]
+    kept = [ScoredGroup(group(uid, 3, useful=True).group, (Score(0.0), Score(1.0)), 3) for uid in (5, 6, 7)]
     arrays, described = pack(kept)
     five, six, seven = (each.group.prompt for each in kept)
     other_row = Prompt(uid=6, ids=np.array([60]), text="")

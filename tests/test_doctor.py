@@ -21,6 +21,7 @@ from fulltilt import doctor
 from fulltilt.doctor import Finding, Report, examine, in_range
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.observe import health
+from fulltilt.words import in_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -78,7 +79,7 @@ def test_devices_as_torch_sees_them(report: Report) -> None:
 
 def test_how_much_can_be_pinned(report: Report) -> None:
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    words = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit / 2**20:.1f} MiB"
+    words = "unlimited" if limit == resource.RLIM_INFINITY else in_bytes(limit)
     assert f"ulimit -l: {words}" in finding(report, "pinned memory").detail
     if not torch.cuda.is_available():
         broken = doctor.examine_pinning()  # tried where there is really nothing to pin for
@@ -88,7 +89,7 @@ def test_how_much_can_be_pinned(report: Report) -> None:
 
 def test_memory_is_what_a_run_would_go_by(report: Report) -> None:
     """Within the limits of all groups of processes that this one is in, however deep."""
-    told = float(re.match(r"(\d+\.\d) GiB can be had of \d+\.\d GiB$", finding(report, "memory").detail)[1])
+    told = float(re.match(r"(\d+\.\d) GiB available of \d+\.\d GiB$", finding(report, "memory").detail)[1])
     assert told == pytest.approx(free_host_bytes() / 2**30, abs=4)  # other programs run beside the test
 
 
@@ -106,7 +107,7 @@ def test_the_memory_of_a_run_by_phase(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "memory_gib/gen/k')
     assert [(found.name, found.status, found.detail) for found in doctor.examine_memory_of(tmp_path)] == [
         ("memory/gen", "ok", "in step 7: parameters 14.2 GiB, kv 40.0 GiB, peak 71.2 GiB"),
-        ("memory/update_actor", "ok", "in step 7: parameters 14.2 GiB, optimizer 0.5 MiB, host 84.9 GiB"),
+        ("memory/update_actor", "ok", "in step 7: parameters 14.2 GiB, optimizer 512.0 KiB, host 84.9 GiB"),
         ("memory", "ok", "in step 7: process 91.0 GiB"),
     ]
 

@@ -37,7 +37,8 @@ from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import BURST, refuse_waits
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
 
@@ -367,7 +368,9 @@ def test_rows_of_a_width_that_torch_does_not_group(tmp_path: Path) -> None:
 
 
 def engine_of(model: PreTrainedModel, folder: Path, limits: EngineLimits) -> NativeEngine:
-    return NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+    return NativeEngine(
+        EngineContext(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+    )
 
 
 def limits(*, graphs: bool) -> EngineLimits:
@@ -437,7 +440,9 @@ class TestOnGpu:
             add_adapters(model, settings(family), seed=3)
             stir(model)
         assert experts.why_not_captured(model) is None
-        engines = [NativeEngine(model, models.tokenizer(), frozenset(), layers, limits(graphs=graphs)) for graphs in (True, False)]
+        engines = [
+            NativeEngine(EngineContext(model, models.tokenizer(), frozenset(), layers, limits(graphs=graphs))) for graphs in (True, False)
+        ]
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message="rollout.cuda_graphs")
             captured, eager = (draw(engine, sampling) for engine in engines)
@@ -453,7 +458,7 @@ class TestOnGpu:
     def test_empty_rows_of_a_graph_disturb_nobody(self, family: str, model_folders) -> None:
         """Five samples in a graph of eight rows."""
         model = load_model(ModelConfig(path=str(model_folders(family)), dtype="bfloat16"), GPU)
-        engine = NativeEngine(model, models.tokenizer(), frozenset(), verify(model), limits(graphs=True))
+        engine = NativeEngine(EngineContext(model, models.tokenizer(), frozenset(), verify(model), limits(graphs=True)))
         groups = draw(engine, Sampling(max_new_tokens=4 * BURST + 1), 5)
         assert engine.decoder.captures > 0
         assert trainer_gap(model, groups) < 0.02
@@ -525,7 +530,8 @@ class TestOnGpu:
         model = load_model(ModelConfig(path=str(folder), dtype="bfloat16"), GPU)
         layers, sampling = verify(model), Sampling(max_new_tokens=4 * BURST + 1)
         plain, broken, after = (
-            NativeEngine(model, models.tokenizer(), frozenset(), layers, limits(graphs=graphs)) for graphs in (False, True, True)
+            NativeEngine(EngineContext(model, models.tokenizer(), frozenset(), layers, limits(graphs=graphs)))
+            for graphs in (False, True, True)
         )
         expected = draw(plain, sampling)
         plain.release()
@@ -547,7 +553,9 @@ class TestOnGpu:
         assert after.decoder.captures > 0 and after.decoder.eager_reason is None
         after.release()
         del broken, after
-        strict = NativeEngine(model, models.tokenizer(), frozenset(), layers, replace(limits(graphs=True), graphs_required=True))
+        strict = NativeEngine(
+            EngineContext(model, models.tokenizer(), frozenset(), layers, replace(limits(graphs=True), graphs_required=True))
+        )
         hook = model.base_model.layers[1].register_forward_hook(wait)
         with pytest.raises(UserError, match="no graph can hold the model"):
             draw(strict, sampling)
@@ -558,7 +566,7 @@ class TestOnGpu:
         held = torch.cuda.memory_reserved()
         for _ in range(3):  # what a failed capture holds must not add up
             hook = model.base_model.layers[1].register_forward_hook(wait)
-            again = NativeEngine(model, models.tokenizer(), frozenset(), layers, limits(graphs=True))
+            again = NativeEngine(EngineContext(model, models.tokenizer(), frozenset(), layers, limits(graphs=True)))
             with pytest.warns(UserWarning, match="cannot be captured"):
                 draw(again, sampling)
             hook.remove()

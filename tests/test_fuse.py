@@ -25,7 +25,8 @@ from fulltilt.model.lora import adapted, add_adapters, export_merged, without_ad
 from fulltilt.model.verify import packed_logprobs, run_packed, verify
 from fulltilt.records import Prompt
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
 
@@ -162,7 +163,7 @@ class TestEveryKnownFamily:
         prompts = [Prompt(uid=number, ids=document[:5], text="") for number, document in enumerate((DOCUMENTS[0], DOCUMENTS[2]))]
         drawn = []
         for model in (fused, plain):
-            engine = NativeEngine(model, models.tokenizer(), ends, verify(model), limits)
+            engine = NativeEngine(EngineContext(model, models.tokenizer(), ends, verify(model), limits))
             groups = collect(engine, prompts, Sampling(samples=1, max_new_tokens=10, temperature=0.0), 5, lambda group: None)
             drawn.append([sample.ids.tolist() for group in groups for sample in group.samples])
             for group in groups:

@@ -40,7 +40,8 @@ from fulltilt.plan import Facts, make_plan
 from fulltilt.records import MiniBatch, UserError
 from fulltilt.rollout import runner as runner_file
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.checkpoint import CheckpointStore
 
@@ -447,7 +448,7 @@ def test_the_engine_holds_the_cache_during_the_update_only_if_told_to(folder: Pa
 
 def make_engine(folder: Path, dtype: str = "float32") -> NativeEngine:
     model = model_of(folder, dtype)
-    return NativeEngine(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(65, 7, 16, 64))
+    return NativeEngine(EngineContext(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(65, 7, 16, 64)))
 
 
 def sampled(engine: NativeEngine) -> list[list[int]]:

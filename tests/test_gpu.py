@@ -34,7 +34,8 @@ from fulltilt.model.scalar import load_scalar
 from fulltilt.model.verify import packed_logprobs, verify, verify_body
 from fulltilt.records import Prompt, Row
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, annotate_all
@@ -62,7 +63,9 @@ def documents() -> list[np.ndarray]:
 
 
 def engine_on(model: Any, folder: Path, limits: EngineLimits) -> NativeEngine:
-    return NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+    return NativeEngine(
+        EngineContext(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

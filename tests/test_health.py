@@ -176,7 +176,7 @@ def test_a_streak_warns_once_and_stops_at_patience() -> None:
     health = Health(HealthConfig(patience=3))
     first = health.look(7, CLIPPED)
     (warning,) = first.warnings
-    assert warning.startswith("step 7: all-clipped: 100.0% of the responses were cut, more than health.max_clip_ratio = 0.99;")
+    assert warning.startswith("step 7: all-clipped: 100.0% of the responses were cut off, more than health.max_clip_ratio = 0.99;")
     assert "If this lasts for 2 steps more, the run stops." in warning and "raise rollout.max_new_tokens" in warning
     assert first.stop is None and not first.may_save
     assert health.look(8, CLIPPED) == Verdict(("all-clipped",), (), None, may_save=False)
@@ -192,7 +192,7 @@ def test_recovery_is_told_and_counts_from_the_start_again() -> None:
     health = Health(HealthConfig(patience=2))
     health.look(1, CLIPPED)
     well = health.look(2, WELL)
-    assert well.warnings == ("step 2: all-clipped has passed, after 1 step",) and well.may_save
+    assert well.warnings == ("step 2: all-clipped no longer holds, after 1 step",) and well.may_save
     assert health.streaks == {}
     again = health.look(3, CLIPPED)
     assert again.stop is None and len(again.warnings) == 1
@@ -219,14 +219,14 @@ def test_several_rules_count_for_themselves() -> None:
     assert health.streaks == {"all-clipped": 3, "reward-errors": 2}
     fourth = health.look(4, {**FAILING, "response_length/clip_ratio": 1.0})
     assert fourth.stop and "all-clipped for 4 steps" in fourth.stop and "reward-errors for 3 steps" in fourth.stop
-    assert health.look(5, FAILING).warnings == ("step 5: all-clipped has passed, after 4 steps",)
+    assert health.look(5, FAILING).warnings == ("step 5: all-clipped no longer holds, after 4 steps",)
 
 
 def test_only_warning_never_stops_and_keeps_no_checkpoint_back() -> None:
     health = Health(HealthConfig(patience=2, stop=False))
     verdicts = [health.look(step, CLIPPED) for step in range(1, 5)]
     assert [len(verdict.warnings) for verdict in verdicts] == [1, 0, 0, 0]
-    assert "The run goes on, since health.stop is off." in verdicts[0].warnings[0]
+    assert "The run continues because health.stop is off." in verdicts[0].warnings[0]
     assert all(verdict.stop is None and verdict.may_save and verdict.sick == ("all-clipped",) for verdict in verdicts)
 
 
@@ -246,8 +246,8 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(cut: int) -> None:
 
 def test_who_resumes_in_the_middle_of_a_streak_is_told_again() -> None:
     (warning,) = Health(HealthConfig(), {"all-clipped": 4}).look(30, CLIPPED).warnings
-    assert "If this lasts for 5 steps more, the run stops (it has held for 5 steps by now)." in warning
-    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).warnings == ("step 30: all-clipped has passed, after 4 steps",)
+    assert "If this lasts for 5 steps more, the run stops (it has held for 5 steps so far)." in warning
+    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).warnings == ("step 30: all-clipped no longer holds, after 4 steps",)
 
 
 def test_saved_streaks_of_rules_that_are_ignored_now_are_dropped() -> None:
@@ -284,9 +284,9 @@ def test_growth_in_every_step_warns_and_never_stops() -> None:
         f"step {step}: memory-growth: memory held has grown in every step: other at the end of update_actor by 5.00 to 6.00 GiB "
         "in 10 steps; something keeps"
     )
-    assert "The run goes on: this rule only warns. Remedy: look for what" in text
+    assert "The run continues: this rule only warns. Remedy: look for data" in text
     (passed,) = grow(health, [1.0], first=step + 4)
-    assert passed.warnings == (f"step {step + 4}: memory-growth has passed, after 4 steps",)
+    assert passed.warnings == (f"step {step + 4}: memory-growth no longer holds, after 4 steps",)
 
 
 @pytest.mark.parametrize(
@@ -352,7 +352,7 @@ def test_the_error_names_cause_remedy_and_checkpoint() -> None:
     assert stop and stop.startswith("the run stopped itself after step 30\n  reward-errors for 1 step in a row: the reward of 64 of 64 ")
     assert "Remedy: read the run's reward_errors.jsonl" in stop
     where = last_good(20, Path("runs/mine/checkpoints"))
-    assert where.startswith("The last good checkpoint is runs/mine/checkpoints/step-00000020. Mend the cause")
+    assert where.startswith("The last good checkpoint is runs/mine/checkpoints/step-00000020. Fix the cause")
     assert "The newest checkpoint, saved while it held, is mine/step-00000030." in last_good(30, Path("mine"), good=False)
     assert issubclass(Unhealthy, UserError)
 
@@ -413,7 +413,7 @@ REAL = (
         (CAPITALS, "reward.function=faults.py:constant_later"),
         (CAPITALS, "reward.function=reward.py:score", FORCE),
         "no group of this step has two different rewards: every sample got 0.5",
-        "mend a reward that cannot tell samples apart",
+        "fix a reward that cannot tell samples apart",
         well=2,
     ),
     Fault(
@@ -428,8 +428,8 @@ REAL = (
         "not-finite",
         (CAPITALS, "algorithm.loss=faults.py:root_of_zero"),
         (CAPITALS, FORCE),
-        "1 of the actor's optimizer steps left out for a gradient that is not finite",
-        "check the model's weights and a loss or advantage of your own",
+        "1 of the actor's optimizer steps skipped because the gradient is not finite",
+        "check the model's weights and any loss or advantage of your own",
     ),
     Fault(
         "entropy-collapse",
@@ -453,7 +453,7 @@ REAL = (
         "all-clipped",
         ("rollout.max_new_tokens=2", "health.max_clip_ratio=0.8"),  # a random model happens to draw the end token now and then
         (CAPITALS, "rollout.max_new_tokens=16", FORCE),
-        r"[\d.]+% of the responses were cut, more than health.max_clip_ratio = 0.8",
+        r"[\d.]+% of the responses were cut off, more than health.max_clip_ratio = 0.8",
         "raise rollout.max_new_tokens; if no response ever ends, check the chat template and the end token, or set rollout.stop",
     ),
     Fault(
@@ -502,14 +502,14 @@ def test_a_run_made_to_fail_names_its_cause_and_goes_on_once_mended(tmp_path: Pa
     saved = fault.well or stop
     assert list(runs.checkpoints(folder)) == (list(range(1, saved + 1)) if fault.well else [stop])
     said = "The last good checkpoint is" if fault.well else "The newest checkpoint, saved while it held, is"
-    assert f"{said} run/checkpoints/step-{saved:08d}. Mend the cause" in message
+    assert f"{said} run/checkpoints/step-{saved:08d}. Fix the cause" in message
     assert [line["step"] for line in runs.metrics(folder)] == list(range(1, stop + 1))
     before = runs.metrics(folder)[:saved]
 
     mended = runs.command_here(folder, "train", "run.toml", *QUICK, *fault.mended)
     assert mended.code == 0, mended.error
     assert f"going on from step {saved}" in mended.out
-    assert (f"step {saved + 1}: {fault.rule} has passed" in mended.error) == (not fault.well)
+    assert (f"step {saved + 1}: {fault.rule} no longer holds" in mended.error) == (not fault.well)
     assert runs.metrics(folder)[:saved] == before
     assert [line["step"] for line in runs.metrics(folder)] == list(range(1, 7))
     assert list(runs.checkpoints(folder))[-1] == 6
@@ -546,7 +546,7 @@ def test_a_fault_that_passes_costs_only_its_own_checkpoints(tmp_path: Path, mode
     options = (CAPITALS, "reward.function=faults.py:constant_later", "health.patience=3")
     trained = runs.train(folder, *QUICK, *options)
     assert trained.summary.steps == 6
-    assert "step 3: no-variance: " in trained.said and "step 5: no-variance has passed, after 2 steps" in trained.said
+    assert "step 3: no-variance: " in trained.said and "step 5: no-variance no longer holds, after 2 steps" in trained.said
     assert list(runs.checkpoints(folder)) == [1, 2, 5, 6]
 
 
@@ -554,7 +554,7 @@ def test_a_run_that_only_warns_goes_on_and_saves(tmp_path: Path, model_folders: 
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     quick = [option for option in QUICK if not option.startswith("health.")]
     trained = runs.train(folder, *quick, CAPITALS, "reward.function=faults.py:constant_later", "health.stop=false", "run.steps=4")
-    assert trained.said.count("no-variance") == 1 and "The run goes on, since health.stop is off." in trained.said
+    assert trained.said.count("no-variance") == 1 and "The run continues because health.stop is off." in trained.said
     assert list(runs.checkpoints(folder)) == [1, 2, 3, 4]
 
 

@@ -372,7 +372,7 @@ def test_a_server_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
         opened = open_loggers(LogConfig(to=["mlflow"]), tmp_path, SETTINGS, 5, warned.append)
         opened.log(6, {"x": 1.0})
         opened.close()
-    assert warned == ["log.to: mlflow is switched off, it cannot start: it did not start within 0 s. metrics.jsonl has every number"]
+    assert warned == ["log.to: mlflow is switched off because it cannot start: it did not start within 0 s. metrics.jsonl has every number"]
 
 
 class Stuck:

@@ -21,7 +21,8 @@ from fulltilt.model.lora import adapted, add_adapters, export_adapter, export_me
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
 
@@ -66,7 +67,9 @@ def own_logprobs(model: torch.nn.Module) -> torch.Tensor:
 
 
 def roll(model: PreTrainedModel, folder: Path, temperature: float) -> tuple[Group, ...]:
-    engine = NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), LIMITS)
+    engine = NativeEngine(
+        EngineContext(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), LIMITS)
+    )
     return collect(engine, PROMPTS, Sampling(samples=2, max_new_tokens=14, temperature=temperature), 5, lambda group: None)
 
 

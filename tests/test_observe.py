@@ -101,7 +101,7 @@ def test_a_metrics_file_edited_by_hand_is_a_warning(tmp_path: Path) -> None:
     metrics.path.write_bytes(metrics.path.read_bytes() + b" " * 3)
     metrics.append(3, {"x": 3})
     warning = metrics.truncate(offset + 2)
-    assert warning and "was changed" in warning
+    assert warning and "has changed" in warning
     assert metrics.offset() == offset
 
 

@@ -133,7 +133,7 @@ def test_stopped_twice_then_gone_on(tmp_path: Path, untouched: Path, model_folde
         reached = last
         assert list(runs.checkpoints(folder))[-1] == last
         assert f"stopped after step {last} and saved" in said
-        assert "go on with: fulltilt train run.toml --json" in said
+        assert "resume with: fulltilt train run.toml --json" in said
         assert "Traceback" not in said
     finish(folder)
     runs.assert_equal_runs(folder, untouched)

@@ -25,10 +25,12 @@ from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import Decoder
-from fulltilt.rollout.engine import EngineLimits, NativeEngine, StopStrings
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling, draw, sample_seed
+from fulltilt.rollout.stop_strings import StopStrings
 
 CPU = torch.device("cpu")
 ROOMY = EngineLimits(blocks=600, block_tokens=16, max_seqs=256, max_batched_tokens=4096)
@@ -43,12 +45,14 @@ OTHERS = {
 
 def make_engine(folder, limits: EngineLimits = ROOMY) -> NativeEngine:
     model = load_model(ModelConfig(path=str(folder)), CPU)
-    return NativeEngine(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+    return NativeEngine(
+        EngineContext(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), limits)
+    )
 
 
 def with_limits(engine: NativeEngine, limits: EngineLimits) -> NativeEngine:
-    layers = dict(enumerate(engine.runner._layers))
-    return NativeEngine(engine.runner.model, engine.tokenizer, engine.end_tokens, layers, limits)
+    layers = dict(enumerate(engine.runner.layers))
+    return NativeEngine(EngineContext(engine.runner.model, engine.tokenizer, engine.end_tokens, layers, limits))
 
 
 def random_prompts(count: int, seed: int = 0) -> list[Prompt]:
@@ -307,7 +311,7 @@ def test_a_large_cache_takes_memory_only_where_it_is_written(model_folders) -> N
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     engine = make_engine(model_folders("llama-tied"))
-    per_block = engine.limits.block_tokens * bytes_per_token(dict(enumerate(engine.runner._layers)), engine.runner.model.dtype)
+    per_block = engine.limits.block_tokens * bytes_per_token(dict(enumerate(engine.runner.layers)), engine.runner.model.dtype)
     large = with_limits(engine, replace(ROOMY, blocks=(4 << 30) // per_block))
     before = resident()
     large.runner.acquire()
@@ -336,7 +340,7 @@ def test_every_end_token_of_the_generation_config_ends_a_sample(tmp_path: Path) 
     config, tokenizer = ModelConfig(path=str(tmp_path)), models.tokenizer()
     model, ends = load_model(config, CPU), end_tokens(config, tokenizer)
     assert ends == {1, 20, 33, 47}
-    engine = NativeEngine(model, tokenizer, ends, verify(model), ROOMY)
+    engine = NativeEngine(EngineContext(model, tokenizer, ends, verify(model), ROOMY))
     samples = [s for g in generate(engine, random_prompts(8), Sampling(samples=8, max_new_tokens=40)) for s in g.samples]
     ended = [int(s.ids[-1]) for s in samples if s.finish == "stop"]
     assert len(set(ended)) >= 3 and set(ended) <= ends
@@ -366,12 +370,16 @@ def test_stop_strings_across_token_borders(model_folders) -> None:
 def test_forced_lengths_are_reached_exactly_and_change_nothing_else(model_folders) -> None:
     """Samples with a forced length go on through end tokens and stop strings; the others are as without."""
     engine = make_engine(model_folders("llama"))
-    engine = NativeEngine(engine.runner.model, engine.tokenizer, frozenset(range(20, 40)), dict(enumerate(engine.runner._layers)), ROOMY)
+    engine = NativeEngine(
+        EngineContext(engine.runner.model, engine.tokenizer, frozenset(range(20, 40)), dict(enumerate(engine.runner.layers)), ROOMY)
+    )
     prompts, sampling = random_prompts(4), Sampling(samples=3, max_new_tokens=24, stop=("a", "b", "c"))
     lengths = {(uid, index): 1 + (7 * uid + 13 * index) % 24 for uid in range(4) for index in (0, 2)} | {(99, 0): 5}
     free = generate(engine, prompts, sampling)
     for limits in (ROOMY, TIGHT):
-        runner = NativeEngine(engine.runner.model, engine.tokenizer, engine.end_tokens, dict(enumerate(engine.runner._layers)), limits)
+        runner = NativeEngine(
+            EngineContext(engine.runner.model, engine.tokenizer, engine.end_tokens, dict(enumerate(engine.runner.layers)), limits)
+        )
         groups = {group.prompt.uid: group for group in runner.generate(prompts, sampling, 5, lengths)}
         for without in free:
             for before, after in zip(without.samples, groups[without.prompt.uid].samples, strict=True):

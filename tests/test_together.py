@@ -31,7 +31,8 @@ from fulltilt.model.load import load_model
 from fulltilt.model.verify import random_documents, run_packed, verify
 from fulltilt.records import Group, MiniBatch, Prompt, Row
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.engine import EngineLimits, NativeEngine
+from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
@@ -199,7 +200,7 @@ def test_only_passes_over_packed_documents_are_compiled(model_folders: ModelFold
     monkeypatch.setattr(compiled, "BACKEND", watched)
     torch._dynamo.reset()  # what was compiled otherwise, of the same classes, would be found again
     model = model_of(model_folders("qwen2"))
-    engine = NativeEngine(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(60, 4, 8, 64))
+    engine = NativeEngine(EngineContext(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(60, 4, 8, 64)))
     sampling, prompt = Sampling(samples=2, max_new_tokens=8), Prompt(0, np.array([3, 4, 5]), "")
     own = collect(engine, [prompt], sampling, 0, lambda group: None)
     compile_and_compare(model)

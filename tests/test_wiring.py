@@ -43,8 +43,8 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
-from fulltilt.rollout.collect import Kept
-from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -404,7 +404,7 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
 def test_rows_train_every_sampled_token_and_no_other() -> None:
     prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
     sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
-    kept = Kept(Group(prompt, (sample,)), (Score(0.5),), step=3)
+    kept = ScoredGroup(Group(prompt, (sample,)), (Score(0.5),), step=3)
     (row,) = make_rows(
         [kept], presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True
     )

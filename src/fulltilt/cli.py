@@ -1,7 +1,8 @@
 """The command line.
 
-Enters: arguments. Leaves: an exit code: 0 done, 2 a mistake the user can mend (said without a traceback), 1 ours, 130 stopped by Ctrl-C
-after saving. Guaranteed: torch is imported only by commands that need it, so help and configuration mistakes are quick.
+Enters: arguments. Leaves: an exit code: 0 for success, 2 for an error that the user can fix (reported without a traceback), 1 for any
+other failure, 130 after Ctrl-C, which saves first. Guaranteed: torch is imported only by commands that need it, so help and configuration
+errors are quick.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from typer.core import TyperGroup
 
 import fulltilt
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 if TYPE_CHECKING:
     from fulltilt.config import Config
 
 
-READER_GONE = 141  # as shells have it: 128 and the number of the signal that a pipe without a reader sends
+READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
 class Commands(TyperGroup):
-    """Ctrl-C outside the steps of a run, which have their own answer to it, is answered too; and that nobody reads on (`| head`) is no
-    fault."""
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves. A closed pipe (`| head`) is not an error."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,7 +42,7 @@ class Commands(TyperGroup):
             print("stopped", file=sys.stderr)
             raise
         except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the end, when Python writes what is left)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open until Python has flushed its streams at exit)
             raise typer.Exit(READER_GONE) from None
 
 
@@ -58,12 +59,13 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's configuration; docs/reference.md lists every key.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The configuration of the run. docs/reference.md lists every key.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Values that replace the file's: run.steps=10", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Overrides for keys of the file, for example run.steps=10.", show_default=False),
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON for machines on standard output, words for people on standard error.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Only warnings and errors.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and text for people on standard error.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
 
 BenchModel = Annotated[
     str | None,
@@ -117,7 +119,7 @@ def common(
 
 
 def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
-    """`logged`: the command feeds the loggers that the run names, so they must be able to start."""
+    """Read and check a configuration. `logged`: the command uses the run's loggers, so they must be able to start."""
     from fulltilt import config
     from fulltilt.algo import presets
     from fulltilt.observe import loggers
@@ -129,19 +131,19 @@ def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Con
 @app.command()
 def demo(
     folder: Annotated[
-        Path, typer.Option("--dir", help="Where model, data and runs go; what an earlier demo left there is replaced.")
+        Path, typer.Option("--dir", help="Folder for the model, the data and the runs. An earlier demo in it is replaced.")
     ] = Path("runs/demo"),
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Teach a small model arithmetic on this machine: SFT, then GRPO, in about three minutes on two cores."""
+    """Teach a small model arithmetic on this machine: SFT, then GRPO. Takes about three minutes on two CPU cores."""
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
     summary = demonstration.run(folder, Console(json=as_json, quiet=quiet))
     print(json.dumps(summary.as_json()) if as_json else summary.line())
     if summary.reward_last < demonstration.LEARNED:
-        print(f"it should have reached {demonstration.LEARNED}: something is wrong here", file=sys.stderr)
+        print(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", file=sys.stderr)
         raise typer.Exit(1)
 
 
@@ -149,11 +151,11 @@ def demo(
 def train(
     run: RunFile,
     overrides: Overrides = None,
-    check: Annotated[bool, typer.Option("--check", help="Only check configuration, reward and data, then stop.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Check the configuration, the reward and the data, then stop.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train as RUN.toml says. A run that was stopped or killed goes on from its last checkpoint: give the same command again."""
+    """Train a model as RUN.toml describes. To resume an interrupted run from its last checkpoint, repeat the command."""
     config = read_config(run, overrides, logged=True)
     if check:
         from fulltilt.cluster.checks import find_mistakes
@@ -171,10 +173,10 @@ def train(
     if summary.interrupted:
         saved = "and saved" if summary.steps else "with nothing to save yet"
         print(f"stopped after step {summary.steps} {saved}", file=sys.stderr)
-        print(f"go on with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
+        print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {summary.steps} step{'' if summary.steps == 1 else 's'} in {summary.dir}"
+        f"done: {many(summary.steps, 'step')} in {summary.dir}"
         + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
         + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
     )
@@ -184,11 +186,11 @@ def train(
 def evaluate(
     run: RunFile,
     overrides: Overrides = None,
-    latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint of run.dir instead of model.path.")] = False,
+    latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint in run.dir instead of model.path.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Score a model on data.val, sampling as the eval section says (for SFT: its loss there)."""
+    """Score a model on data.val. It samples as the eval section says. For SFT it measures the loss."""
     config = read_config(run, overrides, logged=False)
     from fulltilt import loop
     from fulltilt.observe.console import Console
@@ -205,15 +207,15 @@ def evaluate(
 def doctor(
     run: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN_DIR", help="A run's folder: also what its newest step has measured of memory.", show_default=False),
+        typer.Argument(metavar="RUN_DIR", help="The folder of a run. Adds the memory that its newest step used.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is installed and usable here, and why not."""
+    """Report what is installed and usable here, and what is missing."""
     from fulltilt import doctor as examination
 
     if run is not None and not run.is_dir():
-        raise UserError(f"{run}: no such folder. Give a run's folder (its run.dir), or nothing")
+        raise UserError(f"{run}: no such folder. Give the folder of a run (its run.dir), or nothing")
     report = examination.examine(run)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
@@ -227,26 +229,31 @@ def doctor(
 def plot(
     sources: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or JSON files that this or `bench learn` wrote.", show_default=False),
+        typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or JSON files written by `plot` or `bench learn`.", show_default=False),
     ],
     out: Annotated[
-        Path, typer.Option(metavar="FILE", help="A .png, beside which the numbers go as .json; or a .json alone.", show_default=False)
+        Path,
+        typer.Option(
+            metavar="FILE",
+            help="FILE.png for a picture and FILE.json with its numbers, or FILE.json for the numbers alone.",
+            show_default=False,
+        ),
     ],
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help="One panel for each: docs/metrics.md. Default: rewards or losses, whichever there are.", show_default=False
+            metavar="NAME", help="A metric of docs/metrics.md; one panel for each. Default: the rewards, or the losses.", show_default=False
         ),
     ] = None,
-    against: Annotated[str, typer.Option(metavar="step|seconds", help="What runs from left to right.")] = "step",
-    smooth: Annotated[int, typer.Option(min=1, help="Draw means over so many steps.")] = 1,
-    title: Annotated[str, typer.Option(help="Above the picture.", show_default=False)] = "",
+    against: Annotated[str, typer.Option(metavar="step|seconds", help="The horizontal axis.")] = "step",
+    smooth: Annotated[int, typer.Option(min=1, help="Average each line over this many steps.")] = 1,
+    title: Annotated[str, typer.Option(help="Title of the picture.", show_default=False)] = "",
 ) -> None:
-    """Draw numbers of runs, one line a run: a PNG, and every point as JSON."""
+    """Plot metrics of runs, one line per run, as a PNG and as JSON."""
     from fulltilt.observe import plot as drawing
 
     if against not in drawing.AGAINST:
-        raise UserError(f"--against {against}: {' or '.join(drawing.AGAINST)}")
+        raise UserError(f"--against {against}: choose {' or '.join(drawing.AGAINST)}")
     drawing.files(out)
     for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
         print(f"wrote {path}")
@@ -506,13 +513,13 @@ def measure(benchmark: ModuleType, asked: Any, *, out: Path | None, as_json: boo
 def prove(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KNOB", help="Only these, by our, verl's or ChatLearn's name. Default: all.", show_default=False),
+        typer.Argument(metavar="KNOB", help="Knobs to prove, by fulltilt's, verl's or ChatLearn's name. Default: all.", show_default=False),
     ] = None,
     device: BenchDevice = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run each performance knob both ways on this machine: what it changes, and that gradients stay what they were."""
+    """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
     from fulltilt.bench import report
     from fulltilt.proofs import run as proofs
 
@@ -521,14 +528,14 @@ def prove(
         try:
             for record in proofs.prove(words or [], device, say):
                 records.append(record)
-        except KeyboardInterrupt as interrupt:  # what was found until then is not lost
+        except KeyboardInterrupt as interrupt:  # show what was found so far
             stopped = interrupt
     if as_json:
         print(json.dumps([record.as_json() for record in records], indent=1))
     else:
         proofs.show(records)
     if stopped is not None:
-        print(f"stopped after {len(records)} proofs", file=sys.stderr)
+        print(f"stopped after {many(len(records), 'proof')}", file=sys.stderr)
         raise stopped
     if any(record.holds is False for record in records):
         raise typer.Exit(1)
@@ -537,24 +544,25 @@ def prove(
 @app.command()
 def knobs(
     words: Annotated[
-        list[str] | None, typer.Argument(metavar="WORD", help="Only knobs whose name or alias holds one of these.", show_default=False)
+        list[str] | None,
+        typer.Argument(metavar="WORD", help="Show only knobs whose name or alias contains one of these words.", show_default=False),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the performance knobs: what each is called here, in verl and in ChatLearn, and what it must change."""
+    """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change."""
     from fulltilt import knobs as ledger
 
     names = {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in ledger.LEDGER}
     chosen = [knob for knob in names if not words or any(word.lower() in name for word in words for name in names[knob])]
     if not chosen:
-        raise UserError(f"no knob or alias holds {' or '.join(words or [])}. `fulltilt knobs` lists all")
+        raise UserError(f"no knob or alias contains {' or '.join(words or [])}. `fulltilt knobs` lists all knobs")
     if as_json:
         print(json.dumps([asdict(knob) | {"state": knob.state} for knob in chosen], indent=1))
     elif words:
         print("\n\n".join(ledger.describe(knob) for knob in chosen))
     else:
         print("\n".join(f"{knob.name:<36} {knob.state:<10} {knob.must_change}" for knob in chosen))
-        print("\n`fulltilt knobs WORD` shows all about the knobs whose name or alias holds WORD")
+        print("\n`fulltilt knobs WORD` describes the knobs whose name or alias contains WORD")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from fulltilt import knobs
-from fulltilt.records import UserError
+from fulltilt.records import EngineName, UserError
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -157,7 +157,7 @@ class RolloutConfig(Section):
     """Sample among the k likeliest tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
-    engine: Literal["native"] = "native"
+    engine: EngineName = "native"
     """The engine that generates."""
     kv_bytes: Positive | Auto = "auto"
     """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. Not together with memory_fraction."""

@@ -1,7 +1,7 @@
 """The demo: a small random model learns to add, on this machine alone.
 
-Enters: a folder. Leaves: in it a model with its own tokenizer, data, two run folders (SFT warm-up, then GRPO) and `summary.json`. It uses
-what any run uses: files on disk, the same configuration, the same loop; nothing is downloaded.
+Enters: a folder. Leaves: in it a model with its own tokenizer, data, two run folders (SFT warm-up, then GRPO) and `summary.json`. The demo
+uses what every run uses: files on disk, the same configuration, the same loop. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import random
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,12 @@ from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
-LARGEST = 9  # numbers to add go from 0 to this
-RIGHT, WRONG = 9, 11  # how often the warm-up data has each sum right, and how often wrong
+LARGEST = 9  # the numbers to add are 0 to 9
+RIGHT, WRONG = 9, 11  # how often each sum is right in the warm-up data, and how often wrong
 SFT_STEPS = 700
 GRPO_STEPS = 90
-LEARNED = 0.9  # the least that the demo must reach
-MARK = ".fulltilt-demo"  # a folder with this file is ours to replace
+LEARNED = 0.9  # the reward that the demo must reach
+MARK = ".fulltilt-demo"  # a folder with this file is from a demo and may be replaced
 
 REWARD = '''"""1 for the right sum, 0 otherwise."""
 
@@ -90,26 +90,21 @@ save_rollouts = 64
 class DemoSummary:
     reward_first: float
     reward_last: float
-    seconds: float  # both stages and the making of model and data
+    seconds: float  # for both stages, and for making the model and the data
     tokens_per_s: float
 
     def line(self) -> str:
         return f"reward {self.reward_first:.2f} -> {self.reward_last:.2f} in {self.seconds:.0f} s"
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "reward_first": self.reward_first,
-            "reward_last": self.reward_last,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-        }
+        return asdict(self)
 
 
 def run(folder: Path, console: Console) -> DemoSummary:
     begin = time.perf_counter()
     warm = warm_up(folder, console)
 
-    console.note(f"2. GRPO: it tries, and is told only right or wrong ({folder / 'grpo.toml'})")
+    console.note(f"2. GRPO: the model answers, and is told only right or wrong ({folder / 'grpo.toml'})")
     learned = loop.train(read(folder / "grpo.toml"), console)
     stop_if(learned.interrupted)
     assert learned.reward_first is not None and learned.reward_last is not None
@@ -123,12 +118,12 @@ def run(folder: Path, console: Console) -> DemoSummary:
 
 
 def warm_up(folder: Path, console: Console) -> loop.Summary:
-    """Everything but reinforcement learning: files of a run, and a model that knows the form of an answer in `warm/`."""
+    """Everything before reinforcement learning: the files of both runs, and in `warm/` a model that knows the form of an answer."""
     prepare(folder)
     values = {"folder": folder.as_posix(), "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS}
     (folder / "sft.toml").write_text(SFT.format(**values), encoding="utf-8")
     (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
-    console.note(f"1. supervised warm-up: a random model sees sums, many of them wrong ({folder / 'sft.toml'})")
+    console.note(f"1. supervised warm-up: a random model learns from sums, many of them wrong ({folder / 'sft.toml'})")
     warm = loop.train(read(folder / "sft.toml"), console)
     stop_if(warm.interrupted)
     shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")
@@ -145,14 +140,14 @@ def stop_if(interrupted: bool) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """Model, tokenizer, data and reward, as a user would bring them."""
+    """Write the model, the tokenizer, the data and the reward, as a user would provide them."""
     if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
         raise UserError(f"--dir: {folder} is not empty and not from a demo. Choose another folder")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         (folder / "data").mkdir(parents=True)
     except OSError as error:
-        raise UserError(f"--dir: {folder} cannot be made: {error.strerror}. Choose another folder") from error
+        raise UserError(f"--dir: {folder} cannot be created: {error.strerror}. Choose another folder") from error
     (folder / MARK).touch()
     make_model(folder / "model")
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
@@ -163,7 +158,7 @@ def prepare(folder: Path) -> None:
 
 
 def sloppy_sums(pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """Data that teaches the form of an answer and a habit of getting it wrong, for reinforcement learning to mend."""
+    """Data that teaches the form of an answer and a habit of wrong answers, which reinforcement learning then corrects."""
     chance = random.Random(0)
     rows = []
     for a, b in pairs:
@@ -199,7 +194,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def what_it_learned(rollouts: Path) -> list[str]:
-    """A few samples of the first step and of the last, side by side."""
+    """A few samples of the first step and of the last, for comparison."""
     files = sorted(rollouts.glob("step-*.jsonl"))
     lines = []
     for title, path in (("first step", files[0]), ("last step ", files[-1])):

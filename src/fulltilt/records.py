@@ -8,8 +8,10 @@ What enters and leaves every room is one of these: frozen, typed, free of torch.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -18,6 +20,13 @@ if TYPE_CHECKING:
     import torch
 
 Finish = Literal["stop", "length"]
+
+# A rollout engine is one file in rollout/engines/, and its name is the file's. The names are listed without importing the files, which
+# import torch.
+if TYPE_CHECKING:
+    EngineName = str
+else:
+    EngineName = Literal[tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "rollout" / "engines")]))]
 
 
 class UserError(ValueError):

@@ -29,7 +29,7 @@ from fulltilt.loop.opening import what_stays
 from fulltilt.model.verify import verify
 from fulltilt.records import Group, Row, UserError
 from fulltilt.rollout.decode import BURST, DecodeRow
-from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling

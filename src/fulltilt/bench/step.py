@@ -44,7 +44,7 @@ from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.plan import many
 from fulltilt.records import UserError
-from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
 
 WORKLOADS = {

@@ -60,7 +60,7 @@ from fulltilt.plan import (
 from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.train.checkpoint import Checkpoint
 from fulltilt.train.optim import Optimizer, restore_parameters
 from fulltilt.train.roles import Annotator, Critic, Policy, Scorer
@@ -202,7 +202,8 @@ def make_worker(
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = exporter(config, models.actor, texts.tokenizer)
     bounds = limits(config, plan.budgets, device, texts.longest)
-    engine = NativeEngine(models.actor, texts.tokenizer, texts.ends, models.layers, bounds) if sampled else None
+    context = EngineContext(models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
+    engine = make_engine(config.rollout.engine, context) if sampled else None
     worker = Worker(
         config=config,
         algorithm=algorithm,
@@ -312,7 +313,7 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(device: torch.device, models: Models, made: RolesMade, engine: NativeEngine | None) -> Account:
+def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None) -> Account:
     own, optimizers = models.own.values(), made.optimizers.values()
     return Account(
         device,
@@ -320,7 +321,7 @@ def make_account(device: torch.device, models: Models, made: RolesMade, engine: 
             "parameters": [*(partial(weights_of, model) for model in own), made.residents.memory],
             **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
             **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
-            **({"kv": [lambda: (cache for caches in engine.runner.caches for cache in caches)]} if engine else {}),
+            **({"kv": [engine.memory]} if engine else {}),
             **({"activations": [offload.pages.memory for offload in made.offloads]} if made.offloads else {}),
         },
     )

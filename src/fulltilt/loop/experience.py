@@ -20,7 +20,7 @@ from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
-from fulltilt.rollout.collect import Kept, collect
+from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
 
 
@@ -105,7 +105,7 @@ def shaped_reward(score: Score, sample: Sample, algorithm: Algorithm) -> float:
 
 
 def make_rows(
-    kept: Sequence[Kept], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
+    kept: Sequence[ScoredGroup], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
 ) -> list[Row]:
     """Samples as the trainer sees them, in prompt order; those whose reward failed are left out if the policy says so, and those whose
     baseline failed have nothing to be compared with."""

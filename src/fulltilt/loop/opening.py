@@ -29,7 +29,7 @@ from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
-from fulltilt.rollout.collect import Kept
+from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
@@ -176,7 +176,7 @@ def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint
     )
 
 
-def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[Kept, ...]:
+def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[ScoredGroup, ...]:
     """The groups that were sampled before the checkpoint and not yet trained on."""
     if not state.get("surplus"):
         return ()

@@ -40,7 +40,7 @@ from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.records import Group, Prompt, Row, Score, UserError
 from fulltilt.rollout import surplus
-from fulltilt.rollout.collect import Filled, Kept, fill
+from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.train.checkpoint import CheckpointStore
@@ -58,7 +58,7 @@ class Progress:
 
     step: int = 0
     cursor: Cursor = START
-    surplus: tuple[Kept, ...] = ()  # groups sampled and not yet trained on
+    surplus: tuple[ScoredGroup, ...] = ()  # groups sampled and not yet trained on
     reward_kl_coef: float | None = None  # of the next step; None: as the algorithm starts
     streaks: tuple[tuple[str, int], ...] = ()  # steps in a row for which each rule of health has held
     first_entropy: float | None = None  # that health compares with; None: the next step's
@@ -185,14 +185,14 @@ class Run:
     def _take(self, data: InEpochs[Any], cursor: Cursor, count: int | None = None) -> tuple[tuple[Any, ...], Cursor]:
         return data.take(cursor, count or self.config.algorithm.prompts_per_step, self.config.run.seed, self.config.data.shuffle)
 
-    def _sample(self, step: int) -> tuple[Filled, Cursor]:
+    def _sample(self, step: int) -> tuple[StepGroups, Cursor]:
         """The step's groups, scored. Without dynamic sampling one round gives them all; with it, rounds follow until enough of them teach
         something."""
         config, parts, dynamic = self.config, self.parts, self.parts.algorithm.dynamic
         cursor = self.progress.cursor
         prompts_per_round = dynamic.prompts_per_round if dynamic else config.algorithm.prompts_per_step
 
-        def ask(number: int) -> list[Kept]:
+        def ask(number: int) -> list[ScoredGroup]:
             nonlocal cursor
             prompts, cursor = self._take(cast("InEpochs[Prompt]", parts.train_data), cursor, prompts_per_round)
             with self._phase("rollout"):
@@ -200,9 +200,9 @@ class Run:
                 groups = self._generate(prompts, training_sampling(config), seed)
             with self._phase("reward"):
                 scores = self._score(groups)
-            return [Kept(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
+            return [ScoredGroup(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
 
-        def useful(entry: Kept) -> bool:
+        def useful(entry: ScoredGroup) -> bool:
             return dynamic is None or dynamic.useful(good_rewards(entry.scores, exclude_errors=self._exclude_errors))
 
         filled = fill(config.algorithm.prompts_per_step, self.progress.surplus, ask, useful, dynamic.max_rounds if dynamic else 1)
@@ -218,7 +218,7 @@ class Run:
         self._engine_stats += self.worker.rollout_stats()
         return groups
 
-    def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
+    def _baselines(self, kept: Sequence[ScoredGroup]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
         prompts = [entry.group.prompt for entry in kept]
         with self._phase("rollout"):
@@ -258,10 +258,10 @@ class Run:
             )
         return updated.metrics
 
-    def _excluded(self, kept: Sequence[Kept], rows: Sequence[Row]) -> int:
+    def _excluded(self, kept: Sequence[ScoredGroup], rows: Sequence[Row]) -> int:
         return sum(len(entry.group.samples) for entry in kept) - len(rows)
 
-    def _rounds(self, filled: Filled, rows: Sequence[Row]) -> Metrics:
+    def _rounds(self, filled: StepGroups, rows: Sequence[Row]) -> Metrics:
         if self.parts.algorithm.dynamic is None:
             return {}
         return {

@@ -1,1 +1,1 @@
-"""What a run shows: numbers and sampled rollouts on disk (`metrics`), progress for people and machines (`console`)."""
+"""What a run shows: metrics and sampled rollouts on disk, progress for people and machines, loggers, health, plots."""

@@ -1,12 +1,12 @@
-"""The numbers of a run, sent to where people look at them: TensorBoard, Weights & Biases, MLflow, Trackio.
+"""Loggers: the metrics of a run, sent to TensorBoard, Weights & Biases, MLflow or Trackio.
 
-Enters: the metrics of each step, tables of validation samples, the run's settings. Leaves: files in the run folder, or what the user's own
-environment variables name instead. Guaranteed: every logger gets the names and numbers of `metrics.jsonl` (what is not finite is left out);
-a run that is resumed goes on in the same place, and steps that a kill kept in a logger's memory are logged again; nothing asks for a
-password; a logger that fails or hangs in the middle of a run is switched off with one warning and never stops or delays the run; every
-wait has a deadline. Importing this module imports none of them.
+Enters: the metrics of each step, tables of validation samples, the run's settings. Leaves: files in the run folder, or wherever the user's
+own environment variables point. Guaranteed: every logger gets the names and numbers of `metrics.jsonl` (numbers that are not finite are
+left out); a resumed run continues in the same place, and steps that were lost with a logger's memory when the run was killed are logged
+again; nothing asks for a password; a logger that fails or hangs during a run is switched off with one warning and never stops or delays
+the run; every wait has a deadline. Importing this module imports none of the loggers' packages.
 
-Each logger lives on a daemon thread of its own: made, used and closed there, so that a server that does not answer holds up nobody.
+Each logger lives on a daemon thread of its own: it is made, used and closed there, so that a server that does not answer delays nothing.
 """
 
 from __future__ import annotations
@@ -32,41 +32,36 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from fulltilt.config import LogConfig
-from fulltilt.observe.metrics import Number, encode_line
+from fulltilt.observe.metrics import Number, encode_line, write_whole
 from fulltilt.records import UserError
 
-KEPT = "loggers.json"  # in the run folder: by which id each logger knows the run
+IDS_FILE = "loggers.json"  # in the run folder: the id by which each logger knows the run
 
 OPEN_S = 120.0
 FLUSH_S = 10.0
 CLOSE_S = 60.0
-NOTHING = -1  # the step of a logger that has none yet
+NOTHING = -1  # the last step of a logger that has none yet
 MOST_BEHIND = 1000  # jobs a logger may be behind before it counts as hung
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a logger begins with."""
+    """What a logger is started with."""
 
     project: str
     name: str
     folder: Path  # of the run, absolute
     settings: Mapping[str, Any]  # every dotted key of the configuration
-    step: int  # the last step that stands; 0: all that was logged before is of another run
-    known: str | None  # the id by which the logger knows the run that goes on
+    step: int  # the step of the checkpoint that the run resumes from; 0: whatever was logged before belongs to another run
+    known: str | None  # the id by which the logger knows the run that is resumed
 
 
 class Logger(Protocol):
-    """One place to log to. The tables of a step come before its numbers, which close the step."""
+    """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
-    @property
-    def id(self) -> str | None: ...  # what to keep for a resume
-
-    @property
-    def hint(self) -> str: ...  # how to look at it
-
-    @property
-    def has(self) -> int: ...  # the last step that it surely has; later ones of metrics.jsonl are logged to it again
+    hint: str  # how to look at what was logged
+    id: str | None  # kept in the run folder for a resume
+    has: int  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
 
@@ -79,10 +74,10 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint; settings stay those it began
-    with, for TensorBoard reads only the first."""
+    """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint. The settings shown are those that
+    the run began with, because TensorBoard reads only the first."""
 
-    id = None
+    id: str | None = None
 
     def __init__(self, opening: Opening) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -97,7 +92,7 @@ class TensorBoard:
                 path.unlink()
         self._writer = SummaryWriter(str(folder), purge_step=opening.step + 1 if opening.step else None)
         simple = {key: value if isinstance(value, (str, int, float)) else json.dumps(value) for key, value in opening.settings.items()}
-        # `add_hparams` would make a second run beside this one; the same records in this one's file belong to it.
+        # `add_hparams` would create a second run; the same records in this run's file belong to this run.
         experiment, start, _ = hparams(simple, {})
         for summary in (experiment, start):
             self._writer._get_file_writer().add_summary(summary, opening.step)
@@ -116,9 +111,9 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run of Weights & Biases, its files in `wandb/`. A resume goes on with the run of the same id."""
+    """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id."""
 
-    # It keeps the last numbers back in memory for long, and drops by itself the steps that its server has.
+    # It may keep the last numbers in memory for a long time, and drops by itself the steps that its server already has.
     has = NOTHING
 
     def __init__(self, opening: Opening) -> None:
@@ -153,16 +148,16 @@ class Wandb:
 
 
 class MLflow:
-    """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume goes on with the run of the same id; where a step was logged twice,
+    """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume continues the run of the same id; where a step was logged twice,
     the later value counts."""
 
-    MOST_METRICS, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # of one request
+    MOST_METRICS, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # limits of one request
 
     def __init__(self, opening: Opening) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
-        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of every table of a new store
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it reports every table that it creates
         folder = opening.folder / "mlflow"
         address = os.environ.get("MLFLOW_TRACKING_URI")
         if not address:
@@ -183,7 +178,7 @@ class MLflow:
     def _log_settings(self, settings: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        # MLflow lets no parameter change: of a resumed run, those it began with stay.
+        # MLflow does not let parameters change: a resumed run keeps those that it began with.
         there = self._client.get_run(self.id).data.params
         texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items() if key not in there}
         parameters = [Param(key, text[: self.LONGEST_PARAMETER]) for key, text in texts.items()]
@@ -199,7 +194,7 @@ class MLflow:
             self._client.log_batch(self.id, metrics=metrics[begin : begin + self.MOST_METRICS])
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        # `log_table` wants pandas; this is the file it writes.
+        # `log_table` needs pandas; this is the file that it would write.
         table = {"columns": list(columns), "data": [list(row) for row in rows]}
         self._client.log_dict(self.id, table, f"tables/{mlflow_name(name)}/step-{step:06d}.json")
 
@@ -208,7 +203,7 @@ class MLflow:
 
 
 class Trackio:
-    """A run of Trackio, in TRACKIO_DIR or in `trackio/`. A resume goes on with the run of the same name, without the steps after the
+    """A run of Trackio, in TRACKIO_DIR or in `trackio/`. A resume continues the run of the same name, without the steps after the
     checkpoint."""
 
     def __init__(self, opening: Opening) -> None:
@@ -230,12 +225,12 @@ class Trackio:
         self.hint = f"TRACKIO_DIR={folder} trackio show --project {opening.project}"
 
     def _forget(self, opening: Opening) -> int:
-        """Drop the steps after the checkpoint, for Trackio itself can only forget whole runs. Returns the last that is left."""
+        """Drop the steps after the checkpoint: Trackio itself can only delete whole runs. Returns the last step that is left."""
         from trackio.sqlite_storage import SQLiteStorage
         from trackio.utils import get_storage_mode
 
         remote = os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
-        if remote or get_storage_mode() != "sqlite":  # a server, or a file system on which Trackio keeps no database
+        if remote or get_storage_mode() != "sqlite":  # a server, or a file system where Trackio uses no database
             return opening.step
         path = SQLiteStorage.get_project_db_path(opening.project)
         if not path.is_file():
@@ -258,7 +253,7 @@ class Trackio:
 
 @dataclass(frozen=True)
 class Kind:
-    """A logger that can be asked for: how to make one, and the modules that must be there."""
+    """A value of `log.to`: how to make the logger, the modules it needs, and a check for anything else that would stop it."""
 
     make: Callable[[Opening], Logger]
     modules: tuple[str, ...]
@@ -266,7 +261,7 @@ class Kind:
 
 
 def wandb_mistake() -> str | None:
-    """Why Weights & Biases would ask for a key: it must never come to that in the middle of a job."""
+    """Why Weights & Biases would ask for an API key, which must never happen in the middle of a job."""
     import wandb
 
     settings = wandb.setup(wandb.Settings(silent=True)).settings
@@ -289,7 +284,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 def check(config: LogConfig) -> list[str]:
-    """What would keep a logger from starting, found before any model loads."""
+    """Reasons why a logger would not start, found before any model loads."""
     mistakes = [f"log.to: {name} is named twice. Remove one" for name in dict.fromkeys(config.to) if config.to.count(name) > 1]
     for name in dict.fromkeys(config.to):
         remedy = f'Install it with pip install "fulltilt[{name}]", or remove {name}'
@@ -308,7 +303,7 @@ def check(config: LogConfig) -> list[str]:
 
 
 def _installed(module: str) -> bool:
-    # A folder of the same name in the current directory, which wandb and mlflow make, is found as a package without a file.
+    # wandb and mlflow create folders of their own names in the current directory, which Python finds as packages without a file.
     found = importlib.util.find_spec(module)
     return found is not None and found.origin is not None
 
@@ -316,19 +311,19 @@ def _installed(module: str) -> bool:
 def open_loggers(
     config: LogConfig, run_dir: Path, settings: Mapping[str, Any], step: int, warn: Callable[[str], None] = warnings.warn
 ) -> Loggers:
-    """Start every logger of `log.to`. `settings` is the flat configuration; `step` is the checkpoint's that the run goes on from, or 0 for
-    a new run. A logger that does not start is the user's to mend for a new run, and switched off with a warning for one that goes on."""
+    """Start every logger of `log.to`. `settings` is the flat configuration; `step` is that of the checkpoint which the run resumes from, or
+    0 for a new run. A logger that does not start is an error in a new run, and is switched off with a warning in a resumed one."""
     folder = run_dir.absolute()
-    kept = _read_kept(folder)
+    ids = _read_ids(folder)
     opened = Loggers(warn)
     try:
         for name in config.to:
-            known = kept.get(name) if step else None
+            known = ids.get(name) if step else None
             opening = Opening(config.project, config.name or folder.resolve().name, folder, settings, step, known)
             logger = opened.add(name, partial(KINDS[name].make, opening), required=step == 0)
             if logger:
-                kept |= {name: logger.id} if logger.id else {}
-                _write_kept(folder, kept)
+                ids |= {name: logger.id} if logger.id else {}
+                _write_ids(folder, ids)
                 opened.catch_up(name, [line for line in _history(folder, step) if line[0] > logger.has])
     except BaseException:
         opened.close(finished=False)
@@ -347,26 +342,20 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, Number]:
     return {name: value for name, value in line.items() if name not in ("step", "nonfinite") and value is not None}
 
 
-def _read_kept(folder: Path) -> dict[str, str]:
+def _read_ids(folder: Path) -> dict[str, str]:
     try:
-        return dict(json.loads((folder / KEPT).read_text(encoding="utf-8")))
+        return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def _write_kept(folder: Path, kept: Mapping[str, str]) -> None:
-    if not kept:
-        return
-    half = folder / f"{KEPT}.partial"
-    try:
-        half.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
-        half.replace(folder / KEPT)
-    except OSError as error:
-        raise UserError(f"{folder / KEPT}: cannot be written: {error.strerror}. Free some space or mend the permissions") from error
+def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
+    if ids:
+        write_whole(folder / IDS_FILE, json.dumps(ids, indent=1) + "\n")
 
 
 class Loggers:
-    """All loggers of a run; none at all is fine too.
+    """All loggers of a run; there may be none.
 
     with open_loggers(config.log, folder, settings, step=0, warn=console.warn) as loggers:
         loggers.table(1, "val/samples", columns, rows)
@@ -379,22 +368,22 @@ class Loggers:
 
     @property
     def hints(self) -> list[str]:
-        """How to look at each."""
+        """How to look at what each of them logged."""
         return [worker.logger.hint for worker in self._workers if worker.logger]
 
     def add(self, name: str, make: Callable[[], Logger], *, required: bool) -> Logger | None:
         worker = _Worker(name, make)
-        if not worker.wait_until_open(OPEN_S) or worker.failure:
+        if not worker.opened.wait(OPEN_S) or worker.failure:
             cause = _cause(worker.failure) if worker.failure else f"it did not start within {OPEN_S:.0f} s"
             if required:
                 raise worker.failure if isinstance(worker.failure, UserError) else UserError(f"log.to: {name} cannot start: {cause}")
-            self._warn(f"log.to: {name} is switched off, it cannot start: {cause}. metrics.jsonl has every number")
+            self._warn(f"log.to: {name} is switched off because it cannot start: {cause}. metrics.jsonl has every number")
             return None
         self._workers.append(worker)
         return worker.logger
 
     def catch_up(self, name: str, lines: Sequence[tuple[int, Mapping[str, Number]]]) -> None:
-        """Steps that stand but that the logger does not have: it was killed before they left its memory, or was not there yet."""
+        """Log steps that the logger does not have: the run was killed before they left its memory, or it was not used yet."""
 
         def job(logger: Logger) -> None:
             for step, numbers in lines:
@@ -403,32 +392,33 @@ class Loggers:
         next(worker for worker in self._workers if worker.name == name).give(job)
 
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
-        """The numbers of a step, after its tables. Returns at once."""
-        # By way of the line of metrics.jsonl: the very numbers that stand there, without those that are null.
+        """Log the numbers of a step, after its tables. Returns at once."""
+        # Taken from the line of metrics.jsonl: exactly the numbers that are there, without those that are null.
         numbers = _numbers(json.loads(encode_line(step, metrics)))
         self._give(lambda logger: logger.log(step, numbers))
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """A table of a step, before its numbers. Returns at once."""
+        """Log a table of a step, before its numbers. Returns at once."""
         plain = [[_plain_cell(cell) for cell in row] for row in rows]
         self._give(lambda logger: logger.table(step, name, columns, plain))
 
     def flush(self) -> None:
-        """Waits until all has been handed to the loggers, but not for long: before a checkpoint, so that a resume finds what it expects."""
+        """Wait, but not for long, until everything has been handed to the loggers. Called before a checkpoint is saved, so that a resume
+        finds what it expects."""
         deadline = time.monotonic() + FLUSH_S
         for worker in self._workers:
             worker.flush(deadline)
         self._report()
 
     def close(self, finished: bool = True) -> None:
-        """Ends all of them, within a deadline. `finished` is what they are told of the run. Closing again does nothing."""
+        """End all loggers within a deadline, and tell them whether the run has finished. Closing again does nothing."""
         self._report()
         deadline = time.monotonic() + CLOSE_S
         for worker in self._workers:
             worker.close(finished)
         for worker in self._workers:
-            if not worker.wait_until_done(max(0.0, deadline - time.monotonic())):
-                self._warn(f"log.to: {worker.name} did not finish within {CLOSE_S:.0f} s; what it has not sent is in metrics.jsonl")
+            if not worker.done.wait(max(0.0, deadline - time.monotonic())):
+                self._warn(f"log.to: {worker.name} did not finish within {CLOSE_S:.0f} s; metrics.jsonl has what it did not send")
         self._report()
         self._workers = []
 
@@ -444,34 +434,34 @@ class Loggers:
             worker.give(job)
 
     def _report(self) -> None:
-        # Here, for the console belongs to the thread that calls; the loggers' own threads say nothing.
+        # Reported from here because the console belongs to the calling thread; the loggers' own threads print nothing.
         for worker in [each for each in self._workers if each.failure]:
             self._workers.remove(worker)
             self._warn(f"log.to: {worker.name} failed and is switched off: {_cause(worker.failure)}. metrics.jsonl has every number")
 
 
 class _Worker:
-    """A logger and the thread it lives on. After a failure it takes no more jobs."""
+    """A logger and its thread. After a failure it takes no more jobs."""
 
     def __init__(self, name: str, make: Callable[[], Logger]) -> None:
         self.name = name
         self.logger: Logger | None = None
         self.failure: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
-        self._open, self._done = threading.Event(), threading.Event()
+        self.opened, self.done = threading.Event(), threading.Event()  # `opened` is set after a failed start, too
         # A daemon: a logger that hangs must not keep the program from ending.
         threading.Thread(target=self._work, args=(make,), name=f"log to {name}", daemon=True).start()
 
     def _work(self, make: Callable[[], Logger]) -> None:
         try:
             self.logger = logger = make()
-            self._open.set()
+            self.opened.set()
             while (job := self._jobs.get()) is not None:
                 job(logger)
-        except BaseException as error:  # whatever it is: there is nobody above to see it
+        except BaseException as error:  # of any kind: nothing above this thread would see it
             self.failure = error
-        self._open.set()
-        self._done.set()
+        self.opened.set()
+        self.done.set()
 
     def give(self, job: Callable[[Logger], None]) -> None:
         if self._jobs.qsize() >= MOST_BEHIND and self.failure is None:
@@ -482,20 +472,14 @@ class _Worker:
     def flush(self, deadline: float) -> None:
         reached = threading.Event()
         self._jobs.put(lambda logger: reached.set())
-        while not (reached.wait(0.02) or self._done.is_set()):
+        while not (reached.wait(0.02) or self.done.is_set()):
             if time.monotonic() > deadline:
-                self.failure = self.failure or TimeoutError("it does not take what it is given, and checkpoints would wait for it")
+                self.failure = self.failure or TimeoutError("it accepts no more numbers, and checkpoints would have to wait for it")
                 return
 
     def close(self, finished: bool) -> None:
         self._jobs.put(lambda logger: logger.close(finished))
         self._jobs.put(None)
-
-    def wait_until_open(self, seconds: float) -> bool:
-        return self._open.wait(seconds)
-
-    def wait_until_done(self, seconds: float) -> bool:
-        return self._done.wait(seconds)
 
 
 def _cause(error: BaseException | None) -> str:
@@ -503,7 +487,7 @@ def _cause(error: BaseException | None) -> str:
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
-# ---- what the loggers want -------------------------------------------------------------------------------------------------------------
+# ---- the forms that the loggers take ----------------------------------------------------------------------------------------------------
 
 
 def _plain_cell(cell: Any) -> str | Number | bool | None:
@@ -511,11 +495,11 @@ def _plain_cell(cell: Any) -> str | Number | bool | None:
         return float(cell) if math.isfinite(cell) else None
     if cell is None or isinstance(cell, (bool, int)):
         return cell
-    # A lone surrogate, which some byte-level tokens decode to, is no UTF-8.
+    # Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8.
     return str(cell).encode("utf-8", errors="backslashreplace").decode()
 
 
-# All that markdown reads as more than text, and the line breaks that would end a row of a table.
+# Characters that markdown does not read as plain text, and the line breaks that would end a row of a table.
 _MARKUP = str.maketrans({character: f"&#{ord(character)};" for character in "&<>|\\`*_[]{}#~$\r"} | {"\n": "<br>"})
 
 
@@ -525,21 +509,21 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-# MLflow takes letters of ASCII, digits and _ - . : / space. `@` is written `_at_`, as verl does; whatever else it refuses, its own escape
-# character and what would be read as `_at_` are written as their code point between colons.
+# MLflow accepts ASCII letters, digits and _ - . : / space. `@` is written `_at_`, as verl does. All other characters, the escape character
+# itself and text that would be read as `_at_` are written as their code points between colons.
 _ESCAPED = re.compile(r"_(?=at[_@])|[^A-Za-z0-9_\-./ @]")
 
 
 def mlflow_name(name: str) -> str:
-    """A metric's name as MLflow allows it: two names never become one, and every one can be read back."""
+    """A metric's name as MLflow allows it: two names never become the same, and each can be read back."""
     escaped = _ESCAPED.sub(lambda found: f":{ord(found[0]):x}:", name).replace("@", "_at_")
-    # MLflow also refuses what would be another path when read as one.
+    # MLflow also refuses names that change when they are normalised as paths.
     return "/".join("::" if not part else part.replace(".", ":2e:") if part.startswith(".") else part for part in escaped.split("/"))
 
 
 @contextlib.contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Environment variables that hold for a moment."""
+    """Set environment variables for the duration of the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -550,8 +534,6 @@ def environment(**variables: str) -> Iterator[None]:
             os.environ.update({name: value} if value is not None else {})
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
+def silence() -> contextlib.redirect_stdout[io.StringIO]:
     """Nothing on standard output, which belongs to `--json`. The thread that started the logger waits meanwhile."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
+    return contextlib.redirect_stdout(io.StringIO())

@@ -1,8 +1,8 @@
-"""Numbers of a run, under verl's names, on disk.
+"""The metrics of a run, under verl's names, and its sampled rollouts, on disk.
 
 Enters: groups, scores and rows of a step, seconds of its phases. Leaves: `metrics.jsonl`, one object per step, and `rollouts/`, one file of
-sampled rollouts per step. Guaranteed: a line is whole or not there once `truncate` has run; what is not finite is written as null and named
-under "nonfinite"; after a resume nothing of a step that the checkpoint does not know is left. Free of torch.
+sampled rollouts per step. Guaranteed: once `truncate` has run, every line is complete; numbers that are not finite are written as null and
+named under "nonfinite"; after a resume nothing is left of steps that the checkpoint does not know. Free of torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fulltilt.records import Group, Row, Sample, Score, UserError
 
 Number = float | int
 
-# The design's words for the phases, and what verl calls their seconds.
+# The name of each phase, and verl's name for its seconds.
 TIMING_NAMES: Mapping[str, str] = {
     "rollout": "gen",
     "reward": "reward",
@@ -40,14 +40,14 @@ _PER_TOKEN = ("old_log_prob", "ref", "values", "adv", "update_critic", "update_a
 
 
 def encode_line(step: int, values: Mapping[str, Number]) -> str:
-    """One step as one JSON object, `step` first. Numbers that are not finite become null and are named: JSON has no word for them."""
+    """One step as one JSON object, `step` first. Numbers that are not finite, which JSON does not have, become null and are named."""
     plain = {name: _plain(value) for name, value in values.items()}
     nonfinite = [name for name, value in plain.items() if value is None]
     return json.dumps({"step": step, **plain, **({"nonfinite": nonfinite} if nonfinite else {})})
 
 
 def _plain(value: Number) -> Number | None:
-    # numpy's scalars are numbers to us but not to json.
+    # json does not accept numpy's scalars.
     if isinstance(value, (bool, int, np.integer, np.bool_)):
         return int(value)
     return float(value) if math.isfinite(value) else None
@@ -59,8 +59,18 @@ def _writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written: {error.strerror}. Free some space or mend the permissions, then resume the run."
+            f"{path}: cannot be written: {error.strerror}. Free some space or correct the permissions, then resume the run."
         ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is never seen half-written."""
+    partial = path.with_name(f"{path.name}.partial")
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8.
+        partial.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+        partial.replace(path)
 
 
 class MetricsFile:
@@ -78,34 +88,30 @@ class MetricsFile:
             self._file.flush()
 
     def offset(self) -> int:
-        """Bytes written so far: what a checkpoint keeps, to cut the file back to."""
+        """Bytes written so far. A checkpoint keeps this number, so that a resume can cut the file back to it."""
         return os.fstat(self._file.fileno()).st_size
 
     def truncate(self, offset: int) -> str | None:
-        """Drop all lines after a checkpoint's `offset`. A warning if the file no longer holds what the checkpoint saw: the run can go on
-        without those lines, so it does."""
+        """Drop all lines after a checkpoint's `offset`. Returns a warning if the file no longer holds what it held when the checkpoint was
+        saved: the run can continue without those lines."""
         with _writing(self.path):
             size = self.offset()
             keep = min(offset, size)
-            whole = self._last_line_end(keep)
+            whole = self.path.read_bytes()[:keep].rfind(b"\n") + 1
             os.truncate(self.path, whole)
         if size < offset:
             return f"{self.path} is shorter ({size} bytes) than when the checkpoint was saved ({offset} bytes): lines before it are missing"
         if whole < keep:
-            return f"{self.path} was changed since the checkpoint was saved: a line that was cut in two is dropped"
+            return f"{self.path} has changed since the checkpoint was saved: an incomplete line is dropped"
         return None
 
-    def _last_line_end(self, size: int) -> int:
-        with open(self.path, "rb") as file:
-            return file.read(size).rfind(b"\n") + 1
-
     def sync(self) -> None:
-        """Returns when the lines are on the disk."""
+        """Return when the lines are on the disk."""
         with _writing(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        # Every line was flushed when it was written; only one whose writing failed, and was reported, can be left.
+        # Every line was flushed when it was written. What can be left is a line whose writing failed, which was reported.
         with contextlib.suppress(OSError):
             self._file.close()
 
@@ -124,8 +130,8 @@ class RolloutFiles:
         self.per_step = per_step
 
     def write(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
-        """`scores` holds, for each group, the score of each of its samples. Whole groups are written, from the first on, as many as
-        `per_step` samples allow, and at least one."""
+        """Write the first groups, whole ones, as many as `per_step` samples allow and at least one. `scores` holds, for each group, the
+        score of each of its samples."""
         lines: list[str] = []
         for group, group_scores in zip(groups, scores, strict=True):
             if lines and len(lines) + len(group.samples) > self.per_step:
@@ -134,10 +140,10 @@ class RolloutFiles:
                 json.dumps(_rollout(group, sample, score), ensure_ascii=False, default=str)
                 for sample, score in zip(group.samples, group_scores, strict=True)
             ]
-        self._replace(self._path(step), "".join(f"{line}\n" for line in lines))
+        write_whole(self.folder / f"step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
 
     def truncate(self, step: int) -> None:
-        """Remove the files of steps after `step`, and what a killed run left half-written."""
+        """Remove the files of steps after `step`, and half-written ones that a killed run left."""
         if not self.folder.is_dir():
             return
         with _writing(self.folder):
@@ -145,17 +151,6 @@ class RolloutFiles:
                 found = re.fullmatch(r"step-(\d+)\.jsonl(\.partial)?", path.name)
                 if found and (found.group(2) or int(found.group(1)) > step):
                     path.unlink()
-
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:06d}.jsonl"
-
-    def _replace(self, path: Path, text: str) -> None:
-        partial = path.with_name(f"{path.name}.partial")
-        with _writing(path):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            # A lone surrogate, which some byte-level tokens decode to, is no UTF-8.
-            partial.write_bytes(text.encode("utf-8", errors="backslashreplace"))
-            partial.replace(path)
 
 
 def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
@@ -177,8 +172,8 @@ def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
 
 
 def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, excluded: int) -> dict[str, Number]:
-    """What the rewards said of a step's samples, given group by group. `reward/errors` counts every failed call, those that ran out of time
-    included; `excluded` are the samples left out of the batch. Failed calls have no part in the means."""
+    """The rewards of a step's samples, given group by group. `reward/errors` counts every failed call, timeouts included; `excluded` is the
+    number of samples left out of the batch. Failed calls are not part of the means."""
     flat = [score for of_group in scores for score in of_group]
     good = [score for score in flat if score.error is None]
     parts: dict[str, list[float]] = {}
@@ -197,7 +192,7 @@ def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, exclud
 
 
 def summarise_rows(rows: Sequence[Row]) -> dict[str, Number]:
-    """What the update learns from: rewards per row, the algorithm's shaping and KL penalty included; the rest per trained token."""
+    """What the update learns from. Rewards are per row, with the algorithm's shaping and KL penalty; the rest is per trained token."""
     totals = [row.reward if row.token_rewards is None else float(row.token_rewards.sum(dtype=np.float64)) for row in rows]
     advantages, values, returns = (_trained(rows, name) for name in ("advantages", "values", "returns"))
     found = {**_spread("critic/rewards", totals), **_spread("critic/advantages", advantages)}
@@ -219,7 +214,7 @@ def _trained(rows: Sequence[Row], name: str) -> np.ndarray:
 
 def summarise_lengths(groups: Sequence[Group], max_prompt_tokens: int) -> dict[str, Number]:
     """Lengths of prompts and responses, each prompt counted once per sample, as verl does. A response is clipped when `max_new_tokens` cut
-    it; a prompt counts as clipped when it is as long as a prompt may be."""
+    it off; a prompt counts as clipped when it has the most tokens that a prompt may have."""
     samples = [sample for group in groups for sample in group.samples]
     prompts = [len(group.prompt.ids) for group in groups for _ in group.samples]
     return {
@@ -255,7 +250,7 @@ def count_tokens(groups: Sequence[Group]) -> tuple[int, int]:
 
 
 def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, Number]:
-    # Of nothing there is no mean: the name is left out rather than written as a number that means nothing.
+    # Nothing has no mean: the name is left out instead of being written with a meaningless number.
     if len(values) == 0:
         return {}
     array = np.asarray(values, dtype=np.float64)

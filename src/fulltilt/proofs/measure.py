@@ -21,7 +21,7 @@ from fulltilt.memory.activations import saved_bytes
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.proofs.record import What
 from fulltilt.proofs.step import Step
-from fulltilt.rollout.engine import NativeEngine
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.trainer import Trainer
 
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")

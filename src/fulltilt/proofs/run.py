@@ -241,7 +241,7 @@ def gap_of_gradients(one: Evidence, other: Evidence, role: str) -> float:
     """The norm of the difference relative to the norm; endless where other parameters have a gradient, or none has any."""
     if one.failure or other.failure or one.gradients[role].keys() != other.gradients[role].keys():
         return float("inf")
-    # Kept on the host, so that they are in nobody's bytes, and compared where that is fast: of a large model it takes seconds there.
+    # ScoredGroup on the host, so that they are in nobody's bytes, and compared where that is fast: of a large model it takes seconds there.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = apart = 0.0
     for name, gradient in one.gradients[role].items():

@@ -31,9 +31,10 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.proofs.world import DIGITS, FIRST_DIGIT, Shape, spread_evenly
 from fulltilt.records import Group, MicroBatch, Prompt, Sample
-from fulltilt.rollout.engine import EngineCaps, NativeEngine
+from fulltilt.rollout.engine import Engine, EngineCaps
+from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import NO_STATS, EngineStats, Recorder, SeenPass
+from fulltilt.rollout.stats import Recorder, SeenPass
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.trainer import Trainer
 
@@ -74,7 +75,7 @@ class WatchedRecorder(Recorder):
         super().report(say, 0.0)
 
 
-class Repeating:
+class Repeating(Engine):
     """An engine whose samples are given."""
 
     caps = EngineCaps(shares_weights=True, full_softmax_logprobs=True)
@@ -92,17 +93,6 @@ class Repeating:
         ids = random.integers(FIRST_DIGIT, FIRST_DIGIT + len(DIGITS), tokens)
         text = "".join(DIGITS[token - FIRST_DIGIT] for token in ids)
         return Sample(index, ids, random.normal(-5, 1, tokens).astype(np.float32), "length", text)
-
-    def sync(self, version: int) -> None: ...
-
-    def release(self) -> None: ...
-
-    def stats(self) -> EngineStats:
-        return NO_STATS
-
-    def report(self, say: Callable[[str], None], interval: float) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(eq=False)

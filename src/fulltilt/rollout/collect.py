@@ -38,7 +38,7 @@ def collect(
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class ScoredGroup:
     """A group with its scores, and the step in which it was sampled."""
 
     group: Group
@@ -47,29 +47,33 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Filled:
-    """What a step got."""
+class StepGroups:
+    """The groups that one step collected."""
 
-    kept: tuple[Kept, ...]  # to train on: as many as wanted, or fewer when the rounds ran out
-    surplus: tuple[Kept, ...]  # useful ones beyond, for the next step
-    sampled: tuple[Kept, ...]  # all of this step's rounds, useful or not
+    kept: tuple[ScoredGroup, ...]  # to train on: as many as wanted, or fewer when the rounds ran out
+    surplus: tuple[ScoredGroup, ...]  # useful ones beyond, for the next step
+    sampled: tuple[ScoredGroup, ...]  # all of this step's rounds, useful or not
     rounds: int
     dropped: int  # of the sampled ones, those that were not useful
 
 
 def fill(
-    wanted: int, surplus: Sequence[Kept], ask: Callable[[int], Sequence[Kept]], useful: Callable[[Kept], bool], max_rounds: int
-) -> Filled:
+    wanted: int,
+    surplus: Sequence[ScoredGroup],
+    ask: Callable[[int], Sequence[ScoredGroup]],
+    useful: Callable[[ScoredGroup], bool],
+    max_rounds: int,
+) -> StepGroups:
     """`ask` gets the number of the round in this step, from 0, and returns all its groups, scored, in prompt order. `surplus` is that of
     the step before: its groups are known to be useful."""
-    ready, sampled = list(surplus), list[Kept]()
+    ready, sampled = list(surplus), list[ScoredGroup]()
     rounds = 0
     while len(ready) < wanted and rounds < max_rounds:
         found = ask(rounds)
         rounds += 1
         sampled += found
         ready += filter(useful, found)
-    return Filled(
+    return StepGroups(
         kept=tuple(ready[:wanted]),
         surplus=tuple(ready[wanted:]),
         sampled=tuple(sampled),

@@ -1,29 +1,27 @@
-"""The engine interface, and the native engine behind it.
+"""The interface of rollout engines, and how an engine is made by its name.
 
-Enters: prompts and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed of any engine: token ids are the
-sampled ones, log-probs are of the full softmax at the sampling temperature, and a group is complete. The native engine runs the trainer's
-own parameters: nothing is copied and `sync` only counts versions.
+Enters: prompts and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed by every engine: token ids are the
+sampled ones, log-probs are those of the full softmax at the sampling temperature, and a group is complete.
+
+An engine is one file, `rollout/engines/NAME.py`, which defines `make`: a class or function that takes an `EngineContext` and returns an
+`Engine`. The file's name is the value of `rollout.engine`; nothing else lists it.
 """
 
 from __future__ import annotations
 
-import time
+import importlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+import torch
 from transformers import PreTrainedModel
 
 from fulltilt.model.attention import LayerShape
-from fulltilt.records import Finish, Group, Prompt, Sample, UserError
-from fulltilt.rollout import scheduler as scheduling
-from fulltilt.rollout.decode import Decoder, DecodeRow
-from fulltilt.rollout.kv_cache import blocks_for
-from fulltilt.rollout.runner import Runner
-from fulltilt.rollout.sampler import Sampling, draw, sample_seed
-from fulltilt.rollout.scheduler import Pass, Scheduler
-from fulltilt.rollout.stats import EngineStats, Recorder
+from fulltilt.records import Group, Prompt
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.stats import NO_STATS, EngineStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,30 +35,39 @@ class EngineCaps:
     full_softmax_logprobs: bool
 
 
-class Engine(Protocol):
+class Engine(ABC):
+    """An engine that shares the trainer's weights and holds no memory needs no more than `caps` and `generate`."""
+
     caps: EngineCaps
 
+    @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
         """Groups of `sampling.samples` samples, in the order in which they finish."""
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> None:  # noqa: B027
         """The trainer's weights have changed."""
 
-    def release(self) -> None:
-        """Give memory back for the update."""
+    def release(self) -> None:  # noqa: B027
+        """Give memory back for the update; the next `generate` takes it again."""
+
+    def memory(self) -> Iterable[torch.Tensor]:
+        """The tensors of the KV cache that it holds now."""
+        return ()
 
     def stats(self) -> EngineStats:
-        """Of the last `generate`."""
+        """Statistics of the last `generate`."""
+        return NO_STATS
 
-    def report(self, say: Callable[[str], None], interval: float) -> None:
-        """From now on say how it goes, in a line after every `interval` seconds of generating."""
+    def report(self, say: Callable[[str], None], interval: float) -> None:  # noqa: B027
+        """From now on, `say` gets a line about the progress after every `interval` seconds of generating."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.release()
 
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The knobs of the native engine, all resolved."""
+    """The engine's knobs, all resolved."""
 
     blocks: int
     block_tokens: int
@@ -69,276 +76,22 @@ class EngineLimits:
     chunked_prefill: bool = True
     prefix_sharing: bool = True
     cuda_graphs: bool = False
-    graphs_required: bool = False  # where no graph can hold the model, it is an error; else decoding goes on without
-    longest: int = 0  # tokens of the longest sample to come: graphs are made for it, and anew when one is longer
-
-
-@dataclass(eq=False)
-class Draft:
-    """A sample in the making: what the scheduler does not need to know."""
-
-    index: int
-    seed: np.uint64
-    sequence: scheduling.Sequence
-    logprobs: list[float]
-    forced: int | None = None  # exactly that many tokens, whatever they are
-    finish: Finish | None = None
-
-
-Drawing = Iterable[tuple[Draft, list[int], list[float]]]  # what a pass drew: for each sample its tokens and their log-probs
+    graphs_required: bool = False  # a model that no graph can hold is an error; otherwise decoding goes on without graphs
+    longest: int = 0  # tokens of the longest expected sample: graphs are captured for it, and again when a sample is longer
 
 
 @dataclass(frozen=True, eq=False)
-class Flight:
-    """A pass on its way."""
+class EngineContext:
+    """Everything that an engine is made from."""
 
-    step: Pass
-    drawing: list[Draft]  # when decoding: of each row of the batch, ended ones too
-    arrive: Callable[[], Drawing]  # waits for it
-
-
-class NativeEngine:
-    caps = EngineCaps(shares_weights=True, full_softmax_logprobs=True)
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        end_tokens: frozenset[int],
-        layers: Mapping[int, LayerShape],
-        limits: EngineLimits,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.end_tokens = end_tokens
-        self.limits = limits
-        self.runner = Runner(model, layers, limits.blocks, limits.block_tokens)
-        shapes = [layers[index] for index in sorted(layers)]
-        self.decoder = Decoder(
-            model, shapes, end_tokens, limits.block_tokens, limits.max_seqs, graphs=limits.cuda_graphs, required=limits.graphs_required
-        )
-        self.decoder.reach(limits.longest)
-        self._calls = 0
-        self.recorder = Recorder()
-
-    def generate(
-        self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Mapping[tuple[int, int], int] | None = None
-    ) -> Iterator[Group]:
-        """`lengths` forces the number of tokens of the samples it names, by (prompt uid, sample index); it may name others too. End tokens
-        and stop strings mean nothing to these, and nothing is planned by a length before it is reached."""
-        lengths = lengths or {}
-        self._check_size(prompts, sampling, lengths)
-        self._calls = call = self._calls + 1
-        self.recorder.start(time.perf_counter(), len(prompts) * sampling.samples)
-        limits = self.limits
-        plan = Scheduler(
-            limits.blocks, limits.block_tokens, limits.max_seqs, limits.max_batched_tokens,
-            chunked_prefill=limits.chunked_prefill, prefix_sharing=limits.prefix_sharing, most_tokens=sampling.max_new_tokens,
-        )  # fmt: skip
-        stops = StopStrings(self.tokenizer, sampling.stop)
-        drafts: dict[scheduling.Sequence, Draft] = {}
-        open_groups: dict[scheduling.Family, tuple[Prompt, list[Draft]]] = {}
-        for prompt in prompts:
-            family = plan.add(prompt.ids.tolist(), sampling.samples)
-            members = [
-                Draft(i, sample_seed(seed, prompt.uid, i), sequence, [], lengths.get((prompt.uid, i)))
-                for i, sequence in enumerate(family.members)
-            ]
-            drafts.update((draft.sequence, draft) for draft in members)
-            open_groups[family] = (prompt, members)
-        self.runner.acquire()
-        self.decoder.use_cache(*self.runner.caches)
-        self.decoder.reach(max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens)
-        finished: list[tuple[Prompt, list[Draft]]] = []
-        ahead: Flight | None = None
-        end = time.perf_counter()
-        while plan.busy:
-            if not self.decoder.overlaps:  # nothing would run meanwhile
-                yield from self._hand_over(finished, stops, call)
-            if ahead is None:
-                end, flight = time.perf_counter(), self._launch(plan.next_pass(self.decoder.burst(len(plan.running))), drafts, sampling)
-            else:
-                flight = replace(ahead, step=plan.goes_on(ahead.step))
-            ahead = self._further(plan, flight, stops)
-            yield from self._hand_over(finished, stops, call)
-            for draft, tokens, logprobs in flight.arrive():
-                if not draft.finish:
-                    self._take(draft, tokens, logprobs, sampling, stops)
-            plan.ran(flight.step)
-            begin, end = end, time.perf_counter()
-            self.recorder.passed(plan, flight.step, begin, end)
-            families = dict.fromkeys(work.sequence.family for work in flight.step.work if work.samples)
-            for family in families:
-                plan.settle(family)
-            finished = [open_groups.pop(family) for family in families if all(member.finished for member in family.members)]
-        yield from self._hand_over(finished, stops, call)
-        assert not open_groups and plan.pool.used == 0
-
-    def sync(self, version: int) -> None:
-        """The weights are the trainer's own: there is nothing to do."""
-
-    def release(self) -> None:
-        self.runner.release()
-
-    def stats(self) -> EngineStats:
-        return self.recorder.stats
-
-    def report(self, say: Callable[[str], None], interval: float) -> None:
-        self.recorder.report(say, interval)
-
-    def close(self) -> None:
-        self.runner.release()
-
-    def _check_size(self, prompts: Sequence[Prompt], sampling: Sampling, lengths: Mapping[tuple[int, int], int]) -> None:
-        for sample, length in lengths.items():
-            if not 1 <= length <= sampling.max_new_tokens:
-                raise UserError(
-                    f"lengths: sample {sample} is to get {length} tokens, which is not from 1 to rollout.max_new_tokens "
-                    f"({sampling.max_new_tokens}): change the length or rollout.max_new_tokens"
-                )
-        capacity = self.limits.blocks * self.limits.block_tokens
-        longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
-        if blocks_for(longest, self.limits.block_tokens) > self.limits.blocks:
-            raise UserError(
-                f"rollout.kv_bytes: the KV cache holds {capacity} tokens but one sample may need {longest} "
-                f"(longest prompt plus rollout.max_new_tokens): give it more bytes or lower rollout.max_new_tokens"
-            )
-
-    def _hand_over(self, finished: list[tuple[Prompt, list[Draft]]], stops: StopStrings, call: int) -> Iterator[Group]:
-        """To make text of tokens, and whatever is done with it, takes time: on CUDA the device works meanwhile."""
-        while finished:
-            prompt, members = finished.pop(0)
-            yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
-            if call != self._calls:
-                raise RuntimeError("another call of generate has begun since, and has taken the KV cache: one call at a time")
-
-    def _launch(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
-        return self._decode(step, drafts, sampling) if step.decoding else self._prefill(step, drafts, sampling)
-
-    def _prefill(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
-        logits = self.runner.run(step)
-        rows: list[int] = []
-        drawing: list[Draft] = []
-        drawn_from = (work.samples for work in step.work if work.samples)
-        for row, sequences in enumerate(drawn_from):
-            rows.extend([row] * len(sequences))
-            drawing.extend(drafts[sequence] for sequence in sequences)
-        if not drawing:
-            return Flight(step, drawing, tuple)
-        seeds, places = np.array([d.seed for d in drawing]), np.array([len(d.sequence.tokens) for d in drawing])
-        tokens, logprobs = draw(logits, seeds, places, sampling, np.array(rows) if len(rows) > len(logits) else None)
-        return Flight(step, drawing, lambda: zip(drawing, tokens[:, None].tolist(), logprobs[:, None].tolist(), strict=True))
-
-    def _decode(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
-        self.runner.copy(step.copies)
-        drawing = [drafts[work.sequence] for work in step.work]
-        rows = [
-            DecodeRow(draft.sequence.tokens[-1], work.start, len(draft.sequence.tokens), draft.seed, work.sequence.blocks, draft.forced)
-            for work, draft in zip(step.work, drawing, strict=True)
-        ]
-        self.decoder.start(rows, sampling)
-        return self._steps(step, drawing)
-
-    def _steps(self, step: Pass, drawing: list[Draft]) -> Flight:
-        wait = self.decoder.launch(step.steps)
-        return Flight(
-            step, drawing, lambda: ((draft, drawn.tokens, drawn.logprobs) for draft, drawn in zip(drawing, wait(), strict=True))
-        )  # fmt: skip
-
-    def _further(self, plan: Scheduler, flight: Flight, stops: StopStrings) -> Flight | None:
-        """More steps of the same rows, on their way before the tokens of these are known, so that the device does not wait for the host.
-        Not where fewer rows would do; nor with stop strings, which the host finds: such a row would go on in blocks that are another's."""
-        step, decoder = flight.step, self.decoder
-        if not step.decoding or not decoder.overlaps or stops.strings:
-            return None
-        if decoder.size_for(len(step.work)) < decoder.size_for(len(flight.drawing)):
-            return None
-        held = [len(work.sequence.blocks) for work in step.work]
-        following = plan.further(step, decoder.burst(len(step.work)))
-        if following is None:
-            return None
-        row_of = {draft.sequence: row for row, draft in enumerate(flight.drawing)}
-        decoder.give(
-            [
-                (row_of[work.sequence], place, work.sequence.blocks[place])
-                for work, before in zip(step.work, held, strict=True)
-                for place in range(before, len(work.sequence.blocks))
-            ]
-        )
-        return self._steps(following, flight.drawing)
-
-    def _take(self, draft: Draft, drawn: list[int], logprobs: list[float], sampling: Sampling, stops: StopStrings) -> None:
-        """Give a sample what was drawn for it, up to a stop string: the device, which sees end tokens and limits, does not see these."""
-        tokens = draft.sequence.tokens
-        tokens += drawn
-        stopped = 0 if draft.forced else stops.first_end(tokens, len(drawn))
-        taken = stopped or len(drawn)
-        del tokens[len(tokens) - len(drawn) + taken :]
-        draft.logprobs += logprobs[:taken]
-        if stopped or (not draft.forced and tokens[-1] in self.end_tokens):
-            draft.finish = "stop"
-        elif len(tokens) == (draft.forced or sampling.max_new_tokens):
-            draft.finish = "length"
-        draft.sequence.finished = draft.finish is not None
+    model: PreTrainedModel  # the trainer's own
+    tokenizer: PreTrainedTokenizerBase
+    end_tokens: frozenset[int]
+    layers: Mapping[int, LayerShape]  # shapes of the keys and values that each layer caches
+    limits: EngineLimits
 
 
-class StopStrings:
-    """Finds stop strings in sampled ids, also where they straddle tokens."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-        self.tokenizer = tokenizer
-        self.strings = tuple(strings)
-        # A token is at least one byte of text, so a string that the newest token completes began at most its byte count of tokens ago;
-        # a few more for ids beyond the tokenizer, which have no text.
-        self._window = max((len(string.encode()) for string in self.strings), default=0) + 8
-        # Decoded behind another token: some tokenizers swallow the space that a text begins with.
-        anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:] if self.strings else []
-        self._anchor = [token for token in anchor if token not in tokenizer.all_special_ids]
-
-    def ended(self, ids: Sequence[int]) -> bool:
-        if not self.strings:
-            return False
-        text = self._whole(ids[-self._window :], skip_special_tokens=False)
-        return any(string in text for string in self.strings)
-
-    def first_end(self, ids: Sequence[int], new: int) -> int:
-        """At which of the `new` last ids, from 1, a stop string is first complete; 0: at none. To decode is slow: they are looked at
-        together, and one by one only where there is something to find."""
-        if not self.strings:
-            return 0
-        text = self._whole(ids[-self._window - new :], skip_special_tokens=False)
-        if not any(string in text for string in self.strings):
-            return 0
-        before = len(ids) - new
-        return next((count for count in range(1, new + 1) if self.ended(ids[: before + count])), 0)
-
-    def text(self, ids: Sequence[int]) -> str:
-        """The response as people and rewards read it: without special tokens, ending before the first stop string."""
-        text = self.whole_text(ids)
-        if not self.strings:
-            return text
-        whole = self._whole(ids, skip_special_tokens=True)
-        places = [place for string in self.strings if (place := whole.find(string)) >= 0]
-        swallowed = len(whole) - len(text)
-        return text[: max(0, min(places) - swallowed)] if places else text
-
-    def whole_text(self, ids: Sequence[int]) -> str:
-        return self._decode(ids, skip_special_tokens=True)
-
-    def _whole(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        before = self._decode(self._anchor, skip_special_tokens=skip_special_tokens)
-        return self._decode([*self._anchor, *ids], skip_special_tokens=skip_special_tokens).removeprefix(before)
-
-    def _decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
-
-
-def finished_sample(draft: Draft, stops: StopStrings) -> Sample:
-    assert draft.finish is not None
-    ids = draft.sequence.tokens
-    return Sample(
-        index=draft.index,
-        ids=np.array(ids, dtype=np.int64),
-        logprobs=np.array(draft.logprobs, dtype=np.float32),
-        finish=draft.finish,
-        text=stops.text(ids) if draft.forced is None else stops.whole_text(ids),
-    )
+def make_engine(name: str, context: EngineContext) -> Engine:
+    """The engine of `rollout.engine = name`. Only its own file is imported."""
+    engine: Engine = importlib.import_module(f"fulltilt.rollout.engines.{name}").make(context)
+    return engine

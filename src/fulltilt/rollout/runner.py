@@ -57,7 +57,7 @@ class Runner:
         self.head = Head.of(model)
         self.blocks = blocks
         self.block_tokens = block_tokens
-        self._layers = [layers[index] for index in sorted(layers)]
+        self.layers = [layers[index] for index in sorted(layers)]
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
 
@@ -66,7 +66,7 @@ class Runner:
         back, so that activations are split from it, and hands it out again whole once they are gone."""
         if self._keys:
             return
-        shapes = [(self.blocks * self.block_tokens, shape.key_heads, shape.head_width) for shape in self._layers for _ in range(2)]
+        shapes = [(self.blocks * self.block_tokens, shape.key_heads, shape.head_width) for shape in self.layers for _ in range(2)]
         steps = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
         whole = memory(sum(steps), self.model)
         caches = [part[: math.prod(shape)].view(shape) for part, shape in zip(whole.split(steps), shapes, strict=True)]

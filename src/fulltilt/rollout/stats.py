@@ -1,19 +1,20 @@
-"""What an engine did, in the figures that people who watch an engine know: samples running and waiting, KV use, prefix hits, preemptions,
-tokens per second, time to the first token and per token.
+"""Statistics of an engine: samples running and waiting, KV use, prefix hits, preemptions, tokens per second, time to the first token and
+per token.
 
-Enters: each pass as it ends, by the clock of whoever ran it. Leaves: `EngineStats` of a call of `generate`, and every so many seconds of
-generating a line for people. Guaranteed: statistics add up, of passes to a call as of calls to a step, percentiles included, for times are
-kept as histograms; a percentile is within half a percent of the exact one; the work is per pass and sample, never per token. Free of torch.
+Enters: each pass as it ends, with the times at which it began and ended. Leaves: the `EngineStats` of a call of `generate`, and a line for
+people after every so many seconds of generating. Guaranteed: statistics can be added, those of passes to a call and those of calls to a
+step, percentiles included, because times are kept as histograms; a percentile is within half a percent of the exact one; the work is per
+pass and sample, never per token. Free of torch.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import chain
-from operator import attrgetter
 
 import numpy as np
 
@@ -22,19 +23,19 @@ from fulltilt.rollout.scheduler import Counts, Pass, Scheduler
 PERCENTILES = (50, 90, 99)
 
 _SHORTEST_S = 1e-6
-_GROWTH = math.log(1.01)  # from one bin to the next: its middle is within half a percent of all that is in it
+_GROWTH = math.log(1.01)  # from one bin to the next: the middle of a bin is within half a percent of everything in it
 _BINS = 2600  # up to 48 hours
 
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """How often which time was seen, in bins as wide as a hundredth of the time itself."""
+    """How often each time was seen, in bins as wide as a hundredth of the time itself."""
 
     counts: np.ndarray = field(default_factory=lambda: np.zeros(_BINS, dtype=np.int64))
 
     @staticmethod
     def of(times: Iterable[tuple[float, int]]) -> Histogram:
-        """Seconds, and how many times each."""
+        """The histogram of pairs: seconds, and how often they were seen."""
         counts = np.zeros(_BINS, dtype=np.int64)
         for seconds, weight in times:
             counts[min(_BINS - 1, int(math.log(max(seconds, _SHORTEST_S) / _SHORTEST_S) / _GROWTH))] += weight
@@ -49,7 +50,7 @@ class Histogram:
 
     def percentile(self, percent: int) -> float:
         """The least number of seconds that `percent` of the times do not exceed."""
-        assert self.total, "of nothing there is no percentile"
+        assert self.total, "an empty histogram has no percentiles"
         rank = max(1, -(-percent * self.total // 100))
         place = int(np.searchsorted(np.cumsum(self.counts), rank))
         return _SHORTEST_S * math.exp((place + 0.5) * _GROWTH)
@@ -57,10 +58,10 @@ class Histogram:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Of some passes: those of a call of `generate`, or of all calls of a step."""
+    """Statistics of some passes: those of one call of `generate`, or of all calls of a step."""
 
     prefill_tokens: int = 0
-    shared_tokens: int = 0  # that were not prefilled, or not again after a preemption, because they were in the cache
+    shared_tokens: int = 0  # found in the cache, so that they were not prefilled, or not again after a preemption
     decode_tokens: int = 0
     passes: int = 0
     preemptions: int = 0
@@ -68,7 +69,7 @@ class EngineStats:
     most_waiting: int = 0
     kv_use: float = 0.0  # highest share of blocks in use
     running_passes: int = 0  # samples running, added up over passes
-    kv_use_passes: float = 0.0  # likewise
+    kv_use_passes: float = 0.0  # share of blocks in use, added up over passes
     seconds: float = 0.0  # between the start of a call and the end of its last pass
     prefill_seconds: float = 0.0  # in passes that prefill
     decode_seconds: float = 0.0  # in passes that decode
@@ -76,40 +77,17 @@ class EngineStats:
     per_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's token to its next
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Counts, seconds and histograms are added, of heights the highest."""
-        return EngineStats(
-            prefill_tokens=self.prefill_tokens + other.prefill_tokens,
-            shared_tokens=self.shared_tokens + other.shared_tokens,
-            decode_tokens=self.decode_tokens + other.decode_tokens,
-            passes=self.passes + other.passes,
-            preemptions=self.preemptions + other.preemptions,
-            most_running=max(self.most_running, other.most_running),
-            most_waiting=max(self.most_waiting, other.most_waiting),
-            kv_use=max(self.kv_use, other.kv_use),
-            running_passes=self.running_passes + other.running_passes,
-            kv_use_passes=self.kv_use_passes + other.kv_use_passes,
-            seconds=self.seconds + other.seconds,
-            prefill_seconds=self.prefill_seconds + other.prefill_seconds,
-            decode_seconds=self.decode_seconds + other.decode_seconds,
-            first_token=self.first_token + other.first_token,
-            per_token=self.per_token + other.per_token,
-        )
+        """Counts, seconds and histograms are added; the highest values are the higher of the two."""
+        return EngineStats(*(join(getattr(self, name), getattr(other, name)) for name, join in _JOINS))
 
     @property
     def prefix_hit_rate(self) -> float:
         return _ratio(self.shared_tokens, self.prefill_tokens + self.shared_tokens) or 0.0
 
     def metrics(self, *, full: bool = True) -> dict[str, float]:
-        """Under the names of docs/metrics.md: the counts, and with `full` all the rest. What there was nothing of is left out."""
-        counts = {
-            "rollout/prefill_tokens": self.prefill_tokens,
-            "rollout/decode_tokens": self.decode_tokens,
-            "rollout/passes": self.passes,
-            "rollout/preemptions": self.preemptions,
-            "rollout/most_running": self.most_running,
-            "rollout/kv_use": self.kv_use,
-            "rollout/prefix_hit_rate": self.prefix_hit_rate,
-        }
+        """Metrics under the names of docs/metrics.md: the counts, and with `full` everything else. What was not seen is left out."""
+        counted = ("prefill_tokens", "decode_tokens", "passes", "preemptions", "most_running", "kv_use", "prefix_hit_rate")
+        counts = {f"rollout/{name}": getattr(self, name) for name in counted}
         if not full:
             return counts
         ratios = {
@@ -127,17 +105,21 @@ class EngineStats:
         }
 
 
+_HIGHEST = ("most_running", "most_waiting", "kv_use")
+_JOINS: list[tuple[str, Callable[..., object]]] = [
+    (each.name, max if each.name in _HIGHEST else operator.add) for each in fields(EngineStats)
+]
 NO_STATS = EngineStats()
 
 
 @dataclass(frozen=True)
 class SeenPass:
-    """One pass, as it went. Example: 16 steps of two samples, the second of which ended after three:
+    """What one pass did. Example: 16 steps of two samples, the second of which ended after three:
 
     SeenPass(begin=4.0, end=4.16, steps=16, running=2, waiting=0, kv_use=0.1, decode_tokens=19, drawing=(0, 1), drawn=19)
     """
 
-    begin: float  # by the clock
+    begin: float  # seconds, of the same clock as `end`
     end: float
     steps: int
     running: int
@@ -148,11 +130,11 @@ class SeenPass:
     decode_tokens: int = 0
     preemptions: int = 0
     drawing: Sequence[Hashable] = ()  # the samples that drew tokens
-    drawn: int = 0  # how many all of them drew; a sample that drew fewer than there were steps has ended
+    drawn: int = 0  # tokens that all of them drew together; a sample that drew fewer than `steps` has ended
 
     @property
     def step_seconds(self) -> float:
-        """The host sees the tokens of all steps at the end: the time is spread evenly over the steps."""
+        """Seconds of one step. The host sees the tokens of all steps at the end, so the time is spread evenly over them."""
         return (self.end - self.begin) / self.steps
 
 
@@ -160,14 +142,14 @@ class Recorder:
     """Adds up the passes of an engine, call by call."""
 
     def __init__(self) -> None:
-        self.stats = NO_STATS  # of the last call
+        self.stats = NO_STATS  # those of the last call
         self._say: Callable[[str], None] | None = None
         self._interval = 0.0
         self._unsaid = NO_STATS  # since the last line
         self.start(0.0, 0)
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
-        """From now on `say` gets a line after every `interval` seconds of generating; these go on counting from call to call."""
+        """From now on `say` gets a line after every `interval` seconds of generating, counted across calls."""
         self._say, self._interval = say, interval
 
     def start(self, now: float, samples: int) -> None:
@@ -179,7 +161,7 @@ class Recorder:
         self._arrived: dict[Hashable, float] = {}  # when the newest token of each sample came
 
     def passed(self, plan: Scheduler, step: Pass, begin: float, end: float) -> None:
-        """`step` ran, its tokens are with their samples, and `plan` has not been told of those that ended."""
+        """`step` ran and its samples have their tokens; `plan` has not been told yet which of them ended."""
         before, counts = self._counts, replace(plan.counts)
         drawing = list(chain.from_iterable(work.samples for work in step.work))
         decoded = counts.decode_tokens - before.decode_tokens
@@ -200,7 +182,7 @@ class Recorder:
             )
         )
         self._counts = counts
-        self._unfinished -= sum(map(attrgetter("finished"), drawing))
+        self._unfinished -= sum(map(operator.attrgetter("finished"), drawing))
 
     def add(self, seen: SeenPass) -> None:
         first, later = self._arrivals(seen)
@@ -230,7 +212,7 @@ class Recorder:
             self._unsaid = NO_STATS
 
     def _arrivals(self, seen: SeenPass) -> tuple[Histogram, Histogram]:
-        """Times to first tokens, and from token to token. Most samples of a pass have their newest token from the same earlier pass."""
+        """Times to first tokens, and from token to token. Most samples of a pass got their newest token in the same earlier pass."""
         earliest = seen.begin + seen.step_seconds
         since = Counter(map(self._arrived.get, seen.drawing))
         fresh = since.pop(None, 0)
@@ -243,7 +225,7 @@ class Recorder:
 
 
 def line(stats: EngineStats, newest: SeenPass) -> str:
-    """Running, waiting and KV use as they are; all else of `stats`, left out where there was nothing of it."""
+    """One line for people: running, waiting and KV use of the newest pass, everything else from `stats`. What was not seen is left out."""
     prefill, decode = _ratio(stats.prefill_tokens, stats.prefill_seconds), _ratio(stats.decode_tokens, stats.decode_seconds)
     hits = _ratio(stats.shared_tokens, stats.prefill_tokens + stats.shared_tokens)
     parts = [

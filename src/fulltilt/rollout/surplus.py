@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from fulltilt.records import Group, Prompt, Sample, Score
-from fulltilt.rollout.collect import Kept
+from fulltilt.rollout.collect import ScoredGroup
 
 Described = dict[str, Any]
 
 
-def pack(kept: Sequence[Kept]) -> tuple[dict[str, np.ndarray], list[Described]]:
+def pack(kept: Sequence[ScoredGroup]) -> tuple[dict[str, np.ndarray], list[Described]]:
     """The tokens of all samples, one after another, and beside them what each group and sample is."""
     samples = [sample for each in kept for sample in each.group.samples]
     arrays = {
@@ -34,7 +34,7 @@ def pack(kept: Sequence[Kept]) -> tuple[dict[str, np.ndarray], list[Described]]:
 
 def unpack(
     arrays: Mapping[str, np.ndarray], described: Sequence[Described], prompts_by_uid: Mapping[int, Prompt]
-) -> tuple[list[Kept], int]:
+) -> tuple[list[ScoredGroup], int]:
     """The groups that `pack` was given, and how many had to be left out because the data no longer has their prompts."""
     assert sum(len(group["samples"]) for group in described) == len(arrays["lengths"])
     borders = np.cumsum(arrays["lengths"])[:-1]
@@ -45,11 +45,11 @@ def unpack(
         samples = tuple(_sample(entry, *next(tokens)) for entry in group["samples"])
         prompt = prompts_by_uid.get(group["uid"])
         if prompt is not None and _digest(prompt) == group["prompt"]:
-            kept.append(Kept(Group(prompt, samples), tuple(map(_score, group["samples"])), group["step"]))
+            kept.append(ScoredGroup(Group(prompt, samples), tuple(map(_score, group["samples"])), group["step"]))
     return kept, len(described) - len(kept)
 
 
-def _described(kept: Kept) -> Described:
+def _described(kept: ScoredGroup) -> Described:
     prompt = kept.group.prompt
     samples = [
         {
