@@ -9,7 +9,7 @@ To add an algorithm: write the functions that it does not share, add an entry to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -41,6 +41,7 @@ from fulltilt.algo.loss import (
 from fulltilt.algo.shaping import LARGEST_ERROR, Overlong, RewardKL
 from fulltilt.config import AlgorithmConfig, Config, Rule, toml_value, uses_reward_model
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 Settings = Mapping[str, Any]
 
@@ -167,7 +168,7 @@ def build(config: Config) -> Algorithm:
         dynamic=_dynamic(settings),
         overlong=_overlong(config, settings),
         reward_kl=_reward_kl(settings),
-        # Every surrogate here is a product with the advantage; of a user's own function nothing is known.
+        # Every surrogate of a preset is a product with the advantage; a user's own function may be anything.
         advantage_alone=preset.rollout and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
     )
     custom.try_out(algorithm, config.algorithm.samples_per_prompt, list(own.values()))
@@ -213,15 +214,13 @@ def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]
 
 
 def _dynamic(settings: Settings) -> DynamicSampling | None:
-    if not settings.get("dynamic_sampling"):
-        return None
-    return DynamicSampling(worth_training, settings["prompts_per_round"], settings["max_rounds"])
+    on = settings.get("dynamic_sampling")
+    return DynamicSampling(worth_training, settings["prompts_per_round"], settings["max_rounds"]) if on else None
 
 
 def _overlong(config: Config, settings: Settings) -> Overlong | None:
-    if not settings.get("overlong_buffer"):
-        return None
-    return Overlong(config.rollout.max_new_tokens, settings["overlong_buffer"], float(settings["overlong_penalty"]))
+    buffer = settings.get("overlong_buffer")
+    return Overlong(config.rollout.max_new_tokens, buffer, float(settings["overlong_penalty"])) if buffer else None
 
 
 def _reward_kl(settings: Settings) -> RewardKL | None:
@@ -309,15 +308,13 @@ def _without_effect(key: str, condition: Condition, settings: Settings) -> str:
 
 
 # Keys of other sections that only runs with samples and rewards read; None: every key of the section.
-SAMPLING_ONLY: Mapping[str, tuple[str, ...] | None] = {
-    "rollout": None,
-    "reward": None,
-    "eval": None,
-    "health": ("entropy_floor", "max_clip_ratio", "max_reward_errors", "max_logprob_gap"),
-    "log": ("val_samples",),
-    "run": ("save_rollouts",),
+SAMPLING_ONLY: Mapping[str, set[str] | None] = {
+    **dict.fromkeys(("rollout", "reward", "eval")),
+    "health": {"entropy_floor", "max_clip_ratio", "max_reward_errors", "max_logprob_gap"},
+    "log": {"val_samples"},
+    "run": {"save_rollouts"},
 }
-SFT_DATA = ("max_tokens", "response_key", "messages_key", "train_turns")
+SFT_DATA = {"max_tokens", "response_key", "messages_key", "train_turns"}
 
 
 def mistakes(config: Config) -> list[str]:
@@ -327,7 +324,9 @@ def mistakes(config: Config) -> list[str]:
 
 def _wrong_keys(config: Config) -> list[str]:
     try:
-        return [*_wrong_functions(config), *_unused_keys(config)]
+        own, keys = _user_functions(config), AlgorithmConfig.model_fields
+        wrong = [text for place in own.values() for text in custom.wrong_signature(place, offered(config), keys)]
+        return [*wrong, *_unused_keys(config, own)]
     except UserError as error:  # a file that cannot be used: which keys its function takes is not known
         return [str(error)]
 
@@ -336,18 +335,12 @@ def _is_set(config: Config, key: str) -> bool:
     return key in config.algorithm.model_fields_set and getattr(config.algorithm, key) is not None
 
 
-def _wrong_functions(config: Config) -> Iterator[str]:
-    for place in _user_functions(config).values():
-        yield from custom.wrong_signature(place, offered(config), AlgorithmConfig.model_fields)
-
-
-def _unused_keys(config: Config) -> Iterator[str]:
-    name, own = config.algorithm.name, _user_functions(config)
-    preset, used = PRESETS[name], _used_keys(config)
+def _unused_keys(config: Config, own: Mapping[str, UserFunction]) -> Iterator[str]:
+    name, used = config.algorithm.name, _used_keys(config)
     for key in AlgorithmConfig.model_fields:
         if key in used or not _is_set(config, key):
             continue
-        if key in preset.defaults:
+        if key in PRESETS[name].defaults:
             functions = " and ".join(place.code.name for place in own.values())
             yield f"algorithm.{key}: {functions} does not take it. Remove the key, or give the function a parameter {key}"
         else:
@@ -358,16 +351,15 @@ def _unused_sections(config: Config) -> Iterator[str]:
     name = config.algorithm.name
     preset = PRESETS[name]
     if preset.rollout:
-        for key in SFT_DATA:
-            if key in config.data.model_fields_set:
-                yield f"data.{key}: the algorithm {name!r} reads prompts only. Remove the key."
+        for key in sorted(config.data.model_fields_set & SFT_DATA):
+            yield f"data.{key}: the algorithm {name!r} reads prompts only. Remove the key."
     else:
         # If no reward names the reward model, its keys are reported already.
         sections = {**SAMPLING_ONLY, **({"reward_model": None} if uses_reward_model(config) else {})}
         for section, keys in sections.items():
-            for key in sorted(getattr(config, section).model_fields_set):
-                if keys is None or key in keys:
-                    yield f"{section}.{key}: the algorithm {name!r} samples nothing and scores nothing. Remove the key."
+            given = getattr(config, section).model_fields_set
+            for key in sorted(given if keys is None else given & keys):
+                yield f"{section}.{key}: the algorithm {name!r} samples nothing and scores nothing. Remove the key."
     if preset.critic is None:
         critic = [f"critic.{key}" for key in sorted(config.critic.model_fields_set)]
         critic += ["lora.critic"] if config.lora.rank and "critic" in config.lora.model_fields_set else []
@@ -379,59 +371,41 @@ def _wrong_numbers(config: Config) -> Iterator[str]:
     algorithm, preset, settings = config.algorithm, PRESETS[config.algorithm.name], _resolve(config)
     if not preset.rollout:
         if settings["aggregation"] == NORMALISED_SUM and not _is_set(config, "length_norm"):
-            yield (
-                f"algorithm.length_norm: {NORMALISED_SUM!r} divides by it, and the algorithm {algorithm.name!r} has no longest response to "
-                "take it from. Set it, for example to the longest response in tokens"
-            )
+            yield f"algorithm.length_norm: {NORMALISED_SUM!r} divides by it. Set it, for example to the longest response in tokens"
         return
-    if algorithm.samples_per_prompt < preset.smallest_group:
-        yield (
-            f"algorithm.samples_per_prompt = {algorithm.samples_per_prompt}: a group of one has no baseline, every advantage would be 0. "
-            f"Use at least {preset.smallest_group} samples per prompt"
-        )
-    if 0 < settings.get("dual_clip", 0) <= 1:
-        yield (
-            f"algorithm.dual_clip = {settings['dual_clip']}: the bound must exceed 1, or it would also hold tokens whose probability has "
-            "not changed. Use for example 3, or 0 to switch it off"
-        )
+    samples, clip = algorithm.samples_per_prompt, settings.get("dual_clip", 0)
+    if samples < preset.smallest_group:
+        remedy = f"Use at least {preset.smallest_group} samples per prompt"
+        yield f"algorithm.samples_per_prompt = {samples}: a group of one has no baseline, every advantage would be 0. {remedy}"
+    if 0 < clip <= 1:
+        why = "must exceed 1, or it would also bound tokens whose probability has not changed"
+        yield f"algorithm.dual_clip = {clip}: {why}. Use for example 3, or 0 to switch it off"
     if config.rollout.temperature == 0:
-        yield (
-            "rollout.temperature = 0: greedy samples of a prompt are all the same, so there is nothing to learn from them. "
-            "Use a temperature above 0, for example 1; eval.temperature may stay 0"
-        )
+        remedy = "Use a temperature above 0, for example 1; eval.temperature may stay 0"
+        yield f"rollout.temperature = 0: the samples of a prompt would all be the same greedy one. {remedy}"
     yield from _wrong_lengths(config, settings)
 
 
 def _wrong_lengths(config: Config, settings: Settings) -> Iterator[str]:
     """Numbers that do not fit the length of responses or of the run."""
-    algorithm, longest, steps = config.algorithm, config.rollout.max_new_tokens, config.run.steps
-    if settings["overlong_buffer"] > longest:
-        yield (
-            f"algorithm.overlong_buffer = {settings['overlong_buffer']}: more than rollout.max_new_tokens ({longest}), so even the "
-            f"shortest response would be penalised. Use at most {longest}"
-        )
-    if settings.get("dynamic_sampling") and config.run.epochs is not None:
-        yield (
-            "run.epochs: with dynamic sampling the number of prompts that a step takes varies, so the run's length in steps is unknown. "
-            "Set run.steps instead, or algorithm.dynamic_sampling = false"
-        )
-    if settings.get("dynamic_sampling") and settings["importance_cap"] == 0:
-        yield (
-            "algorithm.importance_cap = 0: dynamic sampling carries groups over to the next step, and those were sampled by older weights; "
-            "without the importance weight they would be trained on as if they were new. Set it above 0, for example to 2"
-        )
-    if steps is not None and settings.get("critic_warmup", 0) >= steps:
-        yield (
-            f"algorithm.critic_warmup = {settings['critic_warmup']}: the run has {steps} steps, so the actor would never be updated. "
-            "Use less, or raise run.steps"
-        )
-    samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    adaptive = not _condition_not_met("reward_kl_horizon", settings)
-    if adaptive and samples * LARGEST_ERROR >= settings["reward_kl_horizon"]:
-        yield (
-            f"algorithm.reward_kl_horizon = {settings['reward_kl_horizon']}: a step has {samples} samples, so one step could bring the "
-            f"weight of the penalty to 0 or below. Use more than {int(samples * LARGEST_ERROR)}"
-        )
+    longest, steps, dynamic = config.rollout.max_new_tokens, config.run.steps, settings.get("dynamic_sampling")
+    buffer, warmup, horizon = settings["overlong_buffer"], settings.get("critic_warmup", 0), settings["reward_kl_horizon"]
+    if buffer > longest:
+        why = f"more than rollout.max_new_tokens ({longest}), so even the shortest response would be penalised"
+        yield f"algorithm.overlong_buffer = {buffer}: {why}. Use at most {longest}"
+    if dynamic and config.run.epochs is not None:
+        why = "with dynamic sampling a step takes any number of prompts, so the run's length in steps is not known"
+        yield f"run.epochs: {why}. Set run.steps instead, or algorithm.dynamic_sampling = false"
+    if dynamic and settings["importance_cap"] == 0:
+        why = "dynamic sampling trains on samples of older weights, which need the importance weight"
+        yield f"algorithm.importance_cap = 0: {why}. Set it above 0, for example to 2"
+    if steps is not None and warmup >= steps:
+        why = f"the run has {many(steps, 'step')}, so the actor would never be updated"
+        yield f"algorithm.critic_warmup = {warmup}: {why}. Use less, or raise run.steps"
+    samples = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
+    if not _condition_not_met("reward_kl_horizon", settings) and samples * LARGEST_ERROR >= horizon:
+        why = f"a step has {samples} samples, so one step could bring the weight of the penalty to 0 or below"
+        yield f"algorithm.reward_kl_horizon = {horizon}: {why}. Use more than {int(samples * LARGEST_ERROR)}"
 
 
 def _keys_without_effect(config: Config) -> Iterator[str]:
@@ -447,30 +421,20 @@ def _keys_without_effect(config: Config) -> Iterator[str]:
         yield f"ref.{key}: there is no reference role, because no KL is in the loss or in the reward. Remove the key{remedy}"
 
 
-_FUNCTIONS = ("algorithm.name", "algorithm.advantage", "algorithm.loss")
-_KL = tuple(f"algorithm.{key}" for key in AlgorithmConfig.model_fields if "kl_" in key)
+def _keys(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"algorithm.{name}" for name in names)
+
+
+_FUNCTIONS = _keys(("name", "advantage", "loss"))
+_KL = _keys(key for key in AlgorithmConfig.model_fields if "kl_" in key)
+_SAMPLES = _keys(("prompts_per_step", "samples_per_prompt", "dynamic_sampling", "overlong_buffer", "importance_cap"))
+_LOSS = _keys(("dual_clip", "aggregation", "length_norm", "critic_warmup"))
+_RUN = ("rollout.temperature", "rollout.max_new_tokens", "run.steps", "run.epochs")
 
 RULES: tuple[Rule, ...] = (
     Rule(_FUNCTIONS, _wrong_keys),
     Rule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
-    Rule(
-        (
-            *_FUNCTIONS,
-            *_KL,
-            *(f"algorithm.{key}" for key in ("prompts_per_step", "samples_per_prompt", "dual_clip", "aggregation", "length_norm")),
-            *(f"algorithm.{key}" for key in ("overlong_buffer", "dynamic_sampling", "importance_cap", "critic_warmup")),
-            *("rollout.temperature", "rollout.max_new_tokens", "run.steps", "run.epochs"),
-        ),
-        _wrong_numbers,
-    ),
-    Rule(
-        (
-            *_FUNCTIONS,
-            *_KL,
-            *("algorithm.aggregation", "algorithm.overlong_buffer", "algorithm.dynamic_sampling"),
-            *(f"algorithm.{key}" for key in CONDITIONS),
-        ),
-        _keys_without_effect,
-    ),
+    Rule((*_FUNCTIONS, *_KL, *_SAMPLES, *_LOSS, *_RUN), _wrong_numbers),
+    Rule((*_FUNCTIONS, *_KL, *_keys(CONDITIONS), *_keys(condition.of for condition in CONDITIONS.values())), _keys_without_effect),
 )
 """The checks of `mistakes`, each with the keys that it reads: it runs unless one of those keys is already known to be wrong."""
