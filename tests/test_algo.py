@@ -1061,10 +1061,10 @@ def test_a_scalar_loss_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "text", "words"),
     [
-        ("advantage", "def mine(rewards:\n    pass\n", ["syntax error at", "mine.py:1", "Mend"]),
-        ("advantage", "x = 1\nimport nothing_of_that_name\n", ["ModuleNotFoundError", "mine.py:2", "Mend"]),
+        ("advantage", "def mine(rewards:\n    pass\n", ["syntax error at", "mine.py:1", "Fix"]),
+        ("advantage", "x = 1\nimport nothing_of_that_name\n", ["ModuleNotFoundError", "mine.py:2", "Fix"]),
         ("advantage", "def other(rewards): return rewards\n", ["defines no 'mine'", "other"]),
-        ("advantage", "mine = 3\n", ["'mine' is no function"]),
+        ("advantage", "mine = 3\n", ["'mine' in", "is of type int, not a function"]),
         ("advantage", "def mine(reward): return reward\n", ["'reward' has no value", "rewards"]),
         ("advantage", "def mine(gamma=1): return 0\n", ["takes none of rewards, groups, lengths, rows"]),
         ("advantage", "def mine(rewards, /): return rewards\n", ["positional only"]),
@@ -1073,7 +1073,7 @@ def test_a_scalar_loss_is_taken_as_it_is(tmp_path: Path) -> None:
         ("advantage", "def mine(rewards): return 1.0\n", ["returned a float for 16 rows"]),
         ("advantage", "def mine(rewards): return [[1.0, 2.0]] * len(rewards)\n", ["shape (2,)", "as many as the row has tokens"]),
         ("advantage", "def mine(rewards): return rewards / 0\n", ["not finite"]),
-        ("advantage", "def mine(rewards): return ['a'] * len(rewards)\n", ["no number"]),
+        ("advantage", "def mine(rewards): return ['a'] * len(rewards)\n", ["neither a number nor an array"]),
         ("advantage", "def mine(rewards):\n    return rewards[99]\n", ["trial", "IndexError", "mine.py:2"]),
         ("loss", "def mine(logprobs): return logprobs\n", ["takes none of terms", "'logprobs' has no value"]),
         ("loss", "def mine(terms): return terms.logprobs[1:]\n", ["shape (4,) for 5 trained tokens"]),

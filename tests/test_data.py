@@ -232,7 +232,7 @@ def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) 
     assert [row["prompt"] for row, _ in read_rows(tmp_path / "parts")] == ["1", "2", "10"]
     (tmp_path / "shards").mkdir()
     write_lines(tmp_path / "shards" / "train-00000-of-00002.jsonl", [{"prompt": "0"}])
-    assert "2 files make the data set, 1 are here" in refused(tmp_path / "shards")
+    assert "the data set has 2 files, but 1 are here" in refused(tmp_path / "shards")
 
 
 # Prompts to ids

@@ -23,7 +23,7 @@ import runs
 from fulltilt.data.files import read_rows
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
-from fulltilt.reward import gsm8k
+from fulltilt.reward.rules import gsm8k
 
 FOLDER = Path(__file__).parents[1] / "examples" / "gsm8k"
 ANSWERS = [

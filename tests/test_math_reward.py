@@ -17,9 +17,9 @@ import pytest
 
 from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, UserError
-from fulltilt.reward import dapo
-from fulltilt.reward import math as math_reward
 from fulltilt.reward.base import RewardPool
+from fulltilt.reward.rules import dapo
+from fulltilt.reward.rules import math as math_reward
 
 
 def group_of(texts: list[str], truth: Any, uid: int = 0) -> Group:
@@ -148,7 +148,7 @@ def test_math_in_a_reward_process(pool_of: Any) -> None:
 def test_a_missing_package_is_said_at_the_start(tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ModuleNotFoundError(\"No module named 'math_verify'\")")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"'math' needs a package.*No module named 'math_verify'.*pip install \"fulltilt\[math\]\""):
+    with pytest.raises(UserError, match=r"'math': it needs a package.*No module named 'math_verify'.*pip install \"fulltilt\[math\]\""):
         pool_of("math")
     # The others do not need it, and their processes do not wait for it.
     assert pool_of("dapo").collect([group_of(["Answer: 5"], "5")])[0][0].value == 1.0

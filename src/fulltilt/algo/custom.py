@@ -1,155 +1,101 @@
 """A user's own advantage or loss: `FILE.py:NAME` enters, what a preset would have named leaves.
 
 An advantage takes by keyword any of `rewards` (float64 [rows]), `groups` (int64 [rows]), `lengths` (int64 [rows], trained tokens) and
-`rows` (the `Row` records), a loss takes `terms` (`TokenTerms`, its `old_logprobs` always there); both also take keys of `[algorithm]` by
+`rows` (the `Row` records); a loss takes `terms` (`TokenTerms`, with `old_logprobs` always set). Both also take keys of `[algorithm]` by
 their names, `gamma` for example. An advantage returns one number for each row, or for each row an array with one number for each of its
 tokens, of which those outside the mask are not read. A loss returns one number for each trained token, which is weighted and summed
-here, or a scalar that holds the weights already.
+here, or a scalar that includes the weights already.
 
-Guaranteed: a file that is missing or does not run, a name that is not there, a parameter that nobody gives and a result of the wrong form
-are found before a model loads, with the remedy; a file is executed once in a process, as it was when the run started, and travels to
-other processes with the function; results are checked at every call. The file runs in the trainer: it may import torch, this module
+Guaranteed: a file that is missing or does not run, a function that is not in it, a parameter without a value and a result of the wrong
+form are found before a model loads, with the remedy; the file is executed once in a process, as it was when the run started, and travels
+to other processes with the function; results are checked at every call. The file runs in the trainer: it may import torch, this module
 does not.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
+from fulltilt import user_code
 from fulltilt.algo.advantage import per_token, totals
 from fulltilt.algo.base import AdvantageFunction, Algorithm
 from fulltilt.algo.loss import Surrogate, old_logprobs
 from fulltilt.records import Row, TokenTerms, UserError
+from fulltilt.user_code import UserCode, UserCodeError
 
 GIVEN = {"advantage": ("rewards", "groups", "lengths", "rows"), "loss": ("terms",)}
 
 
 @dataclass(frozen=True)
 class UserFunction:
-    """Where a function is, and its file as it was read."""
+    """The user's function for a key of `[algorithm]`."""
 
     key: str  # "advantage" or "loss"
-    name: str  # as configured
-    path: str
-    attribute: str
-    source: bytes
+    code: UserCode
 
-    def wrong(self, text: str) -> UserError:
-        return UserError(f"algorithm.{self.key} = {self.name!r}: {text}")
+    def wrong(self, text: object) -> UserError:
+        return _wrong(self.key, self.code.name, text)
 
     @property
     def function(self) -> Callable[..., Any]:
-        return _function(self)
+        try:
+            return user_code.function(self.code)
+        except UserCodeError as error:
+            raise self.wrong(error) from error
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        function = self.function
         try:
-            return inspect.signature(function).parameters
-        except (TypeError, ValueError):
-            raise self.wrong("its parameters cannot be read. Wrap it in a function with named parameters") from None
+            return user_code.parameters(self.function)
+        except UserCodeError as error:
+            raise self.wrong(error) from error
 
-    def call(self, **arguments: Any) -> Any:
+    @property
+    def open_ended(self) -> bool:
+        return any(parameter.kind is parameter.VAR_KEYWORD for parameter in self.parameters.values())
+
+    def call(self, given: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+        """Calls the function with what it takes: what the run gives, under a name or `**kwargs`, and keys of `[algorithm]` by name."""
+        arguments = {name: value for name, value in given.items() if name in self.parameters or self.open_ended}
+        arguments |= {name: settings[name] for name in self.parameters if name in settings}
         try:
             return self.function(**arguments)
         except Exception as error:
-            error.add_note(f"in your function algorithm.{self.key} = {self.name!r}")
+            error.add_note(f"in your function algorithm.{self.key} = {self.code.name!r}")
             raise
 
 
+def _wrong(key: str, name: str, text: object) -> UserError:
+    return UserError(f"algorithm.{key} = {name!r}: {text}")
+
+
 def locate(key: str, name: str) -> UserFunction:
-    """Read the file of a configured name. Nothing of it is executed before the function is looked at."""
-    file, colon, attribute = name.rpartition(":")
-    if not colon or not file.endswith(".py") or not attribute.isidentifier():
-        raise UserError(f"algorithm.{key} = {name!r}: not of the form FILE.py:NAME. Write for example mine/{key}.py:{key}")
-    path = Path(file).absolute()
+    """Reads the file of a configured name and executes nothing of it."""
     try:
-        source = path.read_bytes()
-    except OSError as error:
-        raise UserError(
-            f"algorithm.{key} = {name!r}: cannot read {path}: {error.strerror}. Paths are relative to the current directory"
-        ) from None
-    return UserFunction(key, name, str(path), attribute, source)
+        return UserFunction(key, user_code.locate(name))
+    except UserCodeError as error:
+        raise _wrong(key, name, f"{error}. Write for example mine/{key}.py:{key}") from None
 
 
-@lru_cache
-def _module(path: str, source: bytes) -> ModuleType:
-    module = ModuleType(f"fulltilt_user_{Path(path).stem}")
-    module.__file__ = path
-    sys.modules[module.__name__] = module  # dataclasses and pickle look there
-    # What stands beside the file can be imported, but does not hide an installed package from the trainer.
-    if (folder := str(Path(path).parent)) not in sys.path:
-        sys.path.append(folder)
-    exec(compile(source, path, "exec"), module.__dict__)
-    return module
-
-
-def _function(place: UserFunction) -> Callable[..., Any]:
-    try:
-        module = _module(place.path, place.source)
-    except SyntaxError as error:
-        line = f"\n    {error.text.strip()}" if error.text else ""
-        raise place.wrong(f"syntax error at {error.filename}:{error.lineno}: {error.msg}. Mend this line{line}") from None
-    except (Exception, SystemExit) as error:
-        raise place.wrong(f"loading {place.path} failed: {described(error, place.path)}. Mend the file") from error
-    function = getattr(module, place.attribute, None)
-    if not callable(function):
-        own = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        found = f"there {place.attribute!r} is no function" if function is not None else f"{place.path} defines no {place.attribute!r}"
-        raise place.wrong(f"{found}. Use one of its functions: {', '.join(own) or 'it has none'}")
-    return function  # type: ignore[no-any-return]
-
-
-def described(error: BaseException, path: str) -> str:
-    """One line: the exception and where in the user's file it came from."""
-    own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    place = f" ({Path(path).name}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}{place}"
-
-
-# ---- signatures --------------------------------------------------------------------------------------------------------------------
-
-
-def named_keys(place: UserFunction, keys: Sequence[str]) -> frozenset[str]:
-    """The keys of `[algorithm]` that the function takes."""
-    return frozenset(keys) & place.parameters.keys()
-
-
-def wrong_signature(place: UserFunction, settings: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    """What cannot be given to the function; `settings` are the keys that have a value in this run, `keys` all there are."""
-    given, parameters = GIVEN[place.key], place.parameters
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    found = []
-    if not open_ended and not set(given) & parameters.keys():
+def wrong_signature(place: UserFunction, settings: Mapping[str, Any], keys: Collection[str]) -> list[str]:
+    """What is wrong with the function's parameters; `settings` are the keys that have a value in this run, `keys` all there are."""
+    given, found = GIVEN[place.key], []
+    if not place.open_ended and not set(given) & place.parameters.keys():
         found.append(f"it takes none of {', '.join(given)}. Name at least one of them as a parameter")
-    for name, parameter in parameters.items():
+    for name, parameter in place.parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            found.append(f"its parameter {name!r} is positional only, and all is given by name. Remove the slash")
+            found.append(f"its parameter {name!r} is positional only, but arguments are given by name. Remove the slash")
         elif name not in given and name not in settings and parameter.default is parameter.empty:
             remedy = f"Set algorithm.{name}, or give it a default" if name in keys else "Remove it, or give it a default"
             found.append(f"its parameter {name!r} has no value. Given are {', '.join(given)} and keys of [algorithm]. {remedy}")
     return [str(place.wrong(text)) for text in found]
-
-
-def arguments(place: UserFunction, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `[algorithm]` to call it with."""
-    return {name: settings[name] for name in place.parameters if name in settings}
-
-
-def takes(place: UserFunction, name: str) -> bool:
-    return name in place.parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in place.parameters.values())
 
 
 # ---- what takes the place of a preset's function -----------------------------------------------------------------------------------
@@ -159,55 +105,54 @@ def takes(place: UserFunction, name: str) -> bool:
 class CustomAdvantage:
     place: UserFunction
     settings: Mapping[str, Any]
-    before: AdvantageFunction | None = None  # of an algorithm with a critic: it gives the returns that the critic learns
+    before: AdvantageFunction | None = None  # an algorithm with a critic calls its own first: it gives the returns that the critic learns
 
     def __call__(self, rows: Sequence[Row]) -> list[Row]:
         rows = self.before(rows) if self.before else list(rows)
-        if not rows:  # every reward of the step failed: nothing that a user's function need know of
+        if not rows:  # every reward of the step failed: a user's function need not handle this
             return []
-        offered = {
+        given = {
             "rewards": totals(rows),
             "groups": np.array([row.group for row in rows], dtype=np.int64),
             "lengths": np.array([np.count_nonzero(row.mask) for row in rows], dtype=np.int64),
             "rows": rows,
         }
-        result = self.place.call(**{name: value for name, value in offered.items() if takes(self.place, name)}, **self.settings)
-        return per_token(rows, advantages=self._checked(result, rows))
+        return per_token(rows, advantages=self._checked(self.place.call(given, self.settings), rows))
 
     def _checked(self, result: Any, rows: Sequence[Row]) -> list[np.ndarray]:
-        """One array for each row, of its trained tokens."""
+        """One array for each row, with the numbers of its trained tokens."""
         count = len(result) if hasattr(result, "__len__") else None
         if count != len(rows):
             what = f"a {type(result).__name__}" if count is None else f"{count} results"
             raise self.place.wrong(
                 f"it returned {what} for {len(rows)} rows. Return one number, or one array, for each row, in their order"
             )
-        found = []
-        for index, row in enumerate(rows):
-            try:
-                numbers = np.asarray(result[index], dtype=np.float64)
-            except (TypeError, ValueError):
-                raise self.place.wrong(f"what it returned for row {index} is no number and no array of numbers. Return one") from None
-            if numbers.shape not in ((), (row.tokens,)):
-                raise self.place.wrong(
-                    f"for row {index} it returned the shape {numbers.shape}. Return one number, or as many as the row has tokens "
-                    f"({row.tokens}, prompt and response)"
-                )
-            trained = np.broadcast_to(numbers, (row.tokens,))[row.mask]
-            if not np.isfinite(trained).all():
-                raise self.place.wrong(f"for row {index} it returned a number that is not finite. Look for a division by 0")
-            found.append(trained)
-        return found
+        return [self._checked_row(index, result[index], row) for index, row in enumerate(rows)]
+
+    def _checked_row(self, index: int, result: Any, row: Row) -> np.ndarray:
+        try:
+            numbers = np.asarray(result, dtype=np.float64)
+        except (TypeError, ValueError):
+            raise self.place.wrong(f"for row {index} it returned neither a number nor an array of numbers. Return one of them") from None
+        if numbers.shape not in ((), (row.tokens,)):
+            raise self.place.wrong(
+                f"for row {index} it returned the shape {numbers.shape}. Return one number, or as many as the row has tokens "
+                f"({row.tokens}, prompt and response)"
+            )
+        trained = np.broadcast_to(numbers, (row.tokens,))[row.mask]
+        if not np.isfinite(trained).all():
+            raise self.place.wrong(f"for row {index} it returned a number that is not finite. Look for a division by 0")
+        return trained
 
 
 @dataclass(frozen=True)
 class CustomSurrogate:
     place: UserFunction
     settings: Mapping[str, Any]
-    scalar: bool  # whether a scalar will do: it cannot be corrected by importance weights, which are per token
+    scalar: bool  # whether a scalar is accepted: it cannot be corrected by importance weights, which are per token
 
     def __call__(self, terms: TokenTerms) -> Surrogate:
-        loss = self.place.call(terms=replace(terms, old_logprobs=old_logprobs(terms)), **self.settings)
+        loss = self.place.call({"terms": replace(terms, old_logprobs=old_logprobs(terms))}, self.settings)
         tokens = len(terms.logprobs)
         if not hasattr(loss, "requires_grad") or tuple(loss.shape) not in ((), (tokens,)):
             shape = f"a tensor of shape {tuple(loss.shape)}" if hasattr(loss, "shape") else f"a {type(loss).__name__}"
@@ -226,7 +171,7 @@ class CustomSurrogate:
 
 
 def try_out(algorithm: Algorithm, samples_per_prompt: int, places: Sequence[UserFunction]) -> None:
-    """Call the algorithm's functions once on made-up numbers: what fails there would fail after the models are loaded and sampled from."""
+    """Calls the user's functions once on made-up numbers: what fails there would otherwise fail only after models were loaded."""
     for place in places:
         try:
             if place.key == "advantage":
@@ -236,20 +181,19 @@ def try_out(algorithm: Algorithm, samples_per_prompt: int, places: Sequence[User
         except UserError:
             raise
         except Exception as error:
-            raise place.wrong(f"it fails on a trial with made-up numbers: {described(error, place.path)}. Mend the function") from error
+            described = user_code.describe(error, place.code.path)
+            raise place.wrong(f"it fails on a trial with made-up numbers: {described}. Fix the function") from error
 
 
 def _made_up_rows(algorithm: Algorithm, samples: int) -> list[Row]:
-    """Two groups of different rewards and lengths, with every field that the algorithm asks for."""
+    """Two groups of different rewards and lengths, with every field that the algorithm needs."""
     rows = []
     for index in range(2 * samples):
         mask = np.arange(3 + index % 3) >= 2
         logprobs = (-0.5 * mask).astype(np.float32)
         fields: dict[str, Any] = {name: logprobs for name in ("old_logprobs", "ref_logprobs", "values") if name in algorithm.needs}
-        if algorithm.reward_kl:
-            fields["token_rewards"] = (0.1 * mask).astype(np.float32)
-        if "baseline" in algorithm.needs:
-            fields["baseline"] = 0.5
+        fields |= {"token_rewards": (0.1 * mask).astype(np.float32)} if algorithm.reward_kl else {}
+        fields |= {"baseline": 0.5} if "baseline" in algorithm.needs else {}
         rows.append(Row(np.arange(len(mask)), mask, index // samples, float(index % 2), rollout_logprobs=logprobs, **fields))
     return rows
 

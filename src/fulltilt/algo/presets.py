@@ -1,16 +1,16 @@
 """Presets: every algorithm as one entry that names its functions and its numbers.
 
 Enters: a `Config`. Leaves: an `Algorithm`, or the list of the user's mistakes. Guaranteed: torch is not imported, unless a user's own
-function imports it; a key of `[algorithm]` that was set, and a key of another section that an algorithm decides about, is either used or
-reported by `mistakes`, with the remedy; numbers left out are the preset's. `mistakes` is a check for `config.load`.
+function imports it; a key of `[algorithm]` that was set, and a key of another section that has an effect only with some algorithms, is
+either used or reported by `mistakes`, with the remedy; numbers left out are the preset's. RULES are checks for `config.load`.
 
 To add an algorithm: write the functions that it does not share, add an entry to PRESETS, add its name to `AlgorithmConfig.name`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,14 +39,15 @@ from fulltilt.algo.loss import (
     value_loss,
 )
 from fulltilt.algo.shaping import LARGEST_ERROR, Overlong, RewardKL
-from fulltilt.config import AlgorithmConfig, Config, Rule, uses_reward_model
+from fulltilt.config import AlgorithmConfig, Config, Rule, toml_value, uses_reward_model
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 Settings = Mapping[str, Any]
 
 NORMALISED_SUM = "seq-mean-token-sum-norm"
 
-# What decides how much is sampled and how often it is gone through: every algorithm has these.
+# Every algorithm has these: how much data a step takes and how often it is used.
 SHARED_KEYS = frozenset({"name", "prompts_per_step", "minibatches_per_step", "epochs"})
 ROLLOUT_KEYS = frozenset({"samples_per_prompt"})
 
@@ -67,10 +68,10 @@ ROLLOUT: Mapping[str, Setting] = {
     "advantage": None,
     "loss": None,
 }
-# For those that compare the samples of a prompt with one another.
+# The same for algorithms that compare the samples of a prompt with one another.
 GROUPS: Mapping[str, Setting] = {**ROLLOUT, "dynamic_sampling": False, "prompts_per_round": None, "max_rounds": 10}
 
-# What stands for a value that is None: it follows from other keys.
+# How a value that is None follows from other keys.
 DERIVED: Mapping[str, Callable[[Config], int]] = {
     "length_norm": lambda config: config.rollout.max_new_tokens,
     "prompts_per_round": lambda config: config.algorithm.prompts_per_step,
@@ -79,7 +80,7 @@ DERIVED: Mapping[str, Callable[[Config], int]] = {
 
 
 @dataclass(frozen=True)
-class Part:
+class PresetFunction:
     """A function, and the keys of [algorithm] that it is called with, with their values when left out."""
 
     function: Callable[..., Any]
@@ -88,66 +89,59 @@ class Part:
     def bound(self, settings: Settings) -> Any:
         return partial(self.function, **{key: settings[key] for key in self.keys}) if self.keys else self.function
 
+    def but(self, values: Mapping[str, Setting]) -> PresetFunction:
+        return PresetFunction(self.function, {key: values.get(key, value) for key, value in self.keys.items()})
+
 
 @dataclass(frozen=True)
 class Preset:
-    advantage: Part
-    loss: Part  # the surrogate of a policy; the whole loss, where nothing is sampled
+    advantage: PresetFunction
+    loss: PresetFunction  # a policy's surrogate; the whole loss, where nothing is sampled
     common: Mapping[str, Setting]
     smallest_group: int = 1  # fewest samples per prompt that it can learn from
     rollout: bool = True  # learns from its own samples and their rewards
-    critic: Part | None = None  # the critic's loss
-    baseline: bool = False  # wants each prompt's greedy sample
+    critic: PresetFunction | None = None  # the critic's loss
+    baseline: bool = False  # needs each prompt's greedy sample
 
     @property
     def defaults(self) -> dict[str, Setting]:
         """Keys of [algorithm] that it reads, and their values when left out."""
         return {**self.common, **self.advantage.keys, **self.loss.keys, **(self.critic.keys if self.critic else {})}
 
+    def but(self, **values: Setting) -> Preset:
+        """The same algorithm with other default values."""
+        common = {key: values.get(key, value) for key, value in self.common.items()}
+        return replace(self, advantage=self.advantage.but(values), loss=self.loss.but(values), common=common)
 
-CLIPPED = Part(clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
+
+CLIPPED = PresetFunction(clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
+GRPO = Preset(PresetFunction(group_relative, {"normalize_by_std": True}), CLIPPED, GROUPS, smallest_group=2)
+REINFORCE = Preset(PresetFunction(discounted_returns, {"gamma": 1.0, "whiten": True}), CLIPPED, ROLLOUT)
 
 PRESETS: dict[str, Preset] = {
-    "grpo": Preset(Part(group_relative, {"normalize_by_std": True}), CLIPPED, GROUPS, smallest_group=2),
-    "dr_grpo": Preset(
-        Part(group_relative, {"normalize_by_std": False}), CLIPPED, {**GROUPS, "aggregation": NORMALISED_SUM}, smallest_group=2
-    ),
+    "grpo": GRPO,
+    "dr_grpo": GRPO.but(normalize_by_std=False, aggregation=NORMALISED_SUM),
     # overlong_buffer None: a fifth of the longest response, as in the paper (4,096 of 20,480).
-    "dapo": Preset(
-        Part(group_relative, {"normalize_by_std": True}),
-        Part(clipped_surrogate, {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}),
-        {**GROUPS, "dynamic_sampling": True, "overlong_buffer": None},
-        smallest_group=2,
-    ),
+    "dapo": GRPO.but(clip_high=0.28, dynamic_sampling=True, overlong_buffer=None),
     # gae_lambda 1, as in verl: the reward comes with the last token, and 0.95 would leave 1% of it after 90 tokens, so that
-    # long responses would learn from the critic alone, which knows nothing yet.
+    # long responses would learn from the critic alone, which has not learned anything yet.
     "ppo": Preset(
-        Part(generalised, {"gamma": 1.0, "gae_lambda": 1.0, "whiten": True}),
+        PresetFunction(generalised, {"gamma": 1.0, "gae_lambda": 1.0, "whiten": True}),
         CLIPPED,
         {**ROLLOUT, "critic_warmup": 0},
-        critic=Part(value_loss, {"value_clip": 0.5}),
+        critic=PresetFunction(value_loss, {"value_clip": 0.5}),
     ),
-    "rloo": Preset(Part(leave_one_out), CLIPPED, GROUPS, smallest_group=2),
-    "reinforce++": Preset(Part(discounted_returns, {"gamma": 1.0, "whiten": True}), CLIPPED, ROLLOUT),
+    "rloo": replace(GRPO, advantage=PresetFunction(leave_one_out)),
+    "reinforce++": REINFORCE,
     # The paper's KL term here is k2.
-    "reinforce++_baseline": Preset(
-        Part(group_mean_whitened, {"whiten": True}), CLIPPED, {**GROUPS, "kl_estimator": "k2"}, smallest_group=2
+    "reinforce++_baseline": replace(GRPO, advantage=PresetFunction(group_mean_whitened, {"whiten": True})).but(kl_estimator="k2"),
+    "remax": replace(REINFORCE, advantage=PresetFunction(greedy_baseline), baseline=True),
+    "gspo": replace(GRPO, loss=PresetFunction(sequence_surrogate, {"clip_low": 3e-4, "clip_high": 4e-4})).but(
+        aggregation="seq-mean-token-mean"
     ),
-    "remax": Preset(Part(greedy_baseline), CLIPPED, ROLLOUT, baseline=True),
-    "gspo": Preset(
-        Part(group_relative, {"normalize_by_std": True}),
-        Part(sequence_surrogate, {"clip_low": 3e-4, "clip_high": 4e-4}),
-        {**GROUPS, "aggregation": "seq-mean-token-mean"},
-        smallest_group=2,
-    ),
-    # No lower bound, as in the MiniMax-M1 paper; above, the weight is held at 5.
-    "cispo": Preset(
-        Part(group_relative, {"normalize_by_std": True}),
-        Part(clipped_importance, {"clip_low": 1.0, "clip_high": 4.0}),
-        GROUPS,
-        smallest_group=2,
-    ),
-    "sft": Preset(Part(no_advantage), Part(sft_loss), AGGREGATION, rollout=False),
+    # No lower bound, as in the MiniMax-M1 paper; the weight is at most 5.
+    "cispo": replace(GRPO, loss=PresetFunction(clipped_importance, {"clip_low": 1.0, "clip_high": 4.0})),
+    "sft": Preset(PresetFunction(no_advantage), PresetFunction(sft_loss), AGGREGATION, rollout=False),
 }
 
 
@@ -174,7 +168,7 @@ def build(config: Config) -> Algorithm:
         dynamic=_dynamic(settings),
         overlong=_overlong(config, settings),
         reward_kl=_reward_kl(settings),
-        # Every surrogate here is a product with the advantage; of a user's own function nothing is known.
+        # Every surrogate of a preset is a product with the advantage; a user's own function may be anything.
         advantage_alone=preset.rollout and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
     )
     custom.try_out(algorithm, config.algorithm.samples_per_prompt, list(own.values()))
@@ -193,7 +187,7 @@ def _advantage(preset: Preset, settings: Settings, own: UserFunction | None, con
     usual: AdvantageFunction = preset.advantage.bound(settings)
     if own is None:
         return usual
-    return CustomAdvantage(own, custom.arguments(own, offered(config)), before=usual if preset.critic else None)
+    return CustomAdvantage(own, offered(config), before=usual if preset.critic else None)
 
 
 def _loss(preset: Preset, settings: Settings, own: UserFunction | None, config: Config) -> LossFunction:
@@ -201,7 +195,7 @@ def _loss(preset: Preset, settings: Settings, own: UserFunction | None, config: 
         return preset.loss.bound(settings)  # type: ignore[no-any-return]
     surrogate: SurrogateFunction = preset.loss.bound(settings)
     if own is not None:
-        surrogate = CustomSurrogate(own, custom.arguments(own, offered(config)), scalar=settings["importance_cap"] == 0)
+        surrogate = CustomSurrogate(own, offered(config), scalar=settings["importance_cap"] == 0)
     numbers = {key: float(settings[key]) for key in ("kl_coef", "entropy_coef", "importance_cap")}
     return partial(policy_loss, surrogate=surrogate, settings=PolicyLossSettings(kl=KL_ESTIMATORS[settings["kl_estimator"]], **numbers))
 
@@ -220,15 +214,13 @@ def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]
 
 
 def _dynamic(settings: Settings) -> DynamicSampling | None:
-    if not settings.get("dynamic_sampling"):
-        return None
-    return DynamicSampling(worth_training, settings["prompts_per_round"], settings["max_rounds"])
+    on = settings.get("dynamic_sampling")
+    return DynamicSampling(worth_training, settings["prompts_per_round"], settings["max_rounds"]) if on else None
 
 
 def _overlong(config: Config, settings: Settings) -> Overlong | None:
-    if not settings.get("overlong_buffer"):
-        return None
-    return Overlong(config.rollout.max_new_tokens, settings["overlong_buffer"], float(settings["overlong_penalty"]))
+    buffer = settings.get("overlong_buffer")
+    return Overlong(config.rollout.max_new_tokens, buffer, float(settings["overlong_penalty"])) if buffer else None
 
 
 def _reward_kl(settings: Settings) -> RewardKL | None:
@@ -240,7 +232,7 @@ def _reward_kl(settings: Settings) -> RewardKL | None:
 
 def _in_use(config: Config, settings: Settings) -> dict[str, Setting]:
     """The settings that this run has a use for."""
-    idle = {rule.key for rule in CONDITIONS if rule.key in settings and not rule.holds(settings)}
+    idle = {key for key in CONDITIONS if key in settings and _condition_not_met(key, settings)}
     used = _used_keys(config) - SHARED_KEYS - ROLLOUT_KEYS - idle
     return {key: value for key, value in offered(config).items() if key in used}
 
@@ -269,7 +261,7 @@ def _used_keys(config: Config) -> frozenset[str]:
     used |= preset.advantage.keys.keys() if "advantage" not in own or preset.critic else set()
     used |= preset.loss.keys.keys() if "loss" not in own else set()
     for place in own.values():
-        used |= custom.named_keys(place, list(AlgorithmConfig.model_fields))
+        used |= place.parameters.keys() & AlgorithmConfig.model_fields.keys()
     return frozenset(used)
 
 
@@ -278,84 +270,64 @@ def _used_keys(config: Config) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Condition:
-    """A key that does something only while others allow it."""
+    """A key has an effect only while the key `of` allows it."""
 
-    key: str
-    holds: Callable[[Settings], bool]
-    why: str  # why not, as a format string over the settings
-    remedy: str
-
-
-def _adaptive(settings: Settings) -> bool:
-    return settings["reward_kl_coef"] > 0 and settings["reward_kl_target"] is not None
+    of: str
+    otherwise: str  # what holds while it does not
+    value: str = ""  # the one value that allows it; empty: any but 0, false and none
 
 
-CONDITIONS = (
-    Condition(
-        "length_norm",
-        lambda settings: settings["aggregation"] == NORMALISED_SUM,
-        "the aggregation {aggregation!r} does not divide by it",
-        f"set algorithm.aggregation = {NORMALISED_SUM!r}",
-    ),
-    Condition(
-        "kl_estimator",
-        lambda settings: settings["kl_coef"] > 0,
-        "algorithm.kl_coef is 0, so there is no KL term",
-        "set kl_coef above 0",
-    ),
-    *(
-        Condition(
-            key,
-            lambda settings: settings["reward_kl_coef"] > 0,
-            "algorithm.reward_kl_coef is 0, so there is no KL penalty in the reward",
-            "set reward_kl_coef above 0",
-        )
-        for key in ("reward_kl_estimator", "reward_kl_target")
-    ),
-    Condition(
-        "reward_kl_horizon",
-        _adaptive,
-        "no KL penalty in the reward is adaptive",
-        "set reward_kl_coef above 0 and reward_kl_target",
-    ),
-    Condition(
-        "overlong_penalty",
-        lambda settings: settings["overlong_buffer"] > 0,
-        "algorithm.overlong_buffer is 0, so long responses lose nothing",
-        "set overlong_buffer above 0",
-    ),
-    *(
-        Condition(
-            key,
-            lambda settings: settings["dynamic_sampling"],
-            "algorithm.dynamic_sampling is off, so a step samples once",
-            "set dynamic_sampling = true",
-        )
-        for key in ("prompts_per_round", "max_rounds")
-    ),
-)
+CONDITIONS: Mapping[str, Condition] = {
+    "length_norm": Condition("aggregation", "nothing is divided by it", NORMALISED_SUM),
+    "kl_estimator": Condition("kl_coef", "there is no KL term"),
+    "reward_kl_estimator": Condition("reward_kl_coef", "there is no KL penalty in the reward"),
+    "reward_kl_target": Condition("reward_kl_coef", "there is no KL penalty in the reward"),
+    "reward_kl_horizon": Condition("reward_kl_target", "the weight of the KL penalty in the reward is fixed"),
+    "overlong_penalty": Condition("overlong_buffer", "there is no penalty for long responses"),
+    "prompts_per_round": Condition("dynamic_sampling", "a step samples once"),
+    "max_rounds": Condition("dynamic_sampling", "a step samples once"),
+}
+
+
+def _condition_not_met(key: str, settings: Settings) -> Condition | None:
+    """Why a key has no effect: its own condition, or that of the key it depends on."""
+    condition = CONDITIONS.get(key)
+    if condition is None:
+        return None
+    now = settings[condition.of]
+    return _condition_not_met(condition.of, settings) if (now == condition.value if condition.value else now) else condition
+
+
+def _without_effect(key: str, condition: Condition, settings: Settings) -> str:
+    now = settings[condition.of]
+    remedy = f"to {condition.value!r}" if condition.value else "to true" if now is False else "above 0"
+    return (
+        f"algorithm.{key}: has no effect, because algorithm.{condition.of} is {'not set' if now is None else toml_value(now)} and "
+        f"{condition.otherwise}. Remove the key, or set algorithm.{condition.of} {remedy}"
+    )
+
 
 # Keys of other sections that only runs with samples and rewards read; None: every key of the section.
-SAMPLING_ONLY: Mapping[str, tuple[str, ...] | None] = {
-    "rollout": None,
-    "reward": None,
-    "eval": None,
-    "health": ("entropy_floor", "max_clip_ratio", "max_reward_errors", "max_logprob_gap"),
-    "log": ("val_samples",),
-    "run": ("save_rollouts",),
+SAMPLING_ONLY: Mapping[str, set[str] | None] = {
+    **dict.fromkeys(("rollout", "reward", "eval")),
+    "health": {"entropy_floor", "max_clip_ratio", "max_reward_errors", "max_logprob_gap"},
+    "log": {"val_samples"},
+    "run": {"save_rollouts"},
 }
-SFT_DATA = ("max_tokens", "response_key", "messages_key", "train_turns")
+SFT_DATA = {"max_tokens", "response_key", "messages_key", "train_turns"}
 
 
 def mistakes(config: Config) -> list[str]:
-    """What the user must change in `[algorithm]`, and in what it reads of other sections; empty when all is well."""
+    """What the user must change in `[algorithm]` and in other sections because of it; empty when nothing is wrong."""
     return [text for rule in RULES for text in rule.check(config)]
 
 
 def _wrong_keys(config: Config) -> list[str]:
     try:
-        return [*_wrong_functions(config), *_unused_keys(config)]
-    except UserError as error:  # of a file that cannot be used: what its function would take is not known
+        own, keys = _user_functions(config), AlgorithmConfig.model_fields
+        wrong = [text for place in own.values() for text in custom.wrong_signature(place, offered(config), keys)]
+        return [*wrong, *_unused_keys(config, own)]
+    except UserError as error:  # a file that cannot be used: which keys its function takes is not known
         return [str(error)]
 
 
@@ -363,19 +335,13 @@ def _is_set(config: Config, key: str) -> bool:
     return key in config.algorithm.model_fields_set and getattr(config.algorithm, key) is not None
 
 
-def _wrong_functions(config: Config) -> Iterator[str]:
-    for place in _user_functions(config).values():
-        yield from custom.wrong_signature(place, offered(config), list(AlgorithmConfig.model_fields))
-
-
-def _unused_keys(config: Config) -> Iterator[str]:
-    name, own = config.algorithm.name, _user_functions(config)
-    preset, used = PRESETS[name], _used_keys(config)
+def _unused_keys(config: Config, own: Mapping[str, UserFunction]) -> Iterator[str]:
+    name, used = config.algorithm.name, _used_keys(config)
     for key in AlgorithmConfig.model_fields:
         if key in used or not _is_set(config, key):
             continue
-        if key in preset.defaults:
-            functions = " and ".join(place.name for place in own.values())
+        if key in PRESETS[name].defaults:
+            functions = " and ".join(place.code.name for place in own.values())
             yield f"algorithm.{key}: {functions} does not take it. Remove the key, or give the function a parameter {key}"
         else:
             yield f"algorithm.{key}: the algorithm {name!r} does not use it. Remove the key; {name!r} reads {', '.join(sorted(used))}"
@@ -385,16 +351,15 @@ def _unused_sections(config: Config) -> Iterator[str]:
     name = config.algorithm.name
     preset = PRESETS[name]
     if preset.rollout:
-        for key in SFT_DATA:
-            if key in config.data.model_fields_set:
-                yield f"data.{key}: the algorithm {name!r} reads prompts only. Remove the key."
+        for key in sorted(config.data.model_fields_set & SFT_DATA):
+            yield f"data.{key}: the algorithm {name!r} reads prompts only. Remove the key."
     else:
-        # Without a reward that names it, the keys of a reward model are reported already.
+        # If no reward names the reward model, its keys are reported already.
         sections = {**SAMPLING_ONLY, **({"reward_model": None} if uses_reward_model(config) else {})}
         for section, keys in sections.items():
-            for key in sorted(getattr(config, section).model_fields_set):
-                if keys is None or key in keys:
-                    yield f"{section}.{key}: the algorithm {name!r} samples nothing and scores nothing. Remove the key."
+            given = getattr(config, section).model_fields_set
+            for key in sorted(given if keys is None else given & keys):
+                yield f"{section}.{key}: the algorithm {name!r} samples nothing and scores nothing. Remove the key."
     if preset.critic is None:
         critic = [f"critic.{key}" for key in sorted(config.critic.model_fields_set)]
         critic += ["lora.critic"] if config.lora.rank and "critic" in config.lora.model_fields_set else []
@@ -406,66 +371,49 @@ def _wrong_numbers(config: Config) -> Iterator[str]:
     algorithm, preset, settings = config.algorithm, PRESETS[config.algorithm.name], _resolve(config)
     if not preset.rollout:
         if settings["aggregation"] == NORMALISED_SUM and not _is_set(config, "length_norm"):
-            yield (
-                f"algorithm.length_norm: {NORMALISED_SUM!r} divides by it and the algorithm {algorithm.name!r} has no longest response to "
-                "use instead. Set it, for example to the longest response in tokens"
-            )
+            yield f"algorithm.length_norm: {NORMALISED_SUM!r} divides by it. Set it, for example to the longest response in tokens"
         return
-    if algorithm.samples_per_prompt < preset.smallest_group:
-        yield (
-            f"algorithm.samples_per_prompt = {algorithm.samples_per_prompt}: a group of one has no baseline, every advantage would be 0. "
-            f"Use at least {preset.smallest_group} samples per prompt"
-        )
-    if 0 < settings.get("dual_clip", 0) <= 1:
-        yield (
-            f"algorithm.dual_clip = {settings['dual_clip']}: the bound must exceed 1, or it would cut off tokens whose probability has not "
-            "changed. Use for example 3, or 0 to switch it off"
-        )
+    samples, clip = algorithm.samples_per_prompt, settings.get("dual_clip", 0)
+    if samples < preset.smallest_group:
+        remedy = f"Use at least {preset.smallest_group} samples per prompt"
+        yield f"algorithm.samples_per_prompt = {samples}: a group of one has no baseline, every advantage would be 0. {remedy}"
+    if 0 < clip <= 1:
+        why = "must exceed 1, or it would also bound tokens whose probability has not changed"
+        yield f"algorithm.dual_clip = {clip}: {why}. Use for example 3, or 0 to switch it off"
     if config.rollout.temperature == 0:
-        yield (
-            "rollout.temperature = 0: greedy samples of a prompt are all the same and teach nothing. "
-            "Use a temperature above 0, for example 1; eval.temperature may stay 0"
-        )
+        remedy = "Use a temperature above 0, for example 1; eval.temperature may stay 0"
+        yield f"rollout.temperature = 0: the samples of a prompt would all be the same greedy one. {remedy}"
     yield from _wrong_lengths(config, settings)
 
 
 def _wrong_lengths(config: Config, settings: Settings) -> Iterator[str]:
     """Numbers that do not fit the length of responses or of the run."""
-    algorithm, longest, steps = config.algorithm, config.rollout.max_new_tokens, config.run.steps
-    if settings["overlong_buffer"] > longest:
-        yield (
-            f"algorithm.overlong_buffer = {settings['overlong_buffer']}: more than rollout.max_new_tokens ({longest}), the shortest "
-            f"response would be punished too. Use at most {longest}"
-        )
-    if settings.get("dynamic_sampling") and config.run.epochs is not None:
-        yield (
-            "run.epochs: under dynamic sampling nobody knows how many prompts a step takes, so the run's length in steps is not known. "
-            "Set run.steps instead, or algorithm.dynamic_sampling = false"
-        )
-    if settings.get("dynamic_sampling") and settings["importance_cap"] == 0:
-        yield (
-            "algorithm.importance_cap = 0: dynamic sampling carries groups over to the next step, which older weights have sampled; "
-            "without the importance weight they would be trained on as if they were new. Set it above 0, for example to 2"
-        )
-    if steps is not None and settings.get("critic_warmup", 0) >= steps:
-        yield (
-            f"algorithm.critic_warmup = {settings['critic_warmup']}: the run has {steps} steps, so that the actor would never be updated. "
-            "Use less, or raise run.steps"
-        )
-    samples = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    if _adaptive(settings) and samples * LARGEST_ERROR >= settings["reward_kl_horizon"]:
-        yield (
-            f"algorithm.reward_kl_horizon = {settings['reward_kl_horizon']}: a step has {samples} samples, so that one step could bring "
-            f"the weight to 0 or below. Use more than {int(samples * LARGEST_ERROR)}"
-        )
+    longest, steps, dynamic = config.rollout.max_new_tokens, config.run.steps, settings.get("dynamic_sampling")
+    buffer, warmup, horizon = settings["overlong_buffer"], settings.get("critic_warmup", 0), settings["reward_kl_horizon"]
+    if buffer > longest:
+        why = f"more than rollout.max_new_tokens ({longest}), so even the shortest response would be penalised"
+        yield f"algorithm.overlong_buffer = {buffer}: {why}. Use at most {longest}"
+    if dynamic and config.run.epochs is not None:
+        why = "with dynamic sampling a step takes any number of prompts, so the run's length in steps is not known"
+        yield f"run.epochs: {why}. Set run.steps instead, or algorithm.dynamic_sampling = false"
+    if dynamic and settings["importance_cap"] == 0:
+        why = "dynamic sampling trains on samples of older weights, which need the importance weight"
+        yield f"algorithm.importance_cap = 0: {why}. Set it above 0, for example to 2"
+    if steps is not None and warmup >= steps:
+        why = f"the run has {many(steps, 'step')}, so the actor would never be updated"
+        yield f"algorithm.critic_warmup = {warmup}: {why}. Use less, or raise run.steps"
+    samples = config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
+    if not _condition_not_met("reward_kl_horizon", settings) and samples * LARGEST_ERROR >= horizon:
+        why = f"a step has {samples} samples, so one step could bring the weight of the penalty to 0 or below"
+        yield f"algorithm.reward_kl_horizon = {horizon}: {why}. Use more than {int(samples * LARGEST_ERROR)}"
 
 
 def _keys_without_effect(config: Config) -> Iterator[str]:
     settings = _resolve(config)
-    for rule in CONDITIONS:
+    for key in CONDITIONS:
         # With an algorithm that does not read it, the key itself is already reported as unused.
-        if rule.key in settings and _is_set(config, rule.key) and not rule.holds(settings):
-            yield f"algorithm.{rule.key}: {rule.why.format(**settings)}. Remove the key, or {rule.remedy}"
+        if key in settings and _is_set(config, key) and (condition := _condition_not_met(key, settings)):
+            yield _without_effect(key, condition, settings)
     if settings.get("kl_coef", 0) > 0 or settings.get("reward_kl_coef", 0) > 0:
         return
     remedy = ", or set algorithm.kl_coef or algorithm.reward_kl_coef above 0" if "kl_coef" in settings else ""
@@ -473,30 +421,20 @@ def _keys_without_effect(config: Config) -> Iterator[str]:
         yield f"ref.{key}: there is no reference role, because no KL is in the loss or in the reward. Remove the key{remedy}"
 
 
-_FUNCTIONS = ("algorithm.name", "algorithm.advantage", "algorithm.loss")
-_KL = tuple(f"algorithm.{key}" for key in AlgorithmConfig.model_fields if "kl_" in key)
+def _keys(names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f"algorithm.{name}" for name in names)
+
+
+_FUNCTIONS = _keys(("name", "advantage", "loss"))
+_KL = _keys(key for key in AlgorithmConfig.model_fields if "kl_" in key)
+_SAMPLES = _keys(("prompts_per_step", "samples_per_prompt", "dynamic_sampling", "overlong_buffer", "importance_cap"))
+_LOSS = _keys(("dual_clip", "aggregation", "length_norm", "critic_warmup"))
+_RUN = ("rollout.temperature", "rollout.max_new_tokens", "run.steps", "run.epochs")
 
 RULES: tuple[Rule, ...] = (
     Rule(_FUNCTIONS, _wrong_keys),
     Rule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
-    Rule(
-        (
-            *_FUNCTIONS,
-            *_KL,
-            *(f"algorithm.{key}" for key in ("prompts_per_step", "samples_per_prompt", "dual_clip", "aggregation", "length_norm")),
-            *(f"algorithm.{key}" for key in ("overlong_buffer", "dynamic_sampling", "importance_cap", "critic_warmup")),
-            *("rollout.temperature", "rollout.max_new_tokens", "run.steps", "run.epochs"),
-        ),
-        _wrong_numbers,
-    ),
-    Rule(
-        (
-            *_FUNCTIONS,
-            *_KL,
-            *("algorithm.aggregation", "algorithm.overlong_buffer", "algorithm.dynamic_sampling"),
-            *(f"algorithm.{rule.key}" for rule in CONDITIONS),
-        ),
-        _keys_without_effect,
-    ),
+    Rule((*_FUNCTIONS, *_KL, *_SAMPLES, *_LOSS, *_RUN), _wrong_numbers),
+    Rule((*_FUNCTIONS, *_KL, *_keys(CONDITIONS), *_keys(condition.of for condition in CONDITIONS.values())), _keys_without_effect),
 )
-"""What `mistakes` asks, each with the keys that it reads: one is asked although keys that it does not read are wrong."""
+"""The checks of `mistakes`, each with the keys that it reads: it runs unless one of those keys is already known to be wrong."""

@@ -1,9 +1,9 @@
 """Reading rows from the files people have.
 
 Enters: the path of a parquet file, a JSON-lines file, an arrow stream, a folder written by Hugging Face's `Dataset.save_to_disk`, or a
-folder of data files as the hub keeps them. Leaves: rows as plain dictionaries, one at a time, each with its place for messages. Guaranteed:
-rows come in the order of the file (and files in the order of their shards); a missing, broken, incomplete or empty file is a `UserError`
-that names the file, the line where there is one, and the remedy; a folder is never read by guessing between several data sets.
+folder of data files as on the Hugging Face hub. Leaves: rows as plain dictionaries, one at a time, each with its place for messages.
+Guaranteed: rows come in the order of the file (and files in the order of their shards); a missing, broken, incomplete or empty file is a
+`UserError` that names the file, the line where there is one, and the remedy; where a folder holds several data sets, none is guessed.
 
 Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow do.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fulltilt.records import UserError
+from fulltilt.words import listed
 
 PlacedRow = tuple[dict[str, Any], str]
+Reader = Callable[[Path], Iterator[PlacedRow]]
 
 _SPLIT_NAMES = frozenset({"train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval", "evaluation"})
 _TRAIN_NAMES = frozenset({"train", "training"})
@@ -39,22 +42,22 @@ def read_rows(path: str | Path) -> Iterator[PlacedRow]:
         files = [path]
     else:
         raise UserError(f"{path}: no such file or folder. Check data.train and data.val; paths are relative to the folder you start from.")
-    # Looked up before the first row is read: a wrong name among the last shards must not cost the time of the first.
+    # Looked up before the first row is read: a wrong name among the last shards is reported before the first are read.
     readers = [(file, _reader(file)) for file in files]
     return _read_files(path, readers)
 
 
-def _read_files(path: Path, readers: list[tuple[Path, Callable[[Path], Iterator[PlacedRow]]]]) -> Iterator[PlacedRow]:
+def _read_files(path: Path, readers: list[tuple[Path, Reader]]) -> Iterator[PlacedRow]:
     empty = True
     for file, reader in readers:
         for placed in reader(file):
             empty = False
             yield placed
     if empty:
-        raise UserError(f"{path}: holds no rows. Write the data again, or take this path out of the configuration.")
+        raise UserError(f"{path}: holds no rows. Write the data again, or remove this path from the configuration.")
 
 
-def _reader(file: Path) -> Callable[[Path], Iterator[PlacedRow]]:
+def _reader(file: Path) -> Reader:
     reader = _READERS.get(file.suffix.lower())
     if reader is None:
         raise UserError(
@@ -65,26 +68,18 @@ def _reader(file: Path) -> Callable[[Path], Iterator[PlacedRow]]:
 
 
 def _read_json_lines(file: Path) -> Iterator[PlacedRow]:
-    # Read as bytes, so that text in another encoding is reported with its line.
-    with _opened(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"{file}:{number}"
-            text = _decoded(line, place, first=number == 1)
-            if text.strip():
-                yield _json_row(text, place), place
-
-
-def _opened(file: Path) -> Any:
+    place = str(file)
     try:
-        return file.open("rb")
+        # Read as bytes, so that text in another encoding is reported with its line.
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                place = f"{file}:{number}"
+                # Some editors put a byte-order mark before the first line.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text.strip():
+                    yield _json_row(text, place), place
     except OSError as error:
-        raise UserError(f"{file}: cannot be opened ({error.strerror}). Check its permissions.") from error
-
-
-def _decoded(line: bytes, place: str, first: bool) -> str:
-    try:
-        # Some editors put a byte-order mark before the first line.
-        return line.decode("utf-8-sig" if first else "utf-8")
+        raise UserError(f"{file}: cannot be read ({error.strerror}). Check its permissions.") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{place}: not UTF-8 text ({error.reason} at byte {error.start}). Save the file as UTF-8.") from error
 
@@ -102,45 +97,35 @@ def _json_row(text: str, place: str) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(file: Path) -> Iterator[PlacedRow]:
-    def batches() -> Iterator[pa.RecordBatch]:
-        with pq.ParquetFile(file) as parquet:
-            yield from parquet.iter_batches(batch_size=_BATCH_ROWS)
-
-    return _batch_rows(file, batches())
+def _parquet_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    with pq.ParquetFile(file) as parquet:
+        yield from parquet.iter_batches(batch_size=_BATCH_ROWS)
 
 
-def _read_arrow_stream(file: Path) -> Iterator[PlacedRow]:
-    def batches() -> Iterator[pa.RecordBatch]:
-        with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
-            yield from stream
-
-    return _batch_rows(file, batches())
+def _arrow_batches(file: Path) -> Iterator[pa.RecordBatch]:
+    with pa.memory_map(str(file)) as source, pa.ipc.open_stream(source) as stream:
+        yield from stream
 
 
-def _batch_rows(file: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[PlacedRow]:
+def _read_batches(batches: Callable[[Path], Iterator[pa.RecordBatch]], file: Path) -> Iterator[PlacedRow]:
     number = 0
-    while True:
-        try:
-            batch = next(batches, None)
-            rows = [] if batch is None else batch.to_pylist()
-        except (pa.ArrowException, OSError, ValueError) as error:
-            raise UserError(
-                f"{file}: cannot be read after row {number} ({error}). The file is damaged, incomplete or of another kind than its name "
-                "says: download or write it again."
-            ) from error
-        if batch is None:
-            return
-        for row in rows:
-            yield row, f"{file} row {number} (counted from 0)"
-            number += 1
+    try:
+        for batch in batches(file):
+            for row in batch.to_pylist():
+                yield row, f"{file} row {number} (counted from 0)"
+                number += 1
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise UserError(
+            f"{file}: cannot be read after row {number} ({error}). The file is damaged, incomplete or of another kind than its name "
+            "says: download or write it again."
+        ) from error
 
 
-_READERS: Mapping[str, Callable[[Path], Iterator[PlacedRow]]] = {
-    ".parquet": _read_parquet,
+_READERS: Mapping[str, Reader] = {
+    ".parquet": partial(_read_batches, _parquet_batches),
     ".jsonl": _read_json_lines,
     ".json": _read_json_lines,
-    ".arrow": _read_arrow_stream,
+    ".arrow": partial(_read_batches, _arrow_batches),
 }
 
 
@@ -159,7 +144,7 @@ def _train_split(folder: Path) -> Path:
         raise UserError(f"{description}: names no splits. Save the data set again with DatasetDict.save_to_disk.")
     if "train" not in splits:
         raise UserError(
-            f"{folder}: has no split 'train', but {_listed(splits)}. Give the folder of the split you mean, e.g. {folder / str(splits[0])}."
+            f"{folder}: has no split 'train', but {listed(splits)}. Give the folder of the split you mean, e.g. {folder / str(splits[0])}."
         )
     return folder / "train"
 
@@ -178,7 +163,7 @@ def _saved_files(folder: Path) -> list[Path]:
         raise UserError(f"{description}: does not list its data files. Save the data set again with Dataset.save_to_disk.") from error
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        raise UserError(f"{folder}: data files named in state.json are missing: {_listed(missing)}. Copy or save the whole folder again.")
+        raise UserError(f"{folder}: data files named in state.json are missing: {listed(missing)}. Copy or save the whole folder again.")
     return files
 
 
@@ -193,7 +178,7 @@ def _json_file(file: Path) -> dict[str, Any]:
 
 
 def _hub_files(folder: Path) -> list[Path]:
-    """The data files of a folder as the hub keeps them: those of the training split where files are named by split, otherwise all."""
+    """The data files of a folder as on the hub: those of the training split where files are named by split, otherwise all."""
     found = [file for file in sorted(folder.rglob("*")) if _is_data(file, folder)]
     if not found:
         raise UserError(f"{folder}: no data files inside ({', '.join(_READERS)}). Give a data file, or a folder that holds some.")
@@ -217,7 +202,7 @@ def _words(file: Path, folder: Path) -> set[str]:
 
 
 def _series(file: Path) -> tuple[Path, str]:
-    """Equal for files that are shards of one data set: the same folder, and the same name but for numbers."""
+    """Equal for files that are shards of one data set: the same folder, and the same name except for numbers."""
     return file.parent, re.sub(r"\d+", "#", file.name)
 
 
@@ -229,13 +214,10 @@ def _refuse_missing_shards(folder: Path, files: list[Path]) -> None:
     counts = {int(match[1]) for file in files if (match := re.search(r"-\d+-of-(\d+)$", file.stem))}
     if counts and counts != {len(files)}:
         wanted = " or ".join(str(count) for count in sorted(counts))
-        raise UserError(f"{folder}: by their names {wanted} files make the data set, {len(files)} are here. Download the folder again.")
+        raise UserError(
+            f"{folder}: by its file names the data set has {wanted} files, but {len(files)} are here. Download the folder again."
+        )
 
 
 def _relative(files: list[Path], folder: Path) -> str:
-    return _listed([str(file.relative_to(folder)) for file in files])
-
-
-def _listed(names: list[Any]) -> str:
-    shown = ", ".join(str(name) for name in names[:8])
-    return shown + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return listed([str(file.relative_to(folder)) for file in files])

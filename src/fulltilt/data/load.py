@@ -1,4 +1,4 @@
-"""The loop that every kind of data set is loaded by.
+"""The loop by which every kind of data set is loaded.
 
 Enters: paths, a function that turns one row into items, and the limits on their lengths. Leaves: the items kept and what was counted on
 the way. Guaranteed: rows are numbered over all files before any is left out; an over-long item is left out and counted, never cut; a row
@@ -9,43 +9,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fulltilt.data.files import read_rows
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 Item = TypeVar("Item")
 Columns = Mapping[str, Any]
+Parse = Callable[[int, Columns], Sequence[Item]]  # a row's number and its columns
 
 
 @dataclass(frozen=True)
 class Limit(Generic[Item]):
     """Items of more tokens than `most` are left out."""
 
-    key: str  # that the user sets it by
+    key: str  # the user's setting
     most: int
     noun: str  # what is measured, in the singular
     tokens: Callable[[Item], int]
 
+    def said(self, left_out: int) -> str:
+        if not left_out:
+            return f"none with a {self.noun} over {self.most} tokens"
+        return f"{left_out} left out with {self.noun}s of more than {self.most} tokens"
 
-@dataclass(frozen=True, eq=False)
-class Loaded(Generic[Item]):
+
+class Loaded(NamedTuple, Generic[Item]):
+    """The fields of a data set (`order.InEpochs`)."""
+
     items: tuple[Item, ...]
     rows_read: int
     too_long: int
-    said: str  # what was read and what was left out, in words
+    longest: int
+    said: str
 
 
-def load_items(paths: str | Sequence[str], parse: Callable[[int, Columns], Sequence[Item]], limits: Sequence[Limit[Item]]) -> Loaded[Item]:
-    """Every row of `paths`, in order, through `parse(row number, row)`; items beyond a limit are left out."""
+def load_items(
+    paths: str | Sequence[str], parse: Parse[Item], limits: Sequence[Limit[Item]], tokens: Callable[[Item], int]
+) -> Loaded[Item]:
+    """Every row of `paths`, in order, through `parse`; items beyond a limit are left out. `tokens` gives the length of an item."""
     names = [paths] if isinstance(paths, str) else list(paths)
     kept: list[Item] = []
-    beyond: list[tuple[Limit[Item], int]] = []  # of each item left out: the first limit that it breaks, and its tokens
+    beyond: list[tuple[Limit[Item], int]] = []  # for each item left out: the first limit that it breaks, and its tokens
     rows_read = 0
     for name in names:
         for row, place in read_rows(name):
             for item in _parsed(parse, rows_read, row, place):
-                broken = next(((limit, tokens) for limit in limits if (tokens := limit.tokens(item)) > limit.most), None)
+                broken = next(((limit, found) for limit in limits if (found := limit.tokens(item)) > limit.most), None)
                 if broken is None:
                     kept.append(item)
                 else:
@@ -55,22 +66,8 @@ def load_items(paths: str | Sequence[str], parse: Callable[[int, Columns], Seque
         raise UserError("the data set is empty: no file was given. Set data.train.")
     if not kept:
         _refuse_all_beyond(names, beyond)
-    return Loaded(tuple(kept), rows_read, len(beyond), _in_words(rows_read, limits, [limit for limit, _ in beyond]))
-
-
-def many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def _in_words(rows_read: int, limits: Sequence[Limit[Item]], broken: Sequence[Limit[Item]]) -> str:
-    counts = [(limit, broken.count(limit)) for limit in limits]
-    said = [
-        f"{count} left out with {limit.noun}s of more than {limit.most} tokens"
-        if count
-        else f"none with a {limit.noun} over {limit.most} tokens"
-        for limit, count in counts
-    ]
-    return ", ".join([f"{many(rows_read, 'row')} read", *said])
+    said = [f"{many(rows_read, 'row')} read", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]
+    return Loaded(tuple(kept), rows_read, len(beyond), max(map(tokens, kept)), ", ".join(said))
 
 
 def _refuse_all_beyond(names: Sequence[str], beyond: Sequence[tuple[Limit[Item], int]]) -> None:
@@ -83,7 +80,7 @@ def _refuse_all_beyond(names: Sequence[str], beyond: Sequence[tuple[Limit[Item],
     )
 
 
-def _parsed(parse: Callable[[int, Columns], Sequence[Item]], number: int, row: Columns, place: str) -> Sequence[Item]:
+def _parsed(parse: Parse[Item], number: int, row: Columns, place: str) -> Sequence[Item]:
     try:
         return parse(number, row)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""The order in which a run goes through its data: batches, epochs, and the place to resume from.
+"""A data set, and the order in which a run goes through it: batches, epochs, and the place to resume from.
 
 Enters: the items of a data set, a `Cursor`, the seed. Leaves: the next batch and the next cursor. Guaranteed: pure functions of their
 arguments, so a run that resumes from a saved cursor sees exactly the batches of an uninterrupted one; no item comes twice in an epoch;
@@ -16,6 +16,7 @@ from typing import ClassVar, Generic, TypeVar
 import numpy as np
 
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 Item = TypeVar("Item")
 
@@ -31,7 +32,7 @@ class Cursor:
         assert self.epoch >= 0 and self.offset >= 0, f"no such place in the data: {self}"
 
 
-# A step asks for one batch of an order that holds for the whole epoch.
+# A step asks for one batch, and the order stays the same for the whole epoch.
 @lru_cache(maxsize=4)
 def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     """The order of `size` items in an epoch: a permutation by (seed, epoch), or the order of the files."""
@@ -42,26 +43,37 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
     return order
 
 
+@dataclass(frozen=True, eq=False)
 class InEpochs(ABC, Generic[Item]):
-    """A data set that is gone through in epochs of whole batches. `items`, `arrays` and `noun` are the subclass's."""
+    """A data set, in the order of its files, that is used in epochs of whole batches; with what was counted while it was read."""
 
-    noun: ClassVar[str]  # what an item is called in messages, in the plural
+    noun: ClassVar[str]  # what an item is called in messages, in the singular
 
-    @property
-    @abstractmethod
-    def items(self) -> tuple[Item, ...]: ...
+    items: tuple[Item, ...]
+    rows_read: int  # from the files
+    too_long: int  # items left out
+    longest: int  # tokens of the longest item kept
+    said: str = ""  # what was read and what was left out, in words
 
     @staticmethod
     @abstractmethod
     def arrays(item: Item) -> tuple[np.ndarray, ...]:
-        """What an item is to the model, all of one length: its ids and, where there is one, its mask."""
+        """What the model reads of an item, arrays of one length: its ids and, where there is one, its mask."""
+
+    @staticmethod
+    def judged_by(item: Item) -> str:
+        """What a reward is given beside the text; empty where there is no reward."""
+        return ""
 
     def __len__(self) -> int:
         return len(self.items)
 
+    def describe(self) -> str:
+        return f"{self.said}; the longest {self.noun} kept has {many(self.longest, 'token')}"
+
     def take(self, cursor: Cursor, count: int, seed: int, shuffle: bool) -> tuple[tuple[Item, ...], Cursor]:
         """The next `count` items from `cursor`, and the cursor after them. Where an epoch has fewer left, the next one begins."""
-        self._refuse_too_few(count)
+        self.steps_per_epoch(count)
         if cursor.offset + count > len(self):
             cursor = Cursor(cursor.epoch + 1, 0)
         order = epoch_order(len(self), seed, cursor.epoch, shuffle)
@@ -69,20 +81,20 @@ class InEpochs(ABC, Generic[Item]):
         return tuple(self.items[index] for index in order[cursor.offset : end]), Cursor(cursor.epoch, end)
 
     def steps_per_epoch(self, count: int, key: str = "algorithm.prompts_per_step") -> int:
-        """`key` is the setting that says how many are taken at a time, for messages."""
-        self._refuse_too_few(count, key)
+        """`key` is the setting that says how many items are taken at a time, for messages."""
+        assert count > 0, "a batch holds at least one item"
+        if len(self) < count:
+            raise UserError(
+                f"a {_unit(key)} takes {many(count, self.noun)}, but the data set has only {len(self)}. Lower {key} to at most "
+                f"{len(self)}, or give more data."
+            )
         return len(self) // count
 
     def describe_epoch(self, count: int, key: str = "algorithm.prompts_per_step") -> str:
-        steps, unit = self.steps_per_epoch(count), "round" if key.endswith("round") else "step"
+        steps = self.steps_per_epoch(count)
         left_out = len(self) - steps * count
         rest = f"each epoch leaves out {left_out} of its {len(self)}, too few for a full batch" if left_out else "none is left out"
-        return f"an epoch is {steps} {unit}{'s' if steps > 1 else ''} of {count} {self.noun}; {rest}"
-
-    @staticmethod
-    def judged_by(item: Item) -> str:
-        """What a reward is told beside the text; empty where there is no reward."""
-        return ""
+        return f"an epoch is {many(steps, _unit(key))} of {many(count, self.noun)}; {rest}"
 
     def digest(self) -> str:
         """Tells one data set from another by its tokens, which of them are trained on, and what answers are judged by, in order."""
@@ -95,10 +107,6 @@ class InEpochs(ABC, Generic[Item]):
             found.update(self.judged_by(item).encode("utf-8", "backslashreplace"))
         return found.hexdigest()
 
-    def _refuse_too_few(self, count: int, key: str = "algorithm.prompts_per_step") -> None:
-        assert count > 0, "a batch holds at least one item"
-        if len(self) < count:
-            raise UserError(
-                f"a {'round' if key.endswith('round') else 'step'} takes {count} {self.noun}, but the data set has only {len(self)}. Lower "
-                f"{key} to at most {len(self)}, or give more data."
-            )
+
+def _unit(key: str) -> str:
+    return "round" if key.endswith("round") else "step"

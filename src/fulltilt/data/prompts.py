@@ -1,8 +1,8 @@
 """Prompts for rollout.
 
-Enters: data files, the tokenizer, the `data` section. Leaves: a `PromptSet`. Guaranteed: the rows of verl's layout and plain rows give the
+Enters: data files, the tokenizer, the `data` section. Leaves: a `PromptSet`. Guaranteed: rows in verl's layout and plain rows give the
 same `Prompt`s from every file format; a prompt's `uid` is its row number over all files, whatever is left out; its `source` is what the
-ids were made from, the system message included.
+ids were made from, including the system message.
 
 Columns: the prompt (`data.prompt_key`); the ground truth from `reward_model.ground_truth`, else `ground_truth`, else `answer`; and, if
 there, `data_source`, `ability` (kept inside `extra_info`) and `extra_info`.
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fulltilt.data.load import Columns, Limit, load_items, many
+from fulltilt.data.load import Columns, Limit, load_items
 from fulltilt.data.order import InEpochs
 from fulltilt.data.template import PromptEncoder, without_missing
 from fulltilt.records import Prompt, UserError
@@ -28,21 +27,12 @@ if TYPE_CHECKING:
     from fulltilt.config import DataConfig
 
 
-@dataclass(frozen=True, eq=False)
 class PromptSet(InEpochs[Prompt]):
-    """The prompts of a data set, in the order of its files, and what was counted while they were read."""
-
-    noun: ClassVar[str] = "prompts"
-
-    prompts: tuple[Prompt, ...]
-    rows_read: int
-    too_long: int
-    longest: int  # tokens of the longest prompt kept
-    said: str = ""  # what was read and what was left out, in words
+    noun = "prompt"
 
     @property
-    def items(self) -> tuple[Prompt, ...]:
-        return self.prompts
+    def prompts(self) -> tuple[Prompt, ...]:
+        return self.items
 
     @staticmethod
     def arrays(item: Prompt) -> tuple[np.ndarray, ...]:
@@ -51,9 +41,6 @@ class PromptSet(InEpochs[Prompt]):
     @staticmethod
     def judged_by(item: Prompt) -> str:
         return json.dumps([item.data_source, item.ground_truth, dict(item.extra_info)], sort_keys=True, default=str)
-
-    def describe(self) -> str:
-        return f"{self.said}; the longest prompt kept has {many(self.longest, 'token')}"
 
 
 def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
@@ -65,14 +52,12 @@ def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase,
         return [Prompt(number, ids, text, _data_source(row), _ground_truth(row), _extra_info(row), source)]
 
     limit: Limit[Prompt] = Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda prompt: len(prompt.ids))
-    loaded = load_items(paths, parse, [limit])
-    longest = max(len(prompt.ids) for prompt in loaded.items)
-    return PromptSet(loaded.items, loaded.rows_read, loaded.too_long, longest, loaded.said)
+    return PromptSet(*load_items(paths, parse, [limit], limit.tokens))
 
 
 def _prompt_column(row: Columns, key: str) -> Any:
     if row.get(key) is None:
-        raise UserError(f"the row has no '{key}'. Set data.prompt_key to the column with the prompt, or mend the row.")
+        raise UserError(f"the row has no '{key}'. Set data.prompt_key to the column with the prompt, or fix the row.")
     return row[key]
 
 

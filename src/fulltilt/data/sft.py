@@ -1,30 +1,31 @@
 """Rows for supervised fine-tuning.
 
 Enters: data files, the tokenizer, the `data` section. Leaves: a `RowSet` of `Row`s whose mask is true on what the assistant says and on the
-token that ends each of its turns, and nowhere else. Guaranteed, for any chat template: every trained token stands behind exactly the ids
-that rollout would have read before it, generation prompt included; every trained turn ends with an end token, once.
+token that ends each of its turns, and nowhere else. Guaranteed, for any chat template: every trained token comes after exactly the ids
+that rollout would have read before it, generation prompt included; every trained turn ends with one end token.
 
 Forms of a row: a prompt (`data.prompt_key`, string or messages) with a response (`data.response_key`, a string); or a conversation
 (`data.messages_key`) that ends with the assistant's message, trained on all of the assistant's turns or on the last (`data.train_turns`),
-but for those with `"weight": 0`.
+except for those with `"weight": 0`.
 
-How a conversation becomes rows: each trained turn is written as if it were the last, behind its history as the template writes it then.
-Where this text continues the one of the turn before, the two are one row; so most templates give one row a conversation. Where it does
-not, because the template changes earlier turns (it drops their reasoning, say), the turn starts a row of its own.
+How a conversation becomes rows: each trained turn is written as if it were the last, after its history as the template writes it then.
+Where this text continues that of the previous turn, the two are one row; so most templates give one row per conversation. Where it does
+not, because the template changes earlier turns (for example, drops their reasoning), the turn starts a row of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fulltilt.data.load import Columns, Limit, load_items, many
+from fulltilt.data.load import Columns, Limit, load_items
 from fulltilt.data.order import InEpochs
 from fulltilt.data.template import Message, PromptEncoder
 from fulltilt.records import Row, UserError
+from fulltilt.words import many, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,29 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class RowSet(InEpochs[Row]):
-    """The rows of a data set, in the order of its files, and what was counted while they were read."""
+    noun = "row"
 
-    noun: ClassVar[str] = "rows"
-
-    rows: tuple[Row, ...]
-    rows_read: int  # of the files
-    too_long: int
-    longest: int  # tokens of the longest row kept, prompt and response
-    split: tuple[int, int]  # conversations that became several rows, and how many rows
-    said: str  # what was read and what was left out, in words
+    split: tuple[int, int] = (0, 0)  # conversations that became several rows, and how many rows
 
     @property
-    def items(self) -> tuple[Row, ...]:
-        return self.rows
+    def rows(self) -> tuple[Row, ...]:
+        return self.items
 
     @staticmethod
     def arrays(item: Row) -> tuple[np.ndarray, ...]:
         return item.ids, item.mask
-
-    def describe(self) -> str:
-        conversations, rows = self.split
-        split = f"{many(conversations, 'conversation')} became {rows} rows, since the chat template changes earlier turns; "
-        return f"{self.said}; {split if conversations else ''}the longest row kept has {many(self.longest, 'token')}"
 
 
 def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int] = ()) -> RowSet:
@@ -66,7 +55,7 @@ def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, con
     """
     encoder = PromptEncoder(tokenizer, config)
     writer = _Writer(tokenizer, encoder, end_ids)
-    split: list[int] = []
+    split: list[int] = []  # rows of each conversation that became several
 
     def parse(number: int, row: Columns) -> list[Row]:
         rows = _rows(row, config, encoder, writer)
@@ -76,9 +65,9 @@ def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, con
     limits: list[Limit[Row]] = [Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda row: int(np.argmax(row.mask)))]
     if config.max_tokens is not None:
         limits.append(Limit("data.max_tokens", config.max_tokens, "row", lambda row: row.tokens))
-    loaded = load_items(paths, parse, limits)
-    longest = max(row.tokens for row in loaded.items)
-    return RowSet(loaded.items, loaded.rows_read, loaded.too_long, longest, (len(split), sum(split)), loaded.said)
+    loaded = load_items(paths, parse, limits, lambda row: row.tokens)
+    changed = f"; {many(len(split), 'conversation')} became {sum(split)} rows, since the chat template changes earlier turns"
+    return RowSet(*loaded._replace(said=loaded.said + (changed if split else "")), split=(len(split), sum(split)))
 
 
 def _rows(row: Columns, config: DataConfig, encoder: PromptEncoder, writer: _Writer) -> list[Row]:
@@ -93,17 +82,17 @@ def _rows(row: Columns, config: DataConfig, encoder: PromptEncoder, writer: _Wri
     if messages is None:
         raise UserError(
             f"an SFT row needs '{config.prompt_key}' and '{config.response_key}', or '{config.messages_key}'. Set data.prompt_key and "
-            "data.response_key, or data.messages_key, to the columns you have, or mend the row."
+            "data.response_key, or data.messages_key, to the columns you have, or fix the row."
         )
     conversation = encoder.messages(messages)
     if conversation is None or conversation[-1]["role"] != "assistant":
-        raise UserError(f"'{config.messages_key}' must be a list of messages that ends with the assistant's. Mend the row or take it out.")
+        raise UserError(f"'{config.messages_key}' must be a list of messages that ends with the assistant's. Fix the row or remove it.")
     turns = _weighted_turns(conversation)
     return writer.conversation(conversation, turns if config.train_turns == "all" else turns[-1:])
 
 
 def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
-    """Places of the assistant's messages that are not weighted 0, as OpenAI's format has it."""
+    """Places of the assistant's messages, without those that have the weight 0 (a key of OpenAI's format)."""
     turns = []
     for place, message in enumerate(conversation):
         assistant = message["role"] == "assistant"
@@ -114,12 +103,12 @@ def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
         if assistant and message.get("weight", 1):
             turns.append(place)
     if not turns:
-        raise UserError("every message of the assistant has the weight 0: there is nothing to train on. Take the row out.")
+        raise UserError("every message of the assistant has the weight 0: there is nothing to train on. Remove the row.")
     return turns
 
 
 class _Writer:
-    """Puts what the assistant says behind its prompt, as ids."""
+    """Writes what the assistant says after its prompt, as ids."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PromptEncoder, end_ids: Collection[int]) -> None:
         if tokenizer.eos_token_id is None:
@@ -131,7 +120,7 @@ class _Writer:
     def plain(self, prompt: object, response: str) -> Row:
         """A prompt that stays a string, and its response."""
         if not response:
-            raise UserError("the response is empty. Take the row out, or give it a response.")
+            raise UserError("the response is empty. Remove the row, or give it a response.")
         return _row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response)))
 
     def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
@@ -146,24 +135,24 @@ class _Writer:
         return rows
 
     def _turn(self, history: Sequence[Message], answer: Message) -> Row:
-        """One message of the assistant behind its history, as it is when it is the last."""
+        """One message of the assistant after its history, written as the last message of a conversation."""
         if not any(_texts(answer)) and not answer.get("tool_calls"):
-            raise UserError(f"the response is empty: {_shown(answer)}. Take the row out, or give it a response.")
+            raise UserError(f"the response is empty: {_shown(answer)}. Remove the row, or give it a response.")
         if not history or history[-1]["role"] == "assistant":
             raise UserError(
                 f"{_shown(answer)} answers nothing: it must come after another message, not of the assistant. Join the two, give it "
-                '"weight": 0, or take the row out.'
+                '"weight": 0, or remove the row.'
             )
         prompt = self._encoder.encode_messages(history, add_generation_prompt=True)
         return _row(prompt, self._ended(self._from_template(history, prompt, answer) or self._from_text(answer)))
 
     def _from_template(self, history: Sequence[Message], prompt: list[int], answer: Message) -> list[int] | None:
-        """What the template writes after the prompt, or None where it writes the conversation another way than the prompt."""
+        """What the template writes after the prompt, or None if the conversation, as it writes it, does not begin with the prompt."""
         whole = self._encoder.encode_messages([*history, answer], add_generation_prompt=False)
         if whole[: len(prompt)] != prompt:
             return None
         response = whole[len(prompt) :]
-        # Some templates drop part of the answer, such as its reasoning; what the row says is to be learned must be learned.
+        # Some templates drop part of the answer, such as its reasoning; all of the row's answer must be trained on.
         written = self._encoder.decode(response)
         dropped = any(text.strip() not in written and self._as_decoded(text) not in written for text in _texts(answer))
         if dropped or (answer.get("tool_calls") and not self._encoder.reads("tool_calls")):
@@ -174,17 +163,17 @@ class _Writer:
         lost = [key for key in _BESIDE_CONTENT if answer.get(key)]
         if lost:
             raise UserError(
-                f"{_shown(answer)}: the chat template does not write all of it behind its prompt, so its {' and '.join(lost)} would be "
+                f"{_shown(answer)}: the chat template does not write all of it after its prompt, so its {' and '.join(lost)} would be "
                 "lost. Write them into 'content', or set model.chat_template."
             )
         return self._encoder.encode_text(_text(answer.get("content", "")))
 
     def _as_decoded(self, text: str) -> str:
-        # Some tokenizers do not give back what they were given, letter by letter.
+        # Some tokenizers do not decode to exactly the text that they encoded.
         return self._encoder.decode(self._encoder.encode_text(text.strip())).strip()
 
     def _ended(self, response: list[int]) -> list[int]:
-        """The response up to the first of the tokens that end it; one is put there where none is."""
+        """The response up to the first of the tokens that end it; one is added if there is none."""
         first = None
         for place in reversed(range(len(response))):
             if response[place] in self._ends:
@@ -195,7 +184,7 @@ class _Writer:
         return [*response, self._end] if first is None else response[: first + 1]
 
 
-# What an assistant's message may say beside its content.
+# What an assistant's message may hold beside its content.
 _BESIDE_CONTENT = ("reasoning_content", "tool_calls")
 
 
@@ -214,4 +203,4 @@ def _text(content: object) -> str:
 
 def _shown(message: Message) -> str:
     text = " ".join(_text(message.get("content", "")).split())
-    return f"the message {text[:40] + '...' if len(text) > 40 else text!r} ({message['role']})"
+    return f"the message {shortened(text, 43)!r} ({message['role']})"

@@ -1,9 +1,9 @@
 """Turning a prompt as a person wrote it into the token ids the model reads.
 
-Enters: a string or a list of messages. Leaves: int64 ids and the text they stand for. Guaranteed: one beginning-of-sequence token at
-most at the front; no end-of-sequence token that the tokenizer appended by itself (the model would answer an ended text); messages always
-end with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`. Errors carry no place:
-the caller, who knows file and line, puts it before them.
+Enters: a string or a list of messages. Leaves: int64 ids and the text they stand for. Guaranteed: at most one beginning-of-sequence
+token at the front; no end-of-sequence token that the tokenizer appended by itself (the model would continue an ended text); messages
+always end with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`. Errors do not say
+where the row is: the caller knows its file and line and adds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-# Arguments of apply_chat_template that say how ids are made, not what the template writes; these are ours to set.
+# Arguments of apply_chat_template that say how ids are made, not what the template writes; fulltilt sets these itself.
 _RESERVED_ARGUMENTS = frozenset(
     {
         "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages", "padding",
@@ -59,10 +59,10 @@ class PromptEncoder:
         """A prompt as rollout reads it."""
         messages = self.messages(prompt)
         if messages is not None and messages[-1]["role"] == "assistant":
-            raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Leave it out.")
+            raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Remove that message.")
         ids = self._encode_string(str(prompt)) if messages is None else self.encode_messages(messages, add_generation_prompt=True)
         if not ids:
-            raise UserError("the prompt has no tokens. Take the row out, or give it a prompt.")
+            raise UserError("the prompt has no tokens. Remove the row, or give it a prompt.")
         return Encoded(np.asarray(ids, dtype=np.int64), self.decode(ids), str(prompt) if messages is None else tuple(messages))
 
     def messages(self, prompt: object) -> list[Message] | None:
@@ -114,22 +114,22 @@ class PromptEncoder:
 
     def _plain_string(self, text: str) -> None:
         if not text.strip():
-            raise UserError("the prompt is empty. Take the row out, or give it a prompt.")
+            raise UserError("the prompt is empty. Remove the row, or give it a prompt.")
         self._refuse_settings_of_templates("the prompt is a plain string and data.apply_template is not 'always'")
 
     def _refuse_settings_of_templates(self, reason: str) -> None:
         if self._system is not None:
-            raise UserError(f"data.system needs a chat template, and {reason}. Set data.apply_template = 'always', or remove data.system.")
+            raise UserError(f"data.system needs a chat template, but {reason}. Set data.apply_template = 'always', or remove data.system.")
         if self._template_args:
-            raise UserError(f"data.template_args need a chat template, and {reason}. Set data.apply_template = 'always', or remove them.")
+            raise UserError(f"data.template_args need a chat template, but {reason}. Set data.apply_template = 'always', or remove them.")
 
     def _template(self) -> str:
         try:
             return str(self._tokenizer.get_chat_template(tools=self._template_args.get("tools")))
         except ValueError as error:
             raise UserError(
-                "the prompt is to go through a chat template, and the model's tokenizer has none. Set model.chat_template to a file with "
-                "one, or write prompts as plain strings with data.apply_template = 'auto'."
+                "the prompt needs a chat template, and the model's tokenizer has none. Set model.chat_template to a file with one, or "
+                "write prompts as plain strings with data.apply_template = 'auto'."
             ) from error
 
     def _refuse_arguments_without_effect(self) -> None:
@@ -151,12 +151,12 @@ def checked_messages(value: object) -> list[Message]:
         raise UserError(f"expected a string or a list of messages, found {type(value).__name__}. Check data.prompt_key.")
     messages = [_checked_message(number, message) for number, message in enumerate(value, start=1)]
     if not any(message.get("content") or message.get("tool_calls") for message in messages):
-        raise UserError("the prompt is empty. Take the row out, or give it a prompt.")
+        raise UserError("the prompt is empty. Remove the row, or give it a prompt.")
     return messages
 
 
 def without_missing(value: Any) -> Any:
-    """The value without the keys that are None: a parquet column gives every struct the keys of all the others."""
+    """The value without keys that are None: in a parquet column every struct has the keys of all the others."""
     if isinstance(value, Mapping):
         return {key: without_missing(entry) for key, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

@@ -1,15 +1,14 @@
 """Rewards: samples enter, scores leave, and nothing a reward function does can stop or stall the run.
 
-`base` is the room's door (`RewardPool`). This file imports nothing: the reward processes start from it and must start fast.
+`base.RewardPool` is the way in. This file imports nothing: the reward processes start from it and must start fast.
 
-    base       submit and collect groups, the policy for failed calls, counts
-    dispatch   one thread that hands calls to worker processes and holds them to their deadlines
+    base       submit and collect groups, failed calls, counts
+    dispatch   one thread that hands calls to worker processes and enforces their deadlines
     process    one worker process as the trainer sees it: start, talk, kill with all its descendants
     worker     the same process from inside: limits, loading, calling the user's function
     functions  what `reward.function` may name, how it is called, what it may return
     sums       weighted sums of several functions
     model      the reward model: the texts it reads, its part in the scores
-    gsm8k, math, dapo   the built-in functions
+    rules      the built-in functions, one file each
     guard      a small process that kills the workers when the trainer itself was killed
-    wire       how a message is framed
 """

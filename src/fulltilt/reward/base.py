@@ -2,12 +2,12 @@
 
 A group's reward is a weighted sum of functions (`sums`), usually of one. They run in worker processes, one per core, each call with a
 deadline. Whatever a function does (hang, crash, exit, fork, print, eat memory) costs that one call: the run goes on, the failure is
-counted, shown and scored by the stated policy. Where the only reward is the reward model there are no processes, and every score is 0
-until the model's is added (`model`).
+counted, shown and scored as `reward.on_error` says. Where the only reward is the reward model there are no processes, and every score is
+0 until the model's is added (`model`).
 
-Policy of `reward.on_error`: a failed call gives its samples a `Score` with `error` set. Under `exclude` its value is 0.0 and means
-nothing: the loop leaves rows whose score has an error out of the batch and of their group's baseline. Under `score` the value is
-`reward.error_score` and the row is trained on. A result that is no finite number is not a failure but the user's mistake: the next
+A failed call gives its samples a `Score` with `error` set. Under `reward.on_error = "exclude"` its value is 0.0 and means nothing: the
+loop leaves rows whose score has an error out of the batch and of their group's baseline. Under `"score"` the value is
+`reward.error_score` and the row is trained on. A result that is not a finite number is the user's mistake, not a failed call: the next
 `submit` or `collect` raises UserError.
 
 Guaranteed: scores do not depend on timing, on the number of workers or on which of them ran a call.
@@ -21,24 +21,26 @@ import os
 import pickle
 import threading
 import zlib
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Score, UserError
 from fulltilt.reward import functions
-from fulltilt.reward.dispatch import Call, Dispatcher, Outcome
+from fulltilt.reward.dispatch import Dispatcher, Outcome
+from fulltilt.reward.process import RewardCall
 from fulltilt.reward.sums import Sums, WeightedSum
 from fulltilt.reward.worker import Request, Setup
+from fulltilt.user_code import UserCodeError
+from fulltilt.words import shortened
 
 ERRORS_FILE = "reward_errors.jsonl"
 MOST_ERRORS_WRITTEN = 1000
 RECENT = 5
 TEXT_SHOWN = 80
+FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # an outcome's failure, and the count in RewardStats
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,8 @@ class RewardStats:
         return self.errors + self.timeouts + self.crashes
 
     def since(self, before: RewardStats) -> RewardStats:
-        return RewardStats(
-            calls=self.calls - before.calls,
-            errors=self.errors - before.errors,
-            timeouts=self.timeouts - before.timeouts,
-            crashes=self.crashes - before.crashes,
-            retries=self.retries - before.retries,
-            seconds=self.seconds - before.seconds,
-            recent=self.recent if self.failed > before.failed else (),
-        )
+        counts = {name: getattr(self, name) - getattr(before, name) for name in ("calls", *FAILURES.values(), "retries", "seconds")}
+        return RewardStats(**counts, recent=self.recent if self.failed > before.failed else ())
 
     def __str__(self) -> str:
         if not self.failed:
@@ -78,12 +73,14 @@ class RewardStats:
 
 @dataclass(eq=False)
 class _Scores:
-    """The scores of a submitted group as they come in: for each component of its sum, one for each sample."""
+    """The scores of a submitted group as they come in."""
 
     sum: WeightedSum
-    found: list[list[Score | None]]
-    samples: int
-    left: int
+    found: list[list[Score]]  # for each sample, one score for each component of the sum; empty scores until a call's own arrive
+    left: int  # how many are missing
+
+    def complete(self) -> list[Score]:
+        return [self.sum.combine(scores) for scores in self.found]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +105,6 @@ class RewardPool:
         self._groups: dict[Group, _Scores] = {}
         self._next_id = 0
         self._stats = RewardStats()
-        self._recent: deque[str] = deque(maxlen=RECENT)
         self._mistake: UserError | None = None
         self._closed = False
         self._sums = Sums(config)
@@ -122,7 +118,7 @@ class RewardPool:
     def _setup(self) -> Setup:
         try:
             located = tuple(functions.locate(name) for name in self._sums.names)
-        except functions.LoadError as error:
+        except UserCodeError as error:
             raise UserError(str(error)) from None
         return Setup(located, dict(self._config.args), int(self._config.memory_gb * 2**30))
 
@@ -135,24 +131,26 @@ class RewardPool:
         """Hands a group's samples to the processes and returns at once."""
         self._check()
         weighted, samples = self._sums.of(group.prompt.data_source), len(group.samples)
-        found: list[list[Score | None]] = [[None] * samples for _ in weighted.components]
         with self._changed:
             assert group not in self._groups, "a group is submitted once"
-            self._groups[group] = _Scores(weighted, found, samples, samples * len(weighted.components))
+            found = [[Score(0.0)] * len(weighted.components) for _ in range(samples)]
+            self._groups[group] = _Scores(weighted, found, samples * len(weighted.components))
             calls = self._calls(group, weighted)
         if self._dispatcher is not None:
             self._dispatcher.put(calls)
 
-    def _calls(self, group: Group, weighted: WeightedSum) -> list[Call]:
+    def _calls(self, group: Group, weighted: WeightedSum) -> list[RewardCall]:
         batch = self._dispatcher.batch if self._dispatcher is not None else ()
-        prompt, samples = _pickled_prompt(group), len(group.samples)
+        prompt, samples = group.prompt, len(group.samples)
+        given = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": dict(prompt.extra_info)}
+        pickled = pickle.dumps({**given, "prompt_str": prompt.text})
         calls = []
         for number, component in enumerate(weighted.components):
             size = max(1, samples) if batch[component.function] else 1
             for first in range(0, samples, size):
                 texts = tuple(sample.text for sample in group.samples[first : first + size])
-                seed = zlib.crc32(repr((group.prompt.uid, group.samples[first].index, texts)).encode())
-                calls.append(Call(Request(self._next_id, component.function, prompt, texts, seed), _Place(group, number, first)))
+                seed = zlib.crc32(repr((prompt.uid, group.samples[first].index, texts)).encode())
+                calls.append(RewardCall(Request(self._next_id, component.function, pickled, texts, seed), _Place(group, number, first)))
                 self._next_id += 1
         return calls
 
@@ -169,7 +167,7 @@ class RewardPool:
                     break
                 # No timeout: every call has its deadline, and a dispatcher that fails wakes this thread.
                 self._changed.wait()
-            return [_complete(self._groups.pop(group)) for group in groups]
+            return [self._groups.pop(group).complete() for group in groups]
 
     def stats(self) -> RewardStats:
         with self._changed:
@@ -203,7 +201,7 @@ class RewardPool:
         with self._changed:
             self._changed.notify_all()
 
-    def _done(self, call: Call, outcome: Outcome) -> None:
+    def _done(self, call: RewardCall, outcome: Outcome) -> None:
         """On the dispatcher's thread: one call has ended."""
         place: _Place = call.label
         name = self._sums.names[call.request.function]
@@ -218,7 +216,7 @@ class RewardPool:
                 self._keep(place, self._scores(call, outcome, message))
             self._changed.notify_all()
 
-    def _scores(self, call: Call, outcome: Outcome, message: str) -> list[Score]:
+    def _scores(self, call: RewardCall, outcome: Outcome, message: str) -> list[Score]:
         if outcome.failure is None:
             return [Score(value, parts, answer=answer) for value, parts, answer in outcome.scores]
         value = self._config.error_score if self._config.on_error == "score" else 0.0
@@ -226,26 +224,22 @@ class RewardPool:
 
     def _keep(self, place: _Place, scores: Sequence[Score]) -> None:
         group = self._groups[place.group]
-        group.found[place.component][place.first : place.first + len(scores)] = scores
+        for sample, score in enumerate(scores, start=place.first):
+            group.found[sample][place.component] = score
         group.left -= len(scores)
 
     def _count(self, outcome: Outcome, message: str) -> None:
-        if outcome.failure is not None:
-            if message in self._recent:
-                self._recent.remove(message)
-            self._recent.append(message)
         before = self._stats
+        failures = {name: getattr(before, name) + (outcome.failure == failure) for failure, name in FAILURES.items()}
         self._stats = RewardStats(
             calls=before.calls + 1,
-            errors=before.errors + (outcome.failure == "error"),
-            timeouts=before.timeouts + (outcome.failure == "timeout"),
-            crashes=before.crashes + (outcome.failure == "crash"),
             retries=before.retries + outcome.retried,
             seconds=before.seconds + outcome.seconds,
-            recent=tuple(self._recent),
+            recent=(*(old for old in before.recent if old != message), message)[-RECENT:] if outcome.failure else before.recent,
+            **failures,
         )
 
-    def _write_error(self, call: Call, outcome: Outcome, message: str) -> None:
+    def _write_error(self, call: RewardCall, outcome: Outcome, message: str) -> None:
         if self._errors_file is None or self._errors_written >= MOST_ERRORS_WRITTEN:
             return
         self._errors_written += 1
@@ -274,31 +268,10 @@ def _workers(config: RewardConfig) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _pickled_prompt(group: Group) -> bytes:
-    prompt = group.prompt
-    values: dict[str, Any] = {
-        "data_source": prompt.data_source,
-        "ground_truth": prompt.ground_truth,
-        "extra_info": dict(prompt.extra_info),
-        "prompt_str": prompt.text,
-    }
-    return pickle.dumps(values)
-
-
-def _complete(scores: _Scores) -> list[Score]:
-    complete = []
-    for sample in range(scores.samples):
-        found = [score for of_component in scores.found if (score := of_component[sample]) is not None]
-        assert len(found) == len(scores.found), "every call has ended"
-        complete.append(scores.sum.combine(found))
-    return complete
-
-
 def _mistake(name: str, place: _Place, outcome: Outcome) -> UserError:
-    text = place.group.samples[place.first + outcome.sample].text
-    begins = text if len(text) <= TEXT_SHOWN else text[:TEXT_SHOWN] + "..."
+    begins = shortened(place.group.samples[place.first + outcome.sample].text, TEXT_SHOWN)
     return UserError(
         f"reward function {name!r} returned {outcome.message} for a sample of data source {place.group.prompt.data_source!r} that begins "
-        f"{begins!r}. A reward must be a finite number, or a dict with one under 'score'. Mend the function; to have a sample "
+        f"{begins!r}. A reward must be a finite number, or a dict with one under 'score'. Fix the function; to have a sample "
         f"treated by reward.on_error instead, raise an exception"
     )

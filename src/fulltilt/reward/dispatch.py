@@ -5,9 +5,9 @@ Guaranteed:
 - nothing waits without a deadline: a call has `timeout_s` from the moment its worker begins it, a worker has `LOAD_S` to load;
 - past its deadline a call is killed with everything it started; a crash loses only the call that was running, the worker's other calls
   are handed out again;
-- a call that kills a process in which others had run before, or runs out of memory there, is tried once more in a fresh one: its
-  outcome is its own, not its predecessors';
-- a process that cannot be started, three times in a row with none alive, is an error that says why.
+- a call that crashes or runs out of memory in a process in which others had run before is tried once more in a fresh process, so that
+  its outcome does not depend on those others;
+- if processes fail to start three times in a row and none is alive, the error says why.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from fulltilt.records import UserError
-from fulltilt.reward import wire
 from fulltilt.reward.functions import Scored
-from fulltilt.reward.process import Guard, WorkerProcess
-from fulltilt.reward.worker import Request, Setup
+from fulltilt.reward.process import BadMessage, Guard, RewardCall, WorkerProcess
+from fulltilt.reward.worker import Setup
 
 LOAD_S = 120.0
 START_TRIES = 3
+REAP_S = 0.2  # between looks at killed processes that have not ended yet
 MOST_CALLS_AT_ONCE = 32
-HANDOUT_S = 0.02  # work handed out at once, by the mean time of a call so far: less and the thread is busy, more and cores idle at the end
+# How much work a worker gets at once, estimated by the mean time of a call so far. With less, this thread is busy; with more, cores idle
+# at the end.
+HANDOUT_S = 0.02
 
 Failure = Literal["error", "timeout", "crash", "mistake"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a call ended: scores in the order of its samples, or a failure and what happened, in words that follow the function's name."""
+    """How a call ended: with scores in the order of its samples, or with a failure, whose message continues the function's name."""
 
     scores: tuple[Scored, ...] = ()
     failure: Failure | None = None
@@ -50,34 +52,9 @@ class Outcome:
     retried: bool = False
 
 
-@dataclass(eq=False)
-class Call:
-    """A request with what only the trainer knows of it."""
-
-    request: Request
-    label: Any  # the caller's own, handed back with the outcome
-    fresh: bool = False  # must run in a process that has run nothing before
-
-
-class _Slot:
-    """A worker process and what it is doing."""
-
-    def __init__(self, process: WorkerProcess) -> None:
-        self.process = process
-        self.greeted = False
-        self.ready = False
-        self.calls: deque[Call] = deque()
-        self.finished = 0
-        self.began = time.monotonic()
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and not self.calls
-
-
 class Dispatcher:
     def __init__(
-        self, setup: Setup, workers: int, timeout_s: float, done: Callable[[Call, Outcome], None], ended: Callable[[], None]
+        self, setup: Setup, workers: int, timeout_s: float, done: Callable[[RewardCall, Outcome], None], ended: Callable[[], None]
     ) -> None:
         """`done` and `ended` are called on the dispatcher's thread: a call has ended; the thread itself has, perhaps with `error`."""
         self._setup = pickle.dumps(setup)
@@ -87,9 +64,9 @@ class Dispatcher:
         self._done = done
         self._ended = ended
         self._lock = threading.Lock()
-        self._queue: deque[Call] = deque()
-        self._again: deque[Call] = deque()
-        self._slots: dict[int, _Slot] = {}
+        self._queue: deque[RewardCall] = deque()
+        self._again: deque[RewardCall] = deque()
+        self._workers: list[WorkerProcess] = []
         self._dying: list[WorkerProcess] = []
         self._failed_starts = 0
         self._next_start = 0.0
@@ -114,7 +91,7 @@ class Dispatcher:
             self.close()
             raise self.error
 
-    def put(self, calls: Iterable[Call]) -> None:
+    def put(self, calls: Iterable[RewardCall]) -> None:
         with self._lock:
             self._queue.extend(calls)
         self._nudge()
@@ -152,80 +129,73 @@ class Dispatcher:
         self._ended()
 
     def _turn(self) -> None:
-        self._start_missing()
+        if time.monotonic() >= self._next_start:
+            self._start(self._missing())
         self._hand_out()
         for key, _ in self._selector.select(self._patience()):
             if key.data is None:
                 self._woken.recv(4096)
             else:
                 self._attend(key.data)
-        for slot in list(self._slots.values()):
-            if slot.process.pid in self._slots and time.monotonic() > self._deadline(slot):
-                self._expire(slot)
+        for worker in list(self._workers):
+            if worker in self._workers and time.monotonic() > self._deadline(worker):
+                self._expire(worker)
         self._dying = [process for process in self._dying if not process.reaped()]
 
     def _patience(self) -> float | None:
-        times = [self._deadline(slot) for slot in self._slots.values()]
-        if self._missing() > 0:
-            times.append(self._next_start)
-        soonest = min(times, default=math.inf)
-        if self._dying:
-            soonest = min(soonest, time.monotonic() + 0.2)
-        return None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+        """Seconds until something must be done although no worker has said anything; None: nothing must."""
+        now = time.monotonic()
+        times = [math.inf, *map(self._deadline, self._workers)]
+        times += [self._next_start] if self._missing() > 0 else []
+        times += [now + REAP_S] if self._dying else []
+        return None if min(times) == math.inf else max(0.0, min(times) - now)
 
-    def _deadline(self, slot: _Slot) -> float:
-        if not slot.ready:
-            return slot.began + LOAD_S
-        return slot.began + self._timeout_s if slot.calls else math.inf
+    def _deadline(self, worker: WorkerProcess) -> float:
+        if not worker.ready:
+            return worker.began + LOAD_S
+        return worker.began + self._timeout_s if worker.calls else math.inf
 
     def _missing(self) -> int:
         """How many more processes there should be. A dead one is replaced only when there is work for it."""
         if not self._loaded.is_set():
-            return 1 - len(self._slots)
-        free = [slot for slot in self._slots.values() if not slot.calls]
-        fresh = sum(slot.finished == 0 for slot in free)
+            return 1 - len(self._workers)
+        free = [worker for worker in self._workers if not worker.calls]
+        fresh = sum(worker.finished == 0 for worker in free)
         used = len(free) - fresh
         with self._lock:
             waiting = len(self._queue)
         for_again = max(0, len(self._again) - fresh)
         for_queue = max(0, waiting - used - max(0, fresh - len(self._again)))
-        return min(self._size - len(self._slots), for_again + for_queue)
+        return min(self._size - len(self._workers), for_again + for_queue)
 
-    def _start_missing(self) -> None:
-        if time.monotonic() >= self._next_start:
-            for _ in range(self._missing()):
-                self._start_one()
-
-    def _start_one(self) -> None:
-        try:
-            slot = _Slot(WorkerProcess(self._setup))
-        except OSError as error:
-            self._start_failed(RuntimeError(f"a reward process could not be started: {error}"))
-            return
-        self._slots[slot.process.pid] = slot
-        self._guard.add(slot.process.pid)
-        self._selector.register(slot.process, selectors.EVENT_READ, slot)
+    def _start(self, count: int) -> None:
+        for _ in range(count):
+            try:
+                worker = WorkerProcess(self._setup)
+            except OSError as error:
+                self._start_failed(RuntimeError(f"a reward process could not be started: {error}"))
+                continue
+            self._workers.append(worker)
+            self._guard.tell("+", worker.pid)
+            self._selector.register(worker, selectors.EVENT_READ, worker)
 
     def _start_failed(self, error: Exception) -> None:
         self._failed_starts += 1
         self._next_start = time.monotonic() + min(5.0, 0.1 * 2**self._failed_starts)
-        if self._failed_starts >= START_TRIES and not any(slot.ready for slot in self._slots.values()):
+        if self._failed_starts >= START_TRIES and not any(worker.ready for worker in self._workers):
             self.error = error
 
     def _hand_out(self) -> None:
-        for slot in self._slots.values():
-            if not slot.idle:
-                continue
-            slot.calls.extend(self._take(slot))
-            if not slot.calls:
-                continue
-            slot.process.send(pickle.dumps([call.request for call in slot.calls]))
-            slot.began = time.monotonic()
-            self._watch(slot)
+        for worker in self._workers:
+            if worker.ready and not worker.calls and (calls := self._take(worker)):
+                worker.calls.extend(calls)
+                worker.send(pickle.dumps([call.request for call in calls]))
+                worker.began = time.monotonic()
+                self._watch(worker)
 
-    def _take(self, slot: _Slot) -> list[Call]:
+    def _take(self, worker: WorkerProcess) -> list[RewardCall]:
         # One fresh process is started for every call that needs one, so none of them waits in vain.
-        if self._again and slot.finished == 0:
+        if self._again and worker.finished == 0:
             return [self._again.popleft()]
         with self._lock:
             fair = len(self._queue) // (2 * self._size)
@@ -233,114 +203,113 @@ class Dispatcher:
             count = max(1, int(min(fair, quick, MOST_CALLS_AT_ONCE)))
             return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
 
-    def _watch(self, slot: _Slot) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if slot.process.unsent else 0)
-        self._selector.modify(slot.process, events, slot)
+    def _watch(self, worker: WorkerProcess) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if worker.unsent else 0)
+        self._selector.modify(worker, events, worker)
 
-    def _attend(self, slot: _Slot) -> None:
-        """Takes in whatever the worker has said."""
-        if slot.process.unsent:
-            slot.process.flush()
-            self._watch(slot)
+    def _attend(self, worker: WorkerProcess) -> None:
+        """Reads all that the worker has sent."""
+        if worker.unsent:
+            worker.flush()
+            self._watch(worker)
         try:
-            messages, connected = slot.process.receive()
+            messages, connected = worker.receive()
             for message in messages:
-                if slot.process.pid in self._slots:
-                    self._understand(slot, message)
-        except wire.BadMessage:
+                if worker in self._workers:
+                    self._understand(worker, message)
+        except BadMessage:
             # Only the user's function can have written this: it found the descriptor of its process.
-            self._lose(slot, Outcome(failure="crash", message="wrote into the connection of its process"))
+            self._lose(worker, Outcome(failure="crash", message="wrote into the connection of its process"))
             return
-        if not connected and slot.process.pid in self._slots:
-            cause, said = slot.process.cause_of_death()
-            self._lose(slot, Outcome(failure="crash", message=cause, detail=said))
+        if not connected and worker in self._workers:
+            cause, said = worker.cause_of_death()
+            self._lose(worker, Outcome(failure="crash", message=cause, detail=said))
 
-    def _understand(self, slot: _Slot, message: dict[str, Any]) -> None:
-        slot.began = time.monotonic()
+    def _understand(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        worker.began = time.monotonic()
         if "id" in message:
-            self._answered(slot, message)
+            self._answered(worker, message)
         elif "hello" in message:
-            slot.greeted = True
+            worker.greeted = True
             self.memory_limited = bool(message["memory_limited"])
         elif "ready" in message:
-            slot.ready = True
+            worker.ready = True
             self.batch = tuple(message["ready"])
             self._failed_starts = 0
             if not self._loaded.is_set():
                 self._loaded.set()
-                for _ in range(self._size - len(self._slots)):
-                    self._start_one()
+                self._start(self._size - len(self._workers))
         elif "load_error" in message:
             self.error = UserError(str(message["load_error"]))
         elif "begin" not in message:
-            raise wire.BadMessage("unknown")
+            raise BadMessage("unknown")
 
-    def _answered(self, slot: _Slot, message: dict[str, Any]) -> None:
-        if not slot.calls or message["id"] != slot.calls[0].request.id:
-            raise wire.BadMessage("an answer to another call")
-        outcome = _outcome(slot.calls[0], message)
-        call = slot.calls.popleft()
-        slot.finished += 1
+    def _answered(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+        if not worker.calls or message["id"] != worker.calls[0].request.id:
+            raise BadMessage("an answer to another call")
+        outcome = _outcome(worker.calls[0], message)
+        call = worker.calls.popleft()
+        worker.finished += 1
         self._mean_s = outcome.seconds if self._mean_s == math.inf else 0.9 * self._mean_s + 0.1 * outcome.seconds
-        if message.get("memory") and slot.finished > 1 and not call.fresh:
+        if message.get("memory") and worker.finished > 1 and not call.fresh:
             self._try_again(call)
         else:
             self._done(call, outcome)
         if message.get("retire"):
-            self._remove(slot)
+            self._remove(worker)
 
-    def _try_again(self, call: Call) -> None:
+    def _try_again(self, call: RewardCall) -> None:
         call.fresh = True
         self._again.append(call)
 
-    def _expire(self, slot: _Slot) -> None:
+    def _expire(self, worker: WorkerProcess) -> None:
         # An answer that came while this thread was kept from running is an answer in time.
-        self._attend(slot)
-        if slot.process.pid not in self._slots or time.monotonic() <= self._deadline(slot):
+        self._attend(worker)
+        if worker not in self._workers or time.monotonic() <= self._deadline(worker):
             return
-        if slot.ready:
+        if worker.ready:
             message = f"ran past its deadline of {self._timeout_s:g} s (reward.timeout_s)"
-            self._lose(slot, Outcome(failure="timeout", message=message, seconds=self._timeout_s))
+            self._lose(worker, Outcome(failure="timeout", message=message, seconds=self._timeout_s))
         else:
             self.error = UserError(f"the reward process did not load {self._files} within {LOAD_S:g} s")
-            self._remove(slot)
+            self._remove(worker)
 
-    def _lose(self, slot: _Slot, outcome: Outcome) -> None:
-        """The worker is gone, or must go: what it was doing has failed, what it had not begun is handed out again."""
-        running = slot.calls.popleft() if slot.calls else None
-        self._remove(slot)
+    def _lose(self, worker: WorkerProcess, outcome: Outcome) -> None:
+        """The worker is gone, or must be killed: its current call has failed, those that it had not begun are handed out again."""
+        running = worker.calls.popleft() if worker.calls else None
+        self._remove(worker)
         if running is not None:
-            if outcome.failure == "crash" and slot.finished and not running.fresh:
+            if outcome.failure == "crash" and worker.finished and not running.fresh:
                 self._try_again(running)
             else:
                 self._done(running, replace(outcome, retried=running.fresh))
-        elif not slot.ready:
+        elif not worker.ready:
             said = f": {outcome.detail.strip()[-2000:]}" if outcome.detail else ""
-            if slot.greeted:
+            if worker.greeted:
                 self._start_failed(UserError(f"loading {self._files} {outcome.message}{said}"))
             else:
                 self._start_failed(RuntimeError(f"a reward process {outcome.message} before it could load anything{said}"))
 
-    def _remove(self, slot: _Slot) -> None:
+    def _remove(self, worker: WorkerProcess) -> None:
         with self._lock:
-            self._queue.extendleft(reversed(slot.calls))
-        slot.calls.clear()
-        del self._slots[slot.process.pid]
-        self._selector.unregister(slot.process)
-        slot.process.kill()
-        self._guard.remove(slot.process.pid)
-        self._dying.append(slot.process)
+            self._queue.extendleft(reversed(worker.calls))
+        worker.calls.clear()
+        self._workers.remove(worker)
+        self._selector.unregister(worker)
+        worker.kill()
+        self._guard.tell("-", worker.pid)
+        self._dying.append(worker)
 
     def _kill_all(self) -> None:
-        for slot in list(self._slots.values()):
-            self._remove(slot)
+        for worker in list(self._workers):
+            self._remove(worker)
         for process in self._dying:
             process.wait(5.0)
         self._guard.close()
 
 
-def _outcome(call: Call, message: dict[str, Any]) -> Outcome:
-    """What a worker's answer says, distrusted."""
+def _outcome(call: RewardCall, message: dict[str, Any]) -> Outcome:
+    """Reads a worker's answer without trusting its form: a user's function may have written it."""
     try:
         seconds = float(message["seconds"])
         if "error" in message:
@@ -353,7 +322,7 @@ def _outcome(call: Call, message: dict[str, Any]) -> Outcome:
             for value, parts, answer in message["scores"]
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise wire.BadMessage("no answer") from error
+        raise BadMessage("not an answer") from error
     if len(scores) != len(call.request.texts) or not all(math.isfinite(value) for value, *_ in scores):
-        raise wire.BadMessage("not one finite score for each sample")
+        raise BadMessage("not one finite score for each sample")
     return Outcome(scores, seconds=seconds, retried=call.fresh)

@@ -1,83 +1,51 @@
 """Reward functions: a name enters, a callable with a known signature leaves; its results are checked here.
 
-A name is a key of `BUILT_IN` or `FILE.py:NAME`. A function of your own takes any of these by keyword, in verl's names:
+A name is one of `BUILT_IN` or `FILE.py:NAME`. A function of your own takes any of these by keyword, in verl's names:
 
     single   data_source, solution_str, ground_truth, extra_info, prompt_str        one call for each sample
     batch    data_sources, solution_strs, ground_truths, extra_infos, prompt_strs   one call for each group, lists of equal length
 
-and the keys of `reward.args`. Only what it names is passed; with `**kwargs` the four names of verl and all of `reward.args` are.
-`prompt_str` (the prompt's text) is ours and is passed only when named.
+and the keys of `reward.args`. It is given only what it names; with `**kwargs` it gets verl's four names and all of `reward.args`.
+`prompt_str` (the prompt's text) is an addition of fulltilt and is given only when named.
 
-It returns a number (int, float, bool, numpy or torch scalar) or a dict with the number under "score"; what it read as the answer, text or
+It returns a number (int, float, bool, numpy or torch scalar) or a dict with the number under "score". The answer that it read, text or
 number, may stand under "pred"; other finite numbers become the score's parts. A batch function returns a list of these. Guaranteed: what
-leaves `RewardFunction.score` is finite, one per sample. Free of torch and numpy: worker processes import it.
+leaves `RewardFunction.score` is finite, one per sample. Imports neither torch nor numpy: worker processes import this module.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from numbers import Integral, Real
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from fulltilt import user_code
+from fulltilt.user_code import UserCode, UserCodeError
+from fulltilt.words import joined, shortened
 
-@dataclass(frozen=True)
-class BuiltIn:
-    """Where a built-in function is: its module is imported only if a run names it, since it may need a package or time."""
-
-    module: str
-    attribute: str
-    extra: str | None = None  # the extra of fulltilt that installs what it needs
-
-
-BUILT_IN: Mapping[str, BuiltIn] = {
-    "gsm8k": BuiltIn("gsm8k", "strict"),
-    "gsm8k_flexible": BuiltIn("gsm8k", "flexible"),
-    "math": BuiltIn("math", "score", extra="math"),
-    "dapo": BuiltIn("dapo", "score"),
-}
+BUILT_IN = tuple(sorted(file.stem for file in Path(__file__).with_name("rules").glob("[!_]*.py")))
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 SINGLE = (*VERL, "prompt_str")
 BATCH = tuple(f"{name}s" for name in SINGLE)
-GIVEN = "data_source, solution_str, ground_truth, extra_info and prompt_str, or the same with an s for a batch function"
+GIVEN = "data_source, solution_str, ground_truth, extra_info and prompt_str, or the same names with an s for a batch function"
 
 ANSWER_LENGTH = 200
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Scored = tuple[float, dict[str, float], str | None]  # value, parts, answer
 
 
-class LoadError(Exception):
-    """The configured function cannot be used; the message says where and why. The trainer turns it into a UserError."""
-
-
 class NotANumber(Exception):
-    """The function returned something that is no finite number."""
-
-    def __init__(self, sample: int, shown: str) -> None:
-        super().__init__(shown)
-        self.sample = sample
-        self.shown = shown
+    """The function returned something other than a finite number: `args` are the sample's place in the call and what was returned."""
 
 
 class WrongCount(Exception):
-    """A batch function returned another number of results than it was given samples."""
-
-
-@dataclass(frozen=True)
-class Located:
-    """Where a function is. The source is read once, in the trainer: a file edited during the run does not change the reward."""
-
-    name: str  # as configured
-    path: str | None = None  # None: built in
-    attribute: str = ""
-    source: bytes = b""
+    """A batch function returned more or fewer results than it was given samples."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +97,13 @@ def answer_text(answer: Any) -> str | None:
 def _finite(value: Any, sample: int, shown: Any) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
-        raise NotANumber(sample, _short(shown))
+        raise NotANumber(sample, shortened(repr(shown), 120))
     return number
 
 
 def _number(value: Any) -> float | None:
     if not isinstance(value, Real) and callable(getattr(value, "item", None)):
-        # Tensors and arrays of one element; more than one raises and is no number.
+        # Tensors and arrays of one element are numbers; with more elements `item` raises.
         try:
             value = value.item()
         except (ValueError, RuntimeError):
@@ -148,127 +116,66 @@ def _number(value: Any) -> float | None:
         return math.inf
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def locate(name: str) -> Located:
+def locate(name: str) -> UserCode:
     """Reads the file of a configured name. Runs in the trainer, executes nothing."""
     if name in BUILT_IN:
-        return Located(name)
-    file, colon, attribute = name.rpartition(":")
-    if not colon or not file or not attribute.isidentifier():
-        raise LoadError(f"reward function {name!r} is neither {' nor '.join(BUILT_IN)} nor of the form FILE.py:NAME")
-    path = Path(file).expanduser().absolute()
+        return UserCode(name)
     try:
-        return Located(name, str(path), attribute, path.read_bytes())
-    except FileNotFoundError:
-        raise LoadError(f"reward function {name!r}: there is no file {path}") from None
-    except OSError as error:
-        raise LoadError(f"reward function {name!r}: cannot read {path}: {error.strerror}") from None
+        return user_code.locate(name)
+    except UserCodeError as error:
+        raise UserCodeError(
+            f"reward function {name!r} is not built in ({joined(BUILT_IN, 'and')} are) and cannot be loaded: {error}"
+        ) from None
 
 
-def load(located: Sequence[Located], args: Mapping[str, Any]) -> list[RewardFunction]:
+def load(located: Sequence[UserCode], args: Mapping[str, Any]) -> list[RewardFunction]:
     """Executes the files and checks the signatures. Runs in a worker process."""
-    modules: dict[str, ModuleType] = {}
-    functions: list[RewardFunction] = []
-    for place in located:
-        if place.path is None:
-            functions.append(_bind(place.name, _built_in(place.name), {}))
-            continue
-        if place.path not in modules:
-            modules[place.path] = _execute(place)
-        functions.append(_bind(place.name, _attribute(modules[place.path], place), args))
+    functions = []
+    for code in located:
+        try:
+            functions.append(_bind(code.name, _own(code), args) if code.path else _bind(code.name, _built_in(code.name), {}))
+        except UserCodeError as error:
+            if isinstance(error.__cause__, MemoryError):
+                error = UserCodeError(f"loading {code.path} took more memory than reward.memory_gb allows")
+            raise UserCodeError(f"reward function {code.name!r}: {error}") from None
     for key in args:
         if not any(key in function.args for function in functions):
-            names = ", ".join(place.name for place in located)
-            raise LoadError(f"reward.args.{key}: no configured reward function ({names}) takes a parameter {key!r}")
+            names = ", ".join(code.name for code in located)
+            raise UserCodeError(f"reward.args.{key}: no configured reward function ({names}) takes a parameter {key!r}")
     return functions
 
 
 def _built_in(name: str) -> Callable[..., Any]:
-    place = BUILT_IN[name]
     try:
-        return getattr(import_module(f"fulltilt.reward.{place.module}"), place.attribute)  # type: ignore[no-any-return]
+        return import_module(f"fulltilt.reward.rules.{name}").score  # type: ignore[no-any-return]
     except ImportError as error:
-        assert place.extra is not None, error
-        remedy = f'Install it: pip install "fulltilt[{place.extra}]"'
-        raise LoadError(f"reward function {name!r} needs a package that cannot be imported ({error}). {remedy}") from None
+        raise UserCodeError(f"it needs a package that cannot be imported: {error}") from None
 
 
-def _execute(place: Located) -> ModuleType:
-    assert place.path is not None
-    path = Path(place.path)
-    # The file's own imports work as when it is run as a script.
-    sys.path.insert(0, str(path.parent))
-    module = ModuleType(f"fulltilt_reward_{path.stem}_{len(sys.modules)}" if path.stem in sys.modules else path.stem)
-    module.__file__ = str(path)
-    sys.modules[module.__name__] = module
-    try:
-        exec(compile(place.source, str(path), "exec"), module.__dict__)
-    except SyntaxError as error:
-        line = f"\n    {error.text.strip()}" if error.text else ""
-        raise LoadError(f"reward function {place.name!r}: syntax error at {error.filename}:{error.lineno}: {error.msg}{line}") from None
-    except MemoryError:
-        raise LoadError(f"reward function {place.name!r}: loading {path} took more memory than reward.memory_gb allows") from None
-    except BaseException as error:
-        raise LoadError(f"reward function {place.name!r}: loading {path} failed: {describe(error, str(path))}") from None
-    return module
-
-
-def _attribute(module: ModuleType, place: Located) -> Callable[..., Any]:
-    function = getattr(module, place.attribute, None)
-    if function is None:
-        defined = [name for name, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        raise LoadError(
-            f"reward function {place.name!r}: {place.path} defines no {place.attribute!r}; its functions: {', '.join(defined) or 'none'}"
-        )
-    if not callable(function):
-        raise LoadError(f"reward function {place.name!r}: in {place.path} it is a {type(function).__name__}, not a function")
+def _own(code: UserCode) -> Callable[..., Any]:
+    function = user_code.function(code, as_script=True)
     if inspect.iscoroutinefunction(function):
-        raise LoadError(f"reward function {place.name!r} is async: write a plain function, calls already run side by side")
-    return function  # type: ignore[no-any-return]
+        raise UserCodeError("it is async. Write a plain function; calls already run in parallel")
+    return function
 
 
 def _bind(name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> RewardFunction:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        raise LoadError(f"reward function {name!r}: its parameters cannot be read; wrap it in a function with named parameters") from None
-    named = {key for key, parameter in parameters.items() if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)}
-    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    batch = bool(named & set(BATCH))
-    if batch and named & set(SINGLE):
-        raise LoadError(f"reward function {name!r} mixes the names of single and batch functions: {', '.join(sorted(named))}")
-    known = BATCH if batch else SINGLE
-    for key in sorted(args):
-        if key in SINGLE or key in BATCH:
-            raise LoadError(f"reward.args.{key}: this name is given by the run itself; choose another")
-    unknown = [
-        key
-        for key, parameter in parameters.items()
-        if (key not in named or (key not in known and key not in args))
-        and parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    parameters = user_code.parameters(function)
+    by_keyword = [
+        key for key, parameter in parameters.items() if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
-    if unknown:
-        raise LoadError(
-            f"reward function {name!r} wants {', '.join(map(repr, unknown))}, which the run does not give. Given by keyword are {GIVEN}; "
-            f"anything else must have a default or stand in reward.args"
+    open_ended = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    batch = not set(BATCH).isdisjoint(by_keyword)
+    known = BATCH if batch else SINGLE
+    if batch and not set(SINGLE).isdisjoint(by_keyword):
+        raise UserCodeError(f"it mixes the parameter names of single and batch functions: {', '.join(sorted(by_keyword))}")
+    if reserved := sorted({*SINGLE, *BATCH} & args.keys()):
+        raise UserCodeError(f"reward.args.{reserved[0]}: the run itself gives this parameter. Choose another name")
+    required = [key for key, parameter in parameters.items() if parameter.default is parameter.empty and parameter.kind not in _VARIABLE]
+    if unknown := [key for key in required if key not in by_keyword or key not in (*known, *args)]:
+        raise UserCodeError(
+            f"it requires {', '.join(map(repr, unknown))}, which the run does not give. Given by keyword are {GIVEN}; give any other "
+            f"parameter a default or a value in reward.args"
         )
-    always = known[: len(VERL)] if open_ended else ()
-    takes = tuple(key for key in known if key in named or key in always)
-    return RewardFunction(name, function, batch, takes, {key: value for key, value in args.items() if open_ended or key in named})
-
-
-def describe(error: BaseException, path: str | None) -> str:
-    """One line: the exception and where in the user's file it came from."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename == path]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    try:
-        text = " ".join(str(error).split())
-    except Exception:
-        text = "its message cannot be shown"
-    return f"{type(error).__name__}{': ' if text else ''}{text[:300]}{place}"
+    takes = tuple(key for key in known if key in by_keyword or (open_ended and key in known[: len(VERL)]))
+    return RewardFunction(name, function, batch, takes, {key: value for key, value in args.items() if open_ended or key in by_keyword})

@@ -23,6 +23,7 @@ from jinja2 import TemplateError
 
 from fulltilt.config import REWARD_MODEL, RewardConfig, reward_weights
 from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+from fulltilt.words import shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -121,9 +122,9 @@ def _added(group: Group, sample: Sample, score: Score, weight: float, number: fl
         return Score(config.error_score if config.on_error == "score" else 0.0, error=number)
     value = score.value + weight * number
     if not math.isfinite(value):
-        begins = sample.text if len(sample.text) <= TEXT_SHOWN else sample.text[:TEXT_SHOWN] + "..."
         raise UserError(
-            f"the reward model gave {number:g} for a sample of data source {group.prompt.data_source!r} that begins {begins!r}, and its "
-            f"reward would be {value:g}. Check the model at reward_model.path; if half precision overflows, set model.dtype to float32"
+            f"the reward model gave {number:g} for a sample of data source {group.prompt.data_source!r} that begins "
+            f"{shortened(sample.text, TEXT_SHOWN)!r}, and its reward would be {value:g}. Check the model at reward_model.path; if half "
+            "precision overflows, set model.dtype to float32"
         )
     return replace(score, value=value, parts={**score.parts, REWARD_MODEL: number})

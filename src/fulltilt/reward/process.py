@@ -1,7 +1,7 @@
 """One worker process as the trainer sees it: started, talked to without ever blocking, killed with all it started.
 
-Its standard output and input are /dev/null. Messages go over a socket of its own; a pipe that is read only after death holds what
-the interpreter said when it crashed (the kernel bounds it, and nobody waits for a reader).
+Its standard output and input are /dev/null. Messages go over a socket of its own (`worker` says in which form). What the interpreter
+writes when it crashes goes into a pipe that is read only afterwards; the kernel bounds the pipe, and nobody waits for a reader.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fulltilt.reward import wire
-from fulltilt.reward.worker import LOST_CONNECTION, family_of
+from fulltilt.reward.worker import LOST_CONNECTION, Request, family_of
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # Finds this very fulltilt, then takes its folder off the path again so that nothing in it can hide a module of the standard library.
@@ -30,6 +32,20 @@ from fulltilt.reward.worker import main
 main()
 """
 EXIT_GRACE_S = 0.25
+LARGEST_ANSWER = 16 * 2**20  # bytes
+
+
+class BadMessage(Exception):
+    """What arrived from a worker process is not what a worker sends."""
+
+
+@dataclass(eq=False)
+class RewardCall:
+    """A request with what only the trainer knows of it."""
+
+    request: Request
+    label: Any  # the caller's own, handed back with the outcome
+    fresh: bool = False  # must run in a process that has run nothing before
 
 
 class WorkerProcess:
@@ -50,8 +66,14 @@ class WorkerProcess:
         os.set_blocking(crash_log, False)
         self._socket = ours
         self._crash_log = crash_log
-        self._frames = wire.FrameReader()
+        self._received = b""  # the beginning of the next message
         self._unsent = bytearray()
+        # What the process is doing, kept up to date by the dispatcher.
+        self.greeted = False
+        self.ready = False
+        self.calls: deque[RewardCall] = deque()
+        self.finished = 0
+        self.began = time.monotonic()  # the current call, or loading
         self.send(setup)
 
     @property
@@ -62,20 +84,19 @@ class WorkerProcess:
         return self._socket.fileno()
 
     def send(self, payload: bytes) -> None:
-        self._unsent += wire.frame(payload)
+        self._unsent += payload
         self.flush()
 
-    def flush(self) -> bool:
-        """Sends what the socket takes now; whether something is left."""
+    def flush(self) -> None:
+        """Sends what the socket takes now."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
         except BlockingIOError:
-            return True
+            return
         except OSError:
             # The worker is gone: reading its end of file tells the dispatcher.
             self._unsent.clear()
-        return False
 
     @property
     def unsent(self) -> bool:
@@ -93,8 +114,10 @@ class WorkerProcess:
                 return messages, False
             if not data:
                 return messages, False
-            for message in self._frames.feed(data):
-                messages.append(_decoded(message))
+            *lines, self._received = (self._received + data).split(b"\n")
+            messages += map(_decoded, lines)
+            if len(self._received) > LARGEST_ANSWER:
+                raise BadMessage("too long")
 
     def cause_of_death(self) -> tuple[str, str]:
         """After the connection broke: what happened, in words, and what the interpreter said."""
@@ -102,14 +125,14 @@ class WorkerProcess:
         code = self._process.poll()
         if code is None or code == LOST_CONNECTION:
             return "closed the descriptors of its process", ""
-        said = self.crash_log()
+        said = self._crash_report()
         places = [line.strip() for line in said.splitlines() if line.strip().startswith("File ")]
         if code >= 0:
             return f"ended its process with exit code {code}", said
         hint = " (the machine may be out of memory)" if code == -signal.SIGKILL else ""
         return f"crashed with {signal.Signals(-code).name}{hint}{f' at {places[0]}' if places else ''}", said
 
-    def crash_log(self) -> str:
+    def _crash_report(self) -> str:
         try:
             return os.read(self._crash_log, 2**16).decode(errors="replace")
         except OSError:
@@ -146,17 +169,12 @@ class Guard:
             start_new_session=True,
         )
 
-    def add(self, pid: int) -> None:
-        self._tell(f"+{pid}\n")
-
-    def remove(self, pid: int) -> None:
-        self._tell(f"-{pid}\n")
-
-    def _tell(self, line: str) -> None:
+    def tell(self, sign: str, pid: int) -> None:
+        """`+`: this process group lives; `-`: it does not any more."""
         assert self._process.stdin is not None
-        # Without its guard a worker still ends with the trainer by itself, save what its function started.
+        # Without its guard a worker still ends with the trainer, but what its function started may go on.
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._process.stdin.fileno(), line.encode())
+            os.write(self._process.stdin.fileno(), f"{sign}{pid}\n".encode())
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -172,13 +190,17 @@ def _decoded(message: bytes) -> dict[str, Any]:
     try:
         decoded = json.loads(message)
     except (ValueError, RecursionError) as error:
-        raise wire.BadMessage("not JSON") from error
+        raise BadMessage("not JSON") from error
     if not isinstance(decoded, dict):
-        raise wire.BadMessage("not an object")
+        raise BadMessage("not an object")
     return decoded
 
 
 def _start(connection: int, crash_log: int) -> subprocess.Popen[bytes]:
+    # There is a process for every core already, and thread pools take address space for every core of the machine.
+    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    # Otherwise the order of a set of strings, and a score that depends on it, would change from worker to worker.
+    environment.setdefault("PYTHONHASHSEED", "0")
     return subprocess.Popen(
         [sys.executable, "-P", "-c", BOOTSTRAP, PACKAGE_ROOT, str(connection), str(crash_log), str(os.getpid())],
         stdin=subprocess.DEVNULL,
@@ -187,14 +209,5 @@ def _start(connection: int, crash_log: int) -> subprocess.Popen[bytes]:
         pass_fds=(connection, crash_log),
         # Its own session: Ctrl-C in the terminal is not for it, and its whole group can be killed at once.
         start_new_session=True,
-        env=_environment(),
+        env=environment,
     )
-
-
-def _environment() -> dict[str, str]:
-    environment = dict(os.environ)
-    # There is a process for every core already, and thread pools take address space for every core of the machine.
-    environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # Otherwise the order of a set of strings, and a score that hangs on it, would change from worker to worker.
-    environment.setdefault("PYTHONHASHSEED", "0")
-    return environment

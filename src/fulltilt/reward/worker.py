@@ -1,9 +1,12 @@
-"""A reward process from inside: calls enter over one inherited socket, one JSON answer for each leaves.
+"""A reward process from inside: calls enter over one inherited socket, one answer for each leaves.
+
+Messages to a worker are pickles, one after the other, since ground truths may hold any plain or numpy value. Its answers are lines of
+JSON: a process that runs a user's code must not be able to make the trainer unpickle anything.
 
 Guaranteed: what the function prints goes nowhere and takes no memory (its last two kilobytes are kept for error reports); memory is
 limited; a fork of the function never answers in its parent's place; the process ends with the trainer. What one call leaves behind
 (alarm, working directory, closed output, random state) does not reach the next, so a score does not depend on which worker gave it.
-Free of torch and numpy, quick to start. Deadlines are the trainer's affair: this process may hang at any point.
+Imports neither torch nor numpy and starts fast. The trainer enforces deadlines: this process may hang at any point.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fulltilt.reward import functions, wire
+from fulltilt.reward import functions
+from fulltilt.user_code import UserCode, UserCodeError, describe
 
 LOST_CONNECTION = 113  # exit code: the function closed the descriptors of its process
 MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to be replaced
@@ -40,7 +44,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Setup:
     """The trainer's first message."""
 
-    functions: tuple[functions.Located, ...]
+    functions: tuple[UserCode, ...]
     args: dict[str, Any]
     memory_bytes: int
 
@@ -82,19 +86,21 @@ class Worker:
         self._pid = os.getpid()
         self._folder = os.getcwd()
         self._functions: list[functions.RewardFunction] = []
-        self._located: tuple[functions.Located, ...] = ()
+        self._located: tuple[UserCode, ...] = ()
 
     def serve(self) -> None:
         """Answers until the trainer is gone, then takes everything the functions started along."""
-        setup = wire.read_frame(self._connection)
-        if setup is not None and self._load(pickle.loads(setup)):
-            while (message := wire.read_frame(self._connection)) is not None:
-                self._answer_all(pickle.loads(message))
+        with open(self._connection, "rb", closefd=False) as stream, contextlib.suppress(EOFError, pickle.UnpicklingError):
+            if self._load(pickle.load(stream)):
+                while True:
+                    self._answer_all(pickle.load(stream))
         os.killpg(self._pid, signal.SIGKILL)
 
     def _send(self, message: dict[str, Any]) -> None:
+        rest = memoryview(json.dumps(message).encode() + b"\n")
         try:
-            wire.write_frame(self._connection, json.dumps(message).encode())
+            while rest:
+                rest = rest[os.write(self._connection, rest) :]
         except OSError:
             os._exit(LOST_CONNECTION)
 
@@ -105,7 +111,7 @@ class Worker:
         _redirect_output()
         try:
             self._functions = functions.load(setup.functions, setup.args)
-        except functions.LoadError as error:
+        except UserCodeError as error:
             self._leave_if_forked()
             self._send({"load_error": str(error)[:DETAIL_LENGTH]})
             return False
@@ -134,7 +140,7 @@ class Worker:
             scores = self._functions[request.function].score(pickle.loads(request.prompt), request.texts)
             answer: dict[str, Any] = {"scores": scores}
         except functions.NotANumber as error:
-            answer = {"mistake": error.shown, "sample": error.sample}
+            answer = dict(zip(("sample", "mistake"), error.args, strict=True))
         except functions.WrongCount as error:
             answer = {"error": str(error)}
         except MemoryError:
@@ -146,7 +152,7 @@ class Worker:
         return answer
 
     def _describe(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
-        described = functions.describe(error, self._located[request.function].path)
+        described = describe(error, self._located[request.function].path)
         trace = "".join(traceback.format_exception(error, limit=-20))
         printed = output.kept.decode(errors="replace")
         return {"error": f"raised {described}", "detail": f"{trace[-DETAIL_LENGTH:]}{'output ends: ' if printed else ''}{printed}"}

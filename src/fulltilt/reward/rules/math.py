@@ -15,7 +15,10 @@ import re
 from itertools import product
 from typing import Any
 
-from math_verify import parse, verify
+try:
+    from math_verify import parse, verify
+except ImportError as error:
+    raise ImportError(f'{error}. Install it: pip install "fulltilt[math]"') from None
 
 BOX = r"\boxed{"
 END = 1000  # math-verify tries every formula of a text until it can read one

@@ -85,3 +85,6 @@ def _equal(found: str, answer: str) -> bool:
     left, right = float(found), float(answer)
     # Digits beyond the range of a float all become infinity and would equal one another.
     return math.isfinite(left) and left == right
+
+
+score = strict
