@@ -62,7 +62,7 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
         return keys.clone()
 
     def finish() -> torch.Tensor:
-        progress = files["sampling"].Progress.make(3, 2, device)
+        progress = files["sampling"].DecodeProgress.make(3, 2, device)
         progress.states.zero_()
         files["sampling"].finish(seeds, x[:, 0], seeds[:2], progress)
         return progress.states

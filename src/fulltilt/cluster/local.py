@@ -27,7 +27,8 @@ from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.kernels import dispatch
 from fulltilt.kernels.linear import LOW, trial_bytes
 from fulltilt.kernels.paged_attention import workspace_numbers
-from fulltilt.kernels.sampling import Progress, Workspace
+from fulltilt.kernels.sampling import DecodeProgress as Progress
+from fulltilt.kernels.sampling import Workspace
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.host import free_host_bytes

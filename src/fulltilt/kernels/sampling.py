@@ -687,7 +687,7 @@ def _kept_kernel(
 
 
 @dataclass(frozen=True, eq=False)
-class Progress:
+class DecodeProgress:
     """Where each slot stands. All on the device; a captured graph keeps the addresses, the host reads and fills them between graphs.
 
     `tokens` and `logprobs` are rings: token number n of a response lies in column n % capacity, so the host must have taken a column before
@@ -703,9 +703,9 @@ class Progress:
     logprobs: torch.Tensor  # float32 [slots, capacity]
 
     @staticmethod
-    def make(slots: int, capacity: int, device: torch.device | str) -> Progress:
+    def make(slots: int, capacity: int, device: torch.device | str) -> DecodeProgress:
         zeros = lambda *size, dtype: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
-        return Progress(
+        return DecodeProgress(
             states=torch.full((slots,), EMPTY, dtype=torch.int32, device=device),
             lengths=zeros(slots, dtype=torch.int32),
             limits=zeros(slots, dtype=torch.int32),
@@ -717,7 +717,7 @@ class Progress:
 
 
 def finish(
-    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: Progress, slots: torch.Tensor | None = None
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor | None = None
 ) -> None:
     """Record the drawn token of each row in its slot and say whether the slot goes on. Slots that do not run are left alone.
 
@@ -742,7 +742,7 @@ def finish(
 
 
 def finish_reference(
-    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: Progress, slots: torch.Tensor | None = None
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor | None = None
 ) -> None:
     """`finish` in plain torch."""
     slot = torch.arange(len(tokens), device=tokens.device) if slots is None else slots
@@ -819,7 +819,7 @@ def bench(
                 if "top" in name and device.type == "cuda":
                     result["reads"] = 1 + float(space.reads.float().mean()) / space.maxima.shape[1]
                 results[f"{name} B={rows} {str(dtype).removeprefix('torch.')} spread={spread:g}"] = result
-        progress = Progress.make(rows, 64, device)
+        progress = DecodeProgress.make(rows, 64, device)
         progress.states.fill_(RUNNING)
         progress.limits.fill_(1 << 30)
         ends = torch.tensor([vocabulary + 1, vocabulary + 2], device=device)

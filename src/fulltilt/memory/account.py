@@ -42,25 +42,25 @@ Source = Callable[[], Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes of each kind."""
 
     device: Mapping[str, int]
     host: Mapping[str, int]  # beside a CUDA device: offloaded
 
-    def most(self, other: Held | None) -> Held:
+    def most(self, other: HeldBytes | None) -> HeldBytes:
         """The larger number of each kind."""
         if other is None:
             return self
         device = {kind: max(count, other.device[kind]) for kind, count in self.device.items()}
-        return Held(device, {kind: max(count, other.host[kind]) for kind, count in self.host.items()})
+        return HeldBytes(device, {kind: max(count, other.host[kind]) for kind, count in self.host.items()})
 
 
 @dataclass(frozen=True)
 class Reading:
     """Of one phase, in bytes. None: not to be known here."""
 
-    held: Held  # the most of each kind that a look has found
+    held: HeldBytes  # the most of each kind that a look has found
     other: int | None = None  # of no known kind, on the device, at the end
     reserved: int | None = None  # taken from the device, handed out or not, at the end
     peak: int | None = None
@@ -90,7 +90,7 @@ class Span:
     begin: int  # allocated when it began
     end: int = 0  # and when it ended
     peak: int = 0  # the most allocated in between
-    held: Held | None = None  # the most that looks have found so far, of a phase
+    held: HeldBytes | None = None  # the most that looks have found so far, of a phase
     activations: int | None = None  # of the passes in it
     head: int | None = None
 
@@ -106,7 +106,7 @@ class Account:
         self._phases: list[Span] = []  # those of them that are phases
         self._readings: dict[str, Reading] = {}  # of phases that ended since they were last asked for
 
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Bytes of the tensors that are there now, each storage once."""
         on_device: dict[str, int] = dict.fromkeys(self._sources, 0)
         on_host = dict(on_device)
@@ -119,7 +119,7 @@ class Account:
                     seen.add(address)
                     side = on_device if tensor.device.type == self.device.type else on_host
                     side[kind] += storage.nbytes()
-        return Held(on_device, on_host)
+        return HeldBytes(on_device, on_host)
 
     @property
     def peak_bytes(self) -> int | None:

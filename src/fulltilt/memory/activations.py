@@ -59,8 +59,8 @@ class ActivationOffload:
         self.sent_bytes = 0  # since the beginning
         self.host_bytes = 0  # now, as are those on the device: of what layers have saved
         self.device_bytes = 0
-        self._waiting: deque[Saved] = deque()  # on the way to the host, and still on the device
-        self._latest: weakref.ref[Saved] | None = None
+        self._waiting: deque[SavedByLayer] = deque()  # on the way to the host, and still on the device
+        self._latest: weakref.ref[SavedByLayer] | None = None
         self._given: dict[int, set[int]] = {}  # id of an argument of this pass -> addresses of the storages in it
 
     def remove(self) -> None:
@@ -68,7 +68,7 @@ class ActivationOffload:
         self.forwards.remove()
         self._let_go(0)
 
-    def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> Saved:
+    def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> SavedByLayer:
         if first:
             self._let_go(0)  # of a pass that broke off
             self._latest = None
@@ -78,9 +78,9 @@ class ActivationOffload:
             if id(value) not in self._given:  # whoever called the layers holds it for as long as the pass lasts
                 self._given[id(value)] = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
             stays |= self._given[id(value)]
-        return Saved(self, stays, leaves=not last)
+        return SavedByLayer(self, stays, leaves=not last)
 
-    def close(self, saved: Saved) -> None:
+    def close(self, saved: SavedByLayer) -> None:
         """The layer has run: send what it saved, and let go of what has been sent."""
         if not saved.parcels:  # a layer whose call was put off to one behind it
             return
@@ -138,7 +138,7 @@ class View:
 class Parcel:
     """One storage of a layer. Views hold it; it lives until the last of their nodes has run backward."""
 
-    def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
+    def __init__(self, saved: SavedByLayer, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.begin, self.end = self.storage.nbytes(), 0  # bytes that views cover
@@ -177,13 +177,13 @@ class Parcel:
             self.count(-1)
 
 
-class Saved:
+class SavedByLayer:
     """All that one layer has saved in one pass: the unit of copying. The hooks of autograd, and the keeper of selective recompute."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int], *, leaves: bool) -> None:
         self.offload, self.leaves = offload, leaves
         self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()  # by address in the forward pass
-        self.before: Saved | None = None
+        self.before: SavedByLayer | None = None
         self.closed = self.opened = False
         self._stays = stays
         self._pages: list[torch.Tensor] = []
@@ -345,21 +345,21 @@ def saved_bytes(run: Callable[[], Any]) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class SavedTensor:
     tensor: torch.Tensor
     of_parameter: bool
 
 
 class Tally:
     def __init__(self) -> None:
-        self._held: weakref.WeakSet[Held] = weakref.WeakSet()
+        self._held: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
 
-    def put(self, tensor: torch.Tensor) -> Held:
-        held = Held(tensor.detach(), any(isinstance(of, torch.nn.Parameter) for of in (tensor, tensor._base)))
+    def put(self, tensor: torch.Tensor) -> SavedTensor:
+        held = SavedTensor(tensor.detach(), any(isinstance(of, torch.nn.Parameter) for of in (tensor, tensor._base)))
         self._held.add(held)
         return held
 
-    def take(self, held: Held) -> torch.Tensor:
+    def take(self, held: SavedTensor) -> torch.Tensor:
         return held.tensor
 
     def total(self) -> int:

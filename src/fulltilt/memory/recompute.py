@@ -179,7 +179,7 @@ def run_full(forward: Forward, hidden_states: torch.Tensor, random: bool) -> Any
 
 
 def run_selective(forward: Forward, hidden_states: torch.Tensor, random: bool) -> Any:
-    kept = Kept(KEEPER.get() or HoldsAsIs())
+    kept = KeptResults(KEEPER.get() or HoldsAsIs())
     modes = (Recording(kept), Replaying(kept))
     out = checkpoint(forward, hidden_states, use_reentrant=False, preserve_rng_state=random, context_fn=lambda: modes)
     if isinstance(out, torch.Tensor) and ends_in_product(out):
@@ -215,7 +215,7 @@ class Plain:
     value: Any
 
 
-class Kept:
+class KeptResults:
     """Results of one unit's products and attention, in the order in which they were computed. Each is handed out once."""
 
     def __init__(self, keeper: Keeper) -> None:
@@ -266,7 +266,7 @@ def expensive_operations() -> frozenset[Any]:
 class Recording(TorchDispatchMode):
     """The first forward pass. A mode works below autograd, so the graph and what its nodes save are those of the plain pass."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptResults) -> None:
         super().__init__()
         self._kept, self._expensive = kept, expensive_operations()
 
@@ -282,7 +282,7 @@ class Recording(TorchDispatchMode):
 class Replaying(TorchDispatchMode):
     """The second one: kept results in place of products and attention."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: KeptResults) -> None:
         super().__init__()
         self._kept, self._expensive = kept, expensive_operations()
 

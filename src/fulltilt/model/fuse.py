@@ -61,7 +61,7 @@ class WrongFusion(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Family:
+class LayerFamily:
     """A family of transformers whose modules are known line by line. Its classes: {prefix}Model, DecoderLayer, Attention, MLP, RMSNorm."""
 
     prefix: str
@@ -74,10 +74,10 @@ class Family:
 
 
 FAMILIES = {
-    "transformers.models.llama.modeling_llama": Family("Llama"),
-    "transformers.models.qwen2.modeling_qwen2": Family("Qwen2", window=lambda module: module.sliding_window),
-    "transformers.models.qwen3.modeling_qwen3": Family("Qwen3", head_norms=True, window=lambda module: module.sliding_window),
-    "transformers.models.mistral.modeling_mistral": Family("Mistral", window=lambda module: module.config.sliding_window),
+    "transformers.models.llama.modeling_llama": LayerFamily("Llama"),
+    "transformers.models.qwen2.modeling_qwen2": LayerFamily("Qwen2", window=lambda module: module.sliding_window),
+    "transformers.models.qwen3.modeling_qwen3": LayerFamily("Qwen3", head_norms=True, window=lambda module: module.sliding_window),
+    "transformers.models.mistral.modeling_mistral": LayerFamily("Mistral", window=lambda module: module.config.sliding_window),
 }
 
 
@@ -100,10 +100,10 @@ class FusedReport:
 
 
 @dataclass(eq=False)
-class Note:
+class FusedState:
     """What a fused module knows of itself."""
 
-    family: Family
+    family: LayerFamily
     names: tuple[str, ...] = ()  # projections that run as one product
     refused: str | None = None  # why they never do
     activation: str = ""
@@ -182,7 +182,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) if id(tensor) in joined else tensor.detach() for name, tensor in tensors.items()}
 
 
-def obstacle_of(body: Any, family: Family | None) -> str | None:
+def obstacle_of(body: Any, family: LayerFamily | None) -> str | None:
     """Why this model is left alone; None if all of it is known."""
     home = type(body).__module__
     if family is None:
@@ -213,21 +213,21 @@ def obstacle_of(body: Any, family: Family | None) -> str | None:
     return None
 
 
-def install(body: Any, family: Family) -> None:
+def install(body: Any, family: LayerFamily) -> None:
     """A forward and a note on every module that is fused."""
     norms = [body.norm]
     for layer, following in zip(body.layers, [*(later.input_layernorm for later in body.layers[1:]), body.norm], strict=True):
-        set_forward(layer, layer_forward, Note(family, following=following))
-        set_forward(layer.self_attn, attention_forward, Note(family, QKV))
-        set_forward(layer.mlp, mlp_forward, Note(family, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
+        set_forward(layer, layer_forward, FusedState(family, following=following))
+        set_forward(layer.self_attn, attention_forward, FusedState(family, QKV))
+        set_forward(layer.mlp, mlp_forward, FusedState(family, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
         norms += [getattr(layer, name) for name in LAYER_NORMS]
         norms += [getattr(layer.self_attn, name) for name in HEAD_NORMS if family.head_norms]
     for norm in norms:
-        set_forward(norm, norm_forward, Note(family))
-    setattr(body, NOTE, Note(family))
+        set_forward(norm, norm_forward, FusedState(family))
+    setattr(body, NOTE, FusedState(family))
 
 
-def set_forward(module: torch.nn.Module, forward: Callable[..., Any], note: Note) -> None:
+def set_forward(module: torch.nn.Module, forward: Callable[..., Any], note: FusedState) -> None:
     module.forward = MethodType(forward, module)
     setattr(module, NOTE, note)
 
@@ -236,7 +236,7 @@ def is_fused(model: PreTrainedModel) -> bool:
     return NOTE in vars(model.base_model)
 
 
-def note_of(module: torch.nn.Module) -> Note:
+def note_of(module: torch.nn.Module) -> FusedState:
     return getattr(module, NOTE)  # type: ignore[no-any-return]
 
 
@@ -277,7 +277,7 @@ def adapter_or_hook(owner: torch.nn.Module, names: tuple[str, ...]) -> str | Non
     return None
 
 
-def why_not_joinable(owner: torch.nn.Module, note: Note) -> str | None:
+def why_not_joinable(owner: torch.nn.Module, note: FusedState) -> str | None:
     reason = adapter_or_hook(owner, note.names)
     if reason is not None:
         return reason
@@ -301,7 +301,7 @@ def why_not_joinable(owner: torch.nn.Module, note: Note) -> str | None:
 
 
 @torch.no_grad()
-def join(owner: torch.nn.Module, note: Note) -> None:
+def join(owner: torch.nn.Module, note: FusedState) -> None:
     """Move the parameters of a group into one storage, unless they lie side by side already."""
     old, note.joined = note.joined, []
     for place, parameters in enumerate(grouped(owner, note.names)):
@@ -332,7 +332,7 @@ def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((sum(len(parameter) for parameter in parameters), *first.shape[1:]), first.stride())
 
 
-def whole_tensors(owner: torch.nn.Module, note: Note) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
+def whole_tensors(owner: torch.nn.Module, note: FusedState) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
     """The joined weight, the joined bias if there is one, and the parameters of both."""
     parameters = grouped(owner, note.names)
     for group, joined in zip(parameters, note.joined, strict=False):
