@@ -1,8 +1,8 @@
-"""The product of an activated gate and its partner, as in the feed-forward part of Llama (SiLU) and Gemma (GELU by tanh), in one kernel.
+"""The gated product of feed-forward layers in one kernel, with SiLU (Llama) or tanh-approximated GELU (Gemma) as the activation.
 
-Enters: gate and up projections, side by side in one tensor [T, 2 I] or apart as two [T, I] with a dense last axis. Leaves:
-activation(gate) * up [T, I], contiguous. Guaranteed: transformers' rounding: the activation is computed in float32 and rounded to the
-type of the inputs, then the product; forward and backward.
+Enters: gate and up projections, side by side in one tensor [T, 2 I] or as two tensors [T, I] with a dense last axis. Leaves:
+activation(gate) * up [T, I], contiguous. Guaranteed: transformers' rounding, forward and backward: the activation is computed in float32
+and rounded to the type of the inputs, then the product.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-BLOCK = 1024  # numbers of a program: 16 bytes of bfloat16 for each thread of 4 warps
+BLOCK = 1024  # numbers per program: 16 bytes of bfloat16 for each thread of 4 warps
 
 
 def gated(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -24,18 +24,18 @@ def gated(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     if gate_up.dtype not in FLOATS or not runs_triton(gate_up):
         return gated_reference(gate_up, activation)
     if torch.is_grad_enabled() and gate_up.requires_grad:
-        return _Gated.apply(gate_up, None, activation)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gated.apply(gate_up, None, activation)
     gate, up = gate_up.chunk(2, dim=-1)
     return forward(gate, up, activation)
 
 
 def gated_pair(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """The same for two tensors [..., I]: for projections that do not run as one product."""
+    """activation(gate) * up of two tensors [..., I], for projections that do not run as one product."""
     assert activation in ACTIVATIONS and gate.shape == up.shape and gate.dtype == up.dtype
     if gate.dtype not in FLOATS or not runs_triton(gate):
         return activate(gate, activation) * up
     if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return, no-untyped-call]
+        return _Gated.apply(gate, up, activation)
     return forward(gate, up, activation)
 
 
@@ -55,7 +55,7 @@ def _sigmoid(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _silu(x: tl.tensor) -> tl.tensor:
-    return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; where the exponential overflows the result is rightly zero
+    return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; where the exponential overflows, zero is the right result
 
 
 @jit
@@ -109,7 +109,7 @@ def _backward_kernel(
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """How far rows lie apart. Leading axes must be as dense as those of a slice of the last one."""
+    """The stride between rows. Leading axes must be as dense as those of a slice of the last one."""
     assert x.stride(-1) == 1 or x.shape[-1] == 1, "the last axis must be dense"
     rows = x.flatten(0, -2)
     assert not x.numel() or rows.data_ptr() == x.data_ptr(), "leading axes do not form rows of one stride"
@@ -117,7 +117,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def grid(x: torch.Tensor) -> tuple[int, int]:
-    """Rows on the first axis, the only one that may be longer than 65,535."""
+    """A launch grid with rows on the first axis, the only one that may be longer than 65,535."""
     return x.numel() // x.shape[-1], triton.cdiv(x.shape[-1], BLOCK)
 
 
@@ -132,7 +132,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
 
 
 class _Gated(torch.autograd.Function):
-    """Of one tensor that holds both, or of two: the gradient comes back in the same form, so that nothing is put together twice."""
+    """Takes one tensor that holds both projections, or two tensors. Gradients have the same form, so that nothing is concatenated."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:

@@ -2,10 +2,8 @@
 
 Enters: queries [T, heads, width], keys and values [T, key heads, width], the attention output, its gradient, and the logarithms of the sums
 of exponentials [heads, T] that flash attention leaves; on the host, the lengths of the documents. Leaves: the gradients of queries, keys
-and values, contiguous.
-
-Guaranteed: each gradient is added up in one program in a fixed order, in float32, the query heads that share a key head included: nothing
-is added by atomics, and the same call gives the same bits again. No number beyond a document's own tokens is used, even if it is NaN.
+and values, contiguous. Guaranteed: each gradient is added up in one program in a fixed order, in float32, over all query heads that share a
+key head: there are no atomics, and the same call gives the same bits again. Numbers outside a document are never used, even if NaN.
 """
 
 from __future__ import annotations
@@ -19,23 +17,22 @@ from fulltilt.kernels.dispatch import jit, runs_triton, tl
 from fulltilt.kernels.paged_attention import LOG2_E, padded
 
 TILE = 64  # tokens that a program collects gradients for, and that it reads at a time
-WIDEST = 128  # heads that two accumulators of a program have room for
-MOST_PROGRAMS = 2**16 - 1  # of a grid's second axis
+WIDEST = 128  # head width that two accumulators of a program have room for
+MOST_PROGRAMS = 2**16 - 1  # limit of a grid's second axis
 
 
 def takes(q: torch.Tensor, documents: int) -> bool:
-    """Whether the kernels run for these contiguous queries: places within a document are 32 bits wide, and so many programs can be asked
-    for, a tile of a document each. On other chips than Hopper nobody has measured them, and they need more registers there than a thread
-    has."""
+    """Whether the kernels can run for these contiguous queries: positions are 32 bits wide, and the grid has one program per tile of a
+    document. They run on Hopper only: on other chips they were not measured, and need more registers than a thread has."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         return False
     return q.shape[2] <= WIDEST and q.numel() < 2**31 and len(q) // TILE + documents <= MOST_PROGRAMS
 
 
 def parts_of(lengths: Sequence[int]) -> np.ndarray:
-    """int32 [2, programs, 4]: for keys and for queries, of each program the document's first token, where in the document its own tokens
-    begin, the document's length, and where the document would begin if all before it were filled up to whole tiles. Those with the most to
-    read come first: of keys the first of a document, of queries the last."""
+    """The work of each program, int32 [2, programs, 4], for keys and for queries: the document's first token, the position of the program's
+    first token in the document, the document's length, and where the document would begin if all before it were padded to whole tiles.
+    Programs with the most to read come first: the first keys of a document, and the last queries."""
     long = np.asarray(lengths, np.int64)
     counts = -(-long // TILE)
     first, filled = np.cumsum(long) - long, (np.cumsum(counts) - counts) * TILE
@@ -59,8 +56,8 @@ def _delta(
     row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     WIDTH: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: of some tokens of a document and one head, the product of the output and its gradient, and the norm as a power of two,
-    at places filled up to whole tiles: there they are aligned, and beyond the document they make weights of zero."""
+    """One program: for some tokens of a document and one head, the product of the output and its gradient, and the norm as a power of two.
+    Documents are padded to whole tiles in the results: that aligns them, and beyond the document gives weights of zero."""
     first, begin, length, filled = _part(parts, tl.program_id(0))
     head, at, columns = tl.program_id(1), begin + tl.arange(0, TILE), tl.arange(0, PADDED)
     source, there = first + at, at < length
@@ -215,13 +212,13 @@ def packed_backward(
     of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor, *,
     scale: float, window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values. `parts` is what `parts_of` finds for the documents' lengths, on the device."""
+    """Gradients of queries, keys and values. `parts` is the result of `parts_of` for the documents' lengths, on the device."""
     tokens, heads, width = q.shape
     key_heads = k.shape[1]
     assert all(states.stride(2) == 1 for states in (of_out, q, k, v, out)) and norms.is_contiguous() and norms.shape == (heads, tokens)
     assert parts.dtype == torch.int32 and parts.is_contiguous() and parts.shape[2] == 4
     assert takes(q, documents=0) and parts.shape[1] <= MOST_PROGRAMS
-    assert runs_triton(q), "where Triton does not run, packed attention is torch's, and so is its gradient"
+    assert runs_triton(q), "without Triton, packed attention and its gradient are torch's"
     of_q, of_k, of_v = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for states in (q, k, v))
     programs = parts.shape[1]
     if not programs:

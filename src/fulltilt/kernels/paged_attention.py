@@ -1,20 +1,20 @@
 """Attention of one new token per sequence over a paged cache of keys and values, and the writing of that cache.
 
-Enters: queries [B, heads, width]; the caches of one layer [slots, key heads, width], where slot = block * block_tokens + place; which
-blocks each sequence owns, and its length with the new token. A cache is given twice: as a tensor, which the torch reference reads and
-shapes are checked against, and as a base, an int64 tensor [1] on the device that holds the address of its first number. The kernels follow
-the base alone: a captured CUDA graph goes on working after the cache has moved, once the new address is written into the base.
+Enters: queries [B, heads, width]; the caches of one layer [slots, key heads, width], where slot = block * block_tokens + place; the blocks
+of each sequence, and its length with the new token. A cache is given twice: as a tensor, which the torch reference reads and shapes are
+checked against, and as a base, an int64 tensor [1] on the device that holds the cache's address. Kernels follow only the base: a captured
+CUDA graph keeps working after the cache has moved, once the new address is written into the base.
 
-Leaves: the attention output [B, heads, width]; for the writers, the cache filled at the given slots.
+Leaves: the attention output [B, heads, width]; the writers fill the cache at the given slots.
 
 Guaranteed:
-- a sequence of length 0 (the empty rows of a padded batch) reads no block and gives zeros; a slot of -1 writes nothing;
-- what lies in the cache beyond a sequence's length, or in the table beyond its blocks, is never used, even if it is NaN;
-- nothing waits for the device, and how a call is launched depends only on shapes and on `longest`, a bound that the host knows: calls can
-  be captured. Run each shape once before capture, so that nothing is compiled meanwhile;
+- a sequence of length 0 (an empty row of a padded batch) reads no block and gives zeros; a slot of -1 writes nothing;
+- cache contents beyond a sequence's length, and table entries beyond its blocks, are never used, even if they are NaN;
+- nothing waits for the device, and a launch depends only on shapes and on `longest`, a bound that the host knows: calls can be captured.
+  Run each shape once before capture, so that nothing is compiled meanwhile;
 - in bfloat16 and float16, a sequence that is not split (`Launch.whole`) gives, bit for bit, what torch's flash attention gives for the
   last token of the same document in training, on the GPUs where that was compared (docs/performance.md);
-- into how many splits a sequence is divided changes the result by rounding only. Scores and sums are float32.
+- the number of splits of a sequence changes the result by rounding only. Scores and sums are float32.
 
 Blocks of the table must cover each length, and every block number in use must lie inside the cache: neither is checked on the device.
 """
@@ -32,29 +32,28 @@ import numpy as np
 import torch
 
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+from fulltilt.kernels.rotary import rotary_reference
 
 CHECK_BASES = False  # compare base and cache on CUDA too, which waits for the device; on CPU they are always compared
 LOG2_E = math.log2(math.e)
 
-PROCESSORS = 132  # of an H100 or H200; where the device has another number, that one is used
+PROCESSORS = 132  # multiprocessors of an H100 or H200; other devices report their own number
 ENOUGH = 256  # programs that keep 132 processors busy without splitting sequences
 WANTED = 768  # programs to aim for where sequences are split to fill the processors
 MOST_SPLITS = 64
-FEWEST_TOKENS = 128  # of a split: below this, starting a program costs more than the reading it takes over
+FEWEST_TOKENS = 128  # per split: below this, starting another program costs more than it saves
 WHOLE = 1024  # tokens up to which a sequence is never split, so that it is summed as in training
-LONG = 2048  # the same in a full batch, where splits only serve the longest sequences: the batch ends when its longest program does
-
-
-# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: no reason to compile twice.
+LONG = 2048  # the same in a full batch, where only the longest sequences are split: the batch ends when its longest program does
+# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: that must not compile a kernel twice.
 BASES = ("key_base", "value_base")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How `paged_attention` is laid out on the device. Any values give the same result up to rounding."""
+    """Launch parameters of `paged_attention`. Any values give the same result up to rounding."""
 
-    splits: int  # parts a sequence is divided into, at most
-    fewest: int  # tokens in a part, at least
+    splits: int  # most parts that a sequence is divided into
+    fewest: int  # fewest tokens in a part
     tile: int  # tokens read at a time
     whole: int = 0  # tokens up to which a sequence is one part
     warps: int = 1
@@ -63,9 +62,9 @@ class Launch:
 
 @cache
 def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: int, processors: int = PROCESSORS) -> Launch:
-    """From shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
+    """Launch parameters from shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
     # The tiles of flash attention's forward pass on this chip, and one warp, which holds a row's scores as flash's warps do: sums then have
-    # its order. Four warps read 1.02 to 1.1 times as fast, and sum in another order. Float32 has no flash to agree with.
+    # its order. Four warps read 1.02 to 1.1 times as fast, but sum in another order. No flash attention exists for float32.
     tile = (128 if width <= 64 else 64) if itemsize == 2 else max(16, min(64, 8192 // padded(width)))
     programs = batch * key_heads
     if programs * PROCESSORS >= ENOUGH * processors:
@@ -86,7 +85,7 @@ def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsi
 def _share(
     length: tl.tensor, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Tokens of a sequence that are attended to, and how many of them one split takes."""
+    """Number of tokens that are attended to, and how many of them one split takes."""
     span = tl.maximum(length, 0)
     if WINDOW > 0:
         span = tl.minimum(span, WINDOW)
@@ -200,7 +199,7 @@ def _combine(
 
 @jit()
 def _cache_row(base: tl.tensor, slot: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """Where the keys or values of a token lie, given where its cache does."""
+    """The address of a token's keys or values in the cache at `base`."""
     cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
     return tl.multiple_of(cached, 16) + slot * ROW
 
@@ -389,12 +388,9 @@ def rotate_and_write_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
     value_cache: torch.Tensor, slots: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    def rotated(states: torch.Tensor) -> torch.Tensor:
-        first, second = states.chunk(2, dim=-1)
-        return (states * cos[:, None]) + (torch.cat((-second, first), dim=-1) * sin[:, None])
-
-    write_kv_reference(rotated(k).to(k.dtype), v, key_cache, value_cache, slots)
-    return rotated(q).to(q.dtype)
+    rotated_q, rotated_k = rotary_reference(q, k, cos, sin)
+    write_kv_reference(rotated_k.to(k.dtype), v, key_cache, value_cache, slots)
+    return rotated_q.to(q.dtype)
 
 
 def rotate_and_write(
@@ -413,8 +409,8 @@ def rotate_and_write(
 ) -> torch.Tensor:
     """Rotated queries [T, heads, width]; rotated keys and plain values go to the cache. Bit for bit what transformers computes in bfloat16.
 
-    One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own). At decoding batches each moves less
-    than a microsecond's worth of memory, so what is saved is launches.
+    One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own): in decoding batches each kernel runs
+    for less than a microsecond, so launches are the cost.
     """
     tokens, heads, width = q.shape
     check_caches(q, key_cache, value_cache, key_base, value_base)
@@ -440,7 +436,7 @@ def rotate_and_write(
 
 
 def base_of(states: torch.Tensor) -> torch.Tensor:
-    """A base that points at a cache. The engine keeps one for each layer and writes a new address into it when the cache moves."""
+    """A base that points at a cache. The engine keeps one per layer and writes the new address into it when the cache moves."""
     return torch.tensor([states.data_ptr()], dtype=torch.int64, device=states.device)
 
 
@@ -467,7 +463,7 @@ def processors_of(device: torch.device) -> int:
 
 
 def partial_results(parts: int, width: int, workspace: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The splits' results [parts, width] and the logarithms of their sums of exponentials [parts], flat, side by side."""
+    """Memory for the splits' results [parts, width] and the logarithms of their sums of exponentials [parts], both flat."""
     needed = parts * (width + 1)
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=device)
@@ -481,12 +477,12 @@ def power_of_two(number: int) -> int:
 
 
 def padded(number: int) -> int:
-    """Tensor cores take no side below 16, Triton none that is not a power of two."""
+    """The next power of two, which Triton needs, and at least 16, which tensor cores need."""
     return max(16, power_of_two(number))
 
 
 def warps_for(numbers: int) -> int:
-    """Eight numbers of two bytes each thread, within reason."""
+    """One to eight warps, so that each thread moves about eight numbers of two bytes."""
     return max(1, min(8, power_of_two(numbers) // 256))
 
 

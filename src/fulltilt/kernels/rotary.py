@@ -2,7 +2,7 @@
 
 Enters: queries [T, heads, width] and keys [T, key heads, width] (views of a fused projection are allowed if the last axis is dense), and
 the cosines and sines [T, width] of the tokens' positions, all of one type. Leaves: rotated queries and keys, contiguous.
-Guaranteed: transformers' half-split form (`apply_rotary_pos_emb` of Llama and its kin) with its rounding: each product, then the sum.
+Guaranteed: transformers' half-split form (`apply_rotary_pos_emb` of Llama and similar ones) with its rounding: each product, then the sum.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
 
-HEADS = 8  # of a program
+HEADS = 8  # heads per program
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines get no gradient."""
+    """Rotated queries and keys. Cosines and sines get no gradient."""
     if q.dtype not in FLOATS or not runs_triton(q):
         return rotary_reference(q, k, cos, sin)
     assert q.ndim == k.ndim == 3 and cos.ndim == sin.ndim == 2 and q.shape[2] == k.shape[2] == cos.shape[1] == sin.shape[1]
     assert len(q) == len(k) == len(cos) == len(sin) and q.shape[2] % 2 == 0
     assert q.dtype == k.dtype == cos.dtype == sin.dtype
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rotary.apply(q, k, cos, sin)
     return rotate(q, k, cos, sin, backward=False)
 
 
@@ -55,7 +55,7 @@ def _rotate_heads(
     low_sin = tl.load(sin + token * sin_stride + column, mask=there, other=0.0).to(tl.float32)
     high_sin = tl.load(sin + token * sin_stride + half + column, mask=there, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    # Forward: low' = low cos - high sin, high' = high cos + low sin. The gradient goes through the transpose of that.
+    # Forward: low' = low cos - high sin, high' = high cos + low sin. The gradient is multiplied by the transpose of that.
     if BACKWARD:
         low_beside = (high * high_sin).to(kind).to(tl.float32)
         high_beside = (-low * low_sin).to(kind).to(tl.float32)

@@ -4,16 +4,16 @@ Enters: hidden states [R, width], weight [vocabulary, width], perhaps a bias, ta
 log-prob of each target and, where it is asked for, the entropy of each row, in float32 (float64 when the hidden states are).
 
 Guaranteed:
-- products are added up in float32 or better and never rounded before the softmax has been read; what is rounded to the type of the hidden
-  states is the gradient of the products, once;
-- no more than `Rows` says exists at a time, forward and backward;
+- products are added up in float32 or better and never rounded before the softmax; only their gradient is rounded to the type of the hidden
+  states, once;
+- no more rows than `Rows` allows exist at a time, forward and backward;
 - the gradient of the weight is added to its float32 accumulator (`main_grad`), inside the matrix product, where the weight has one;
 - entropy "value" computes and saves nothing for a backward pass, "none" does not compute it.
 
-Who does what on CUDA. cuBLAS makes all products: one in the forward pass and three in the backward pass, where the logits are made again
-(or not, with `keep`). What a number of the logits costs beside them: forward, one read of its 4 bytes (`_read_kernel`); backward, one read
-and one write of the rounded gradient (`_gradient_kernel`). Each product that adds to the weight's gradient reads and writes all of that
-accumulator, so that its rows (`Rows.gradient`) are as many as memory allows; the logits, at twice the bytes, are made in smaller pieces.
+Cost on CUDA: cuBLAS computes all products, one in the forward pass and three in the backward pass, which computes the logits again (unless
+`keep`). Beside the products each logit costs one read of its 4 bytes forward (`_read_kernel`), and backward one read and one write of the
+rounded gradient (`_gradient_kernel`). Each product that adds to the weight's gradient reads and writes the whole accumulator, so it runs on
+as many rows as memory allows (`Rows.gradient`); logits take twice the bytes and are computed in smaller pieces.
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thre
 class Rows:
     """How many rows exist at a time."""
 
-    forward: int  # of logits, in the forward pass
-    logits: int  # of logits, in the backward pass
-    gradient: int  # of their gradient, which both products of the backward pass read
+    forward: int  # rows of logits, in the forward pass
+    logits: int  # rows of logits, in the backward pass
+    gradient: int  # rows of their gradient, which both products of the backward pass read
 
 
 @dataclass(frozen=True)
 class Call:
-    """What stays the same for all rows. The softmax is of product * scale * sharpness, or cap * tanh(product * scale / cap) * sharpness."""
+    """Settings of one call. The softmax is of product * scale * sharpness, or cap * tanh(product * scale / cap) * sharpness."""
 
     sharpness: float  # 1 / temperature
     scale: float
     cap: float | None
     rows: Rows
     entropy: Entropy = "gradient"
-    keep: bool = False  # the products of the forward pass until the backward pass, which makes them again otherwise
+    keep: bool = False  # keep the forward pass's products for the backward pass, which computes them again otherwise
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """What the backward pass knows of each row."""
+    """Inputs of the backward pass, one number per row."""
 
     targets: torch.Tensor  # int64 [R]
     normaliser: torch.Tensor  # log of the softmax's sum [R]
     entropy: torch.Tensor | None  # [R], where its gradient is wanted
-    of_logprobs: torch.Tensor | None  # gradients of the results [R], where there are any
+    of_logprobs: torch.Tensor | None  # gradients of the results [R], where a loss uses them
     of_entropy: torch.Tensor | None
 
     def __getitem__(self, rows: slice) -> Tokens:
@@ -75,12 +75,12 @@ def token_logprobs(
     learns = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if call.keep and not learns:
         call = replace(call, keep=False)
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, call)  # type: ignore[no-any-return, no-untyped-call]
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, call)
 
 
 def linear_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """All of hidden @ weight.T + bias in float32 or better; differentiable, with the weight's gradient where the fused op puts it."""
-    return _Product.apply(hidden, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    """hidden @ weight.T + bias in float32 or better, differentiable; the weight's gradient goes to its accumulator as in the fused op."""
+    return _Product.apply(hidden, weight, bias)
 
 
 # ---- products ----------------------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
 
 
 class Gradients:
-    """Of hidden states, weight and bias, collected part by part from the gradient of their product."""
+    """Gradients of hidden states, weight and bias, collected part by part from the gradient of their product."""
 
     def __init__(self, needed: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
@@ -121,7 +121,7 @@ class Gradients:
     def add(self, part: slice, of_product: torch.Tensor) -> None:
         """`of_product` has the type of the hidden states."""
         if self._of_hidden is not None:
-            # In float32 first: the sum over a vocabulary is split among processors, whose parts must not meet in bfloat16.
+            # In float32 first: the sum over a vocabulary is split among processors, and its parts must not be added in bfloat16.
             self._of_hidden[part] = multiply(of_product, self._weight)
         if self._of_weight is not None:
             add_product(self._of_weight, of_product.t(), self._hidden[part])
@@ -129,7 +129,7 @@ class Gradients:
             self._of_bias += of_product.sum(0, dtype=self._of_bias.dtype)
 
     def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """For autograd, which must not see what is in the accumulator already."""
+        """Gradients for autograd, which must not get what the accumulator already has."""
         of_weight = None if self._of_weight is None or self._accumulated else self._of_weight.to(self._weight.dtype)
         of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
         return self._of_hidden, of_weight, of_bias
@@ -139,7 +139,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        ctx.parameters = weight, bias  # themselves: what a saved tensor comes back as may have lost its accumulator
+        ctx.parameters = weight, bias  # the objects themselves: a saved tensor may come back without its accumulator
         return product(hidden, weight, bias)
 
     @staticmethod
@@ -200,7 +200,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def wide_space(hidden: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
-    """Room for the logits of the rows, or of so many at a time."""
+    """Memory for the logits of the rows, at most `most` at a time."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return torch.empty(min(len(hidden), most), len(weight), dtype=wide, device=hidden.device)
 
@@ -242,7 +242,7 @@ def turn(logits: torch.Tensor, tokens: Tokens, call: Call, out: torch.Tensor) ->
 
 
 def factors(call: Call) -> tuple[float, float]:
-    """Of the product, and of what comes out of tanh."""
+    """Factors on the product, and on the result of tanh."""
     return (call.scale * call.sharpness, 1.0) if call.cap is None else (call.scale / call.cap, call.cap * call.sharpness)
 
 
@@ -282,7 +282,7 @@ def gradient_reference(logits: torch.Tensor, tokens: Tokens, call: Call) -> torc
 
 
 def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """What the softmax is of, as a tensor of its own, and its slope; tanh' = 1 - tanh^2."""
+    """The softmax's input as a new tensor, and its derivative by the product; tanh' = 1 - tanh^2."""
     inner, outer = factors(call)
     values = logits * inner
     if call.cap is None:
@@ -304,8 +304,8 @@ def _read_kernel(
     logits: tl.tensor, targets: tl.tensor, logprobs: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, stride: tl.tensor,
     vocabulary: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program, one row, read once. Each lane keeps, of its own columns: the largest value m, the mass sum e^(x - m), and the moment
-    sum e^(x - m) (x - m). Lanes meet at the end only, so that no step waits for another thread."""
+    """One program, one row, read once. Each lane keeps for its own columns the largest value m, the mass sum e^(x - m), and the moment
+    sum e^(x - m) (x - m). Lanes are combined only at the end, so that no step waits for another thread."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lane = tl.arange(0, BLOCK)
@@ -349,7 +349,7 @@ def _gradient_kernel(
     out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor, inner: tl.tensor,
     outer: tl.tensor, CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program, one block of one row; the blocks of a row lie beside one another."""
+    """One program: one block of one row. Programs of a row are neighbours."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)

@@ -155,7 +155,7 @@ class Parcel:
     def bytes_here(self) -> torch.Tensor:
         assert self.storage is not None
         here = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload]
-        return here[self.begin - self.origin : self.end - self.origin]  # type: ignore[no-any-return]
+        return here[self.begin - self.origin : self.end - self.origin]
 
     def count(self, sign: int) -> None:
         if self.storage is not None:

@@ -68,10 +68,10 @@ class LowRank:
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """`self` is a module with transformers' experts interface. Each of its parameters is read once."""
     route = Route.of(top_k_index, self.num_experts)
-    tokens = _Spread.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])  # type: ignore[no-untyped-call]
+    tokens = _Spread.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])
     first, last = projections(self)
     outer = project(self, last, activate(self, project(self, first, tokens, route)), route)
-    chosen = _Reorder.apply(outer, route.places, route.order).view(*top_k_index.shape, -1)  # type: ignore[no-untyped-call]
+    chosen = _Reorder.apply(outer, route.places, route.order).view(*top_k_index.shape, -1)
     return (chosen * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)  # torch adds up in float32 or better
 
 
@@ -97,7 +97,7 @@ def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.T
 
 def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
     if not module.has_gate:
-        return module.act_fn(inner)  # type: ignore[no-any-return]
+        return module.act_fn(inner)
     plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) is torch.nn.SiLU
     return gated(inner) if plain else module._apply_gate(inner)
 

@@ -17,4 +17,4 @@ def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Te
     states = getattr(output, "last_hidden_state", None)
     if states is None:
         raise UnsupportedModel(f"{type(model).__name__} has no body apart from its head (base_model): its hidden states cannot be read")
-    return states.squeeze(0)  # type: ignore[no-any-return]
+    return states.squeeze(0)

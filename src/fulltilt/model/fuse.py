@@ -237,7 +237,7 @@ def is_fused(model: PreTrainedModel) -> bool:
 
 
 def note_of(module: torch.nn.Module) -> FusedState:
-    return getattr(module, NOTE)  # type: ignore[no-any-return]
+    return getattr(module, NOTE)
 
 
 def fused_modules(body: torch.nn.Module) -> list[torch.nn.Module]:
@@ -358,7 +358,7 @@ def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tens
     """A projection that runs by itself; the product is the one whose rows do not depend on their number."""
     layer: Any = owner._modules[name]
     if adapter_or_hook(owner, (name,)) is not None:
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
     parameters = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
     return product(x, layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), parameters)
 
@@ -370,8 +370,8 @@ def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, pa
     if not any(parameter.requires_grad for parameter in parameters):
         return F.linear(x, weight, bias)  # which keeps nothing that only they would need
     keeping: list[Any] = []
-    kept = _Kept.apply(x, keeping, *parameters)  # type: ignore[no-untyped-call]
-    return _LayerProduct.apply(kept, weight, bias, keeping[0], *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    kept = _Kept.apply(x, keeping, *parameters)
+    return _LayerProduct.apply(kept, weight, bias, keeping[0], *parameters)
 
 
 class _Kept(torch.autograd.Function):
@@ -514,7 +514,7 @@ def take_ready(hidden_states: torch.Tensor, norm: torch.nn.Module) -> torch.Tens
     if ready is None or torch.is_grad_enabled():
         return None
     whose, version, normed = ready
-    return normed if whose is norm and version == hidden_states._version else None  # type: ignore[no-any-return]
+    return normed if whose is norm and version == hidden_states._version else None
 
 
 def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -101,7 +101,7 @@ def load_tokenizer(
     template = chat_template if path else config.chat_template
     if template:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
