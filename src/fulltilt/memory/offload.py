@@ -35,7 +35,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.model.fuse import NOTE, fuse
+from fulltilt.model.fuse import fuse, is_fused
 from fulltilt.records import UserError
 
 ALIGN = 256  # bytes: where tensors begin in a joined memory, and where buckets are cut
@@ -255,8 +255,8 @@ def bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
 def join_again(model: torch.nn.Module) -> None:
     """Fused layers keep the addresses of their joined weights. These are still slices of one storage; the storage has moved."""
     for body in bodies(model):
-        if NOTE in vars(body):
-            fuse(body)  # type: ignore[arg-type]
+        if is_fused(body):
+            fuse(body)
 
 
 def absent(tensor: torch.Tensor) -> bool:
