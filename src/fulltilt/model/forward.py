@@ -12,7 +12,7 @@ from fulltilt.model.attention import Context, UnsupportedModel
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
     body = model.base_model  # the model itself where it has no head
-    # attention_mask stays away: with one, transformers would treat the stream as a single document.
+    # No attention_mask: with one, transformers would treat the stream as a single document.
     output = body(input_ids=ids[None], position_ids=positions[None], use_cache=False, fulltilt=context)  # type: ignore[operator]
     states = getattr(output, "last_hidden_state", None)
     if states is None:
