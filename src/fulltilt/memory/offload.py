@@ -287,7 +287,7 @@ class Part:
 
 class Layout:
     """Placement of entries: one memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind
-    fills the beginning of its memory. A bucket is the same range of each memory. Allocates nothing, so a plan can use it without weights."""
+    fills the beginning of its memory. A bucket is the same range of each memory. Allocates nothing: a plan can use it without weights."""
 
     def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None = None) -> None:
         """`bucket_bytes`: for all kinds together; None: one bucket for everything."""
