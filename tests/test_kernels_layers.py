@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from fulltilt.kernels import dispatch
 from fulltilt.kernels import gated as gated_file
 from fulltilt.kernels import rms_norm as norm_file
-from fulltilt.kernels.gated import gated, gated_pair, gated_reference
+from fulltilt.kernels.gated import gated, gated_reference
 from fulltilt.kernels.rms_norm import rms_norm, rms_norm_reference
 from fulltilt.kernels.rotary import rotary, rotary_reference
 
@@ -198,8 +198,8 @@ class TestGated:
         both = random(1, tokens, 2 * width, seed=seed)
         close(gated(both), gated_reference(both))
         gate, up = both.chunk(2, dim=-1)
-        assert torch.equal(gated_pair(gate, up), gated(both))
-        apart = gradients(gated_pair, [gate.contiguous(), up.contiguous()])
+        assert torch.equal(gated(gate, up=up), gated(both))
+        apart = gradients(lambda gate, up: gated(gate, up=up), [gate.contiguous(), up.contiguous()])
         together = gradients(gated, [both])
         assert torch.equal(torch.cat(apart[1:], dim=-1), together[1])
 
@@ -237,5 +237,5 @@ def test_float64_runs_the_reference() -> None:
     """In float32 the last digits would be gone."""
     x, weight, angles = random(3, 16).double(), random(16, seed=1).double(), random(3, 16, seed=2).double()
     assert torch.equal(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
-    assert torch.equal(gated(x), gated_reference(x)) and torch.equal(gated_pair(x, x), gated_reference(torch.cat([x, x], -1)))
+    assert torch.equal(gated(x), gated_reference(x)) and torch.equal(gated(x, up=x), gated_reference(torch.cat([x, x], -1)))
     assert torch.equal(rotary(x[:, None], x[:, None], angles, angles)[0], rotary_reference(x[:, None], x[:, None], angles, angles)[0])

@@ -18,34 +18,20 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 BLOCK = 1024  # numbers per program: 16 bytes of bfloat16 for each thread of 4 warps
 
 
-def gated(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """activation(gate) * up of a tensor [..., 2 I] that holds the gate first."""
-    assert activation in ACTIVATIONS and gate_up.shape[-1] % 2 == 0
-    if gate_up.dtype not in FLOATS or not runs_triton(gate_up):
-        return gated_reference(gate_up, activation)
-    if torch.is_grad_enabled() and gate_up.requires_grad:
-        return _Gated.apply(gate_up, None, activation)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return forward(gate, up, activation)
-
-
-def gated_pair(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """activation(gate) * up of two tensors [..., I], for projections that do not run as one product."""
-    assert activation in ACTIVATIONS and gate.shape == up.shape and gate.dtype == up.dtype
+def gated(gate: torch.Tensor, activation: str = "silu", up: torch.Tensor | None = None) -> torch.Tensor:
+    """activation(gate) * up [..., I]. Where `up` is None, `gate` holds both [..., 2 I], the gate first."""
+    assert activation in ACTIVATIONS and (gate.shape[-1] % 2 == 0 if up is None else gate.shape == up.shape and gate.dtype == up.dtype)
     if gate.dtype not in FLOATS or not runs_triton(gate):
-        return activate(gate, activation) * up
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        return gated_reference(gate, activation, up)
+    if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
         return _Gated.apply(gate, up, activation)
-    return forward(gate, up, activation)
+    first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return forward(first, second, activation)
 
 
-def gated_reference(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation) * up
-
-
-def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+def gated_reference(gate: torch.Tensor, activation: str = "silu", up: torch.Tensor | None = None) -> torch.Tensor:
+    first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return (F.silu(first) if activation == "silu" else F.gelu(first, approximate="tanh")) * second
 
 
 @jit

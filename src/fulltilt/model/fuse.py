@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fulltilt.kernels.dispatch import runs_triton
-from fulltilt.kernels.gated import gated, gated_pair
+from fulltilt.kernels.gated import gated
 from fulltilt.kernels.linear import add_product, linear
 from fulltilt.kernels.rms_norm import rms_norm
 from fulltilt.kernels.rotary import rotary
@@ -439,7 +439,7 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     activation = state_of(self).activation
     both = joined_product(self, x)
-    product = gated_pair(self.gate_proj(x), self.up_proj(x), activation) if both is None else gated(both, activation)
+    product = gated(self.gate_proj(x), activation, self.up_proj(x)) if both is None else gated(both, activation)
     return product_of(self, "down_proj", product)
 
 
