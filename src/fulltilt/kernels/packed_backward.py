@@ -227,20 +227,3 @@ def packed_backward(
     _backward_keys[(key_heads, programs)](*given, of_k, of_v, parts[0], row, scale, scale * LOG2_E, *strides, KEY_HEADS=key_heads, **shared)
     _backward_queries[(heads, programs)](*given, of_q, parts[1], row, scale, scale * LOG2_E, *strides, HEADS=heads, **shared)
     return of_q, of_k, of_v
-
-
-def packed_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], *, scale: float, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logarithms of sums of exponentials [heads, T], document by document, in float32 or better; for autograd."""
-    wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
-    outputs, norms, first = [], [], 0
-    for length in lengths:
-        mine = slice(first, first + length)
-        scores = torch.einsum("qhw,khw->hqk", q[mine].to(wide), k[mine].to(wide).repeat_interleave(group, 1)) * scale
-        gap = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        scores = scores.masked_fill(~((gap >= 0) if window is None else (gap >= 0) & (gap < window)), -torch.inf)
-        outputs.append(torch.einsum("hqk,khw->qhw", scores.softmax(-1), v[mine].to(wide).repeat_interleave(group, 1)))
-        norms.append(scores.logsumexp(-1))
-        first += length
-    return torch.cat(outputs).to(q.dtype), torch.cat(norms, 1)

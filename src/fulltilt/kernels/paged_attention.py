@@ -355,14 +355,10 @@ def write_kv_reference(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor
 
 
 def write_kv(
-    k: torch.Tensor,  # [T, key heads, width], the last dimension dense
-    v: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_base: torch.Tensor,
-    value_base: torch.Tensor,
-    slots: torch.Tensor,  # int64 [T], no slot twice; -1: not written
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, key_base: torch.Tensor,
+    value_base: torch.Tensor, slots: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write keys and values [T, key heads, width], the last dimension dense, to `slots` int64 [T], no slot twice; -1: not written."""
     tokens, key_heads, width = k.shape
     check_caches(k, key_cache, value_cache, key_base, value_base)
     check_new(k, v, key_cache, slots)
@@ -386,20 +382,13 @@ def rotate_and_write_reference(
 
 
 def rotate_and_write(
-    q: torch.Tensor,  # [T, heads, width]; q, k and v may be views of one tensor, the last dimension dense
-    k: torch.Tensor,  # [T, key heads, width]
-    v: torch.Tensor,
-    cos: torch.Tensor,  # [T, width], as transformers gives them: both halves alike, the scaling of attention included
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_base: torch.Tensor,
-    value_base: torch.Tensor,
-    slots: torch.Tensor,  # int64 [T], no slot twice; -1: not written, though the query is rotated
-    *,
-    out: torch.Tensor | None = None,  # not a view of q
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
+    value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Rotated queries [T, heads, width]; rotated keys and plain values go to the cache. Bit for bit what transformers computes in bfloat16.
+
+    q, k and v may be views of one tensor, the last dimension dense, but `out` is no view of q. cos and sin [T, width] are as transformers
+    gives them: both halves equal, attention scaling included. `slots` are as in `write_kv`; the query of slot -1 is rotated too.
 
     One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own): in decoding batches each kernel runs
     for less than a microsecond, so launches are the cost.
