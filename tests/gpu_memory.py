@@ -27,7 +27,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.cluster.local import decode_bytes, take_workspaces
+from fulltilt.cluster.assembly import take_workspaces
+from fulltilt.cluster.sizes import decode_bytes
 from fulltilt.config import Config, TrainConfig
 from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from fulltilt.algo import presets
 from fulltilt.batching import schedule
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
-from fulltilt.cluster import local
+from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
@@ -440,7 +440,7 @@ def sizes(**sections: dict[str, Any]) -> dict[str, MicroSizing]:
         steps_per_epoch=1,
     )  # fmt: skip
     budgets = make_budgets(config, facts, samples=4)
-    updates, forwards = local.update_sizes(config, budgets), local.forward_sizes(config, budgets)
+    updates, forwards = update_sizes(config, budgets), forward_sizes(config, budgets)
     return {f"update {role}": size for role, size in updates.items()} | {f"forward {role}": size for role, size in forwards.items()}
 
 

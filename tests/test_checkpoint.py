@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from fulltilt.model import attention
 from fulltilt.model.load import export as export_model
 from fulltilt.records import UserError
 from fulltilt.train import checkpoint
-from fulltilt.train.checkpoint import Checkpoint, CheckpointStore, find_damage
+from fulltilt.train.checkpoint import Checkpoint, CheckpointStore, find_damage, write_trainer
 
 
 def export(folder: Path) -> None:
@@ -46,8 +47,17 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
     }
 
 
+def put(
+    store: CheckpointStore, step: int, found: Mapping[str, torch.Tensor], state: Mapping[str, Any], export: Callable[[Path], None],
+    export_bytes: int, *, beside: bool = False,
+) -> Path:  # fmt: skip
+    """As a worker saves."""
+    size = export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in found.values())
+    return store.save(step, state, lambda folder, beside: write_trainer(folder, found, export, beside=beside), size, beside=beside)
+
+
 def save(store: CheckpointStore, step: int, export: Callable[[Path], None] = export) -> Path:
-    return store.save(step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, export_bytes=4096)
+    return put(store, step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, export_bytes=4096)
 
 
 def names(folder: Path) -> list[str]:
@@ -85,7 +95,7 @@ def test_beside_training_what_was_there_is_saved(tmp_path: Path, monkeypatch: py
     held = threading.Event()
     hash_later(monkeypatch, held)
     store, found = CheckpointStore(tmp_path, keep=1), tensors(1)
-    path = store.save(1, found, {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, export_bytes=4096, beside=True)
+    path = put(store, 1, found, {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, export_bytes=4096, beside=True)
     for tensor in found.values():
         tensor.fill_(-1)
     store.finish(wait=False)
@@ -123,7 +133,7 @@ MEMORY_OF_SAVES = """
 import gc, sys
 from pathlib import Path
 import torch
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.train.checkpoint import CheckpointStore, write_trainer
 
 def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
@@ -132,7 +142,7 @@ found = {str(number): torch.ones(2**18) for number in range(256)}  # 256 MiB in 
 store, others = CheckpointStore(Path(sys.argv[1]), keep=1), []
 after = []
 for step in range(1, 5):
-    store.save(step, found, {}, lambda folder: None, 0, beside=True)
+    store.save(step, {}, lambda folder, beside: write_trainer(folder, found, lambda model: None, beside=beside), 0, beside=True)
     others.append([torch.ones(10_000) for _ in range(100)])  # what training makes meanwhile lies between
     store.finish()
     gc.collect()
@@ -152,14 +162,14 @@ MEMORY_REFUSED = """
 import resource, sys
 from pathlib import Path
 import torch
-from fulltilt.train.checkpoint import CheckpointStore, copy_to_host
+from fulltilt.train.checkpoint import CheckpointStore, copy_to_host, write_trainer
 
 found = {str(number): torch.full((2**20,), float(number)) for number in range(64)}  # 256 MiB
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
 resource.setrlimit(resource.RLIMIT_AS, (taken + 128 * 2**20, resource.RLIM_INFINITY))
 assert copy_to_host(found) is None
 store = CheckpointStore(Path(sys.argv[1]), keep=1)
-store.save(1, found, {}, lambda folder: None, 0, beside=True)
+store.save(1, {}, lambda folder, beside: write_trainer(folder, found, lambda model: None, beside=beside), 0, beside=True)
 store.finish()
 resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 saved = store.latest().tensors()
@@ -188,7 +198,7 @@ def test_what_is_abandoned_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
     hash_later(monkeypatch, held)
-    store.save(2, tensors(2), {}, export, 4096, beside=True)
+    put(store, 2, tensors(2), {}, export, 4096, beside=True)
     threading.Timer(0.2, held.set).start()
     store.abandon()
     assert names(tmp_path) == ["step-00000001"]
@@ -201,7 +211,7 @@ def test_a_wait_that_is_cut_short_forgets_nothing(tmp_path: Path, monkeypatch: p
     held = threading.Event()
     hash_later(monkeypatch, held)
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(1, tensors(1), {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
+    put(store, 1, tensors(1), {"step": 1, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background may ignore it
     threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     try:
@@ -220,7 +230,7 @@ def test_the_next_save_and_the_next_look_wait_for_the_one_beside(tmp_path: Path,
     store = CheckpointStore(tmp_path, keep=2)
     for step in (1, 2):
         threading.Timer(0.2, held.set).start()
-        store.save(step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
+        put(store, step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
     assert_holds(store.latest(), 2)
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
@@ -234,7 +244,7 @@ def test_what_goes_wrong_beside_training_is_said(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
-    store.save(2, tensors(2), {}, export, export_bytes=4096, beside=True)
+    put(store, 2, tensors(2), {}, export, export_bytes=4096, beside=True)
     monkeypatch.undo()
     ways = {"finish": store.finish, "save": lambda: save(store, 3), "latest": store.latest}
     with pytest.raises(UserError, match=r"step 2 could not be written.*No space left on device.*run\.dir"):
@@ -245,7 +255,7 @@ def test_what_goes_wrong_beside_training_is_said(tmp_path: Path, monkeypatch: py
 
 def test_no_tensors_is_a_checkpoint_too(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(1, {}, {}, export, export_bytes=4096)
+    put(store, 1, {}, {}, export, export_bytes=4096)
     latest = store.latest()
     assert latest is not None
     assert (latest.tensors("cpu"), latest.state()) == ({}, {})
@@ -304,7 +314,7 @@ def test_rubbish_of_a_killed_process_is_ignored_and_then_deleted(tmp_path: Path)
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(4, {"old": torch.zeros(3)}, {"old": True}, export, export_bytes=4096)
+    put(store, 4, {"old": torch.zeros(3)}, {"old": True}, export, export_bytes=4096)
     save(store, 4)
     assert names(tmp_path) == ["step-00000004"]
     assert_holds(store.latest(), 4)
@@ -374,7 +384,7 @@ def save_for_ever(folder: Path, report: int) -> None:
         step += 1
         save(store, step)
         os.write(report, f"{step}\n".encode())
-        store.save(step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
+        put(store, step, tensors(step), {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}, export, 4096, beside=True)
 
 
 def test_kill_at_any_moment(tmp_path: Path) -> None:
@@ -495,7 +505,7 @@ def refuse_and_stay_intact(folder: Path, expected: list[str], save_again: Callab
 
 def huge_tensors(store: CheckpointStore) -> None:
     # meta tensors have a size and no bytes: enough for a save that must not begin
-    store.save(2, {"a": torch.empty(10**15, device="meta")}, {}, export, export_bytes=4096)
+    put(store, 2, {"a": torch.empty(10**15, device="meta")}, {}, export, export_bytes=4096)
 
 
 def test_too_little_space_is_said_before_anything_is_written(tmp_path: Path) -> None:
@@ -520,7 +530,7 @@ def test_a_disk_that_fills_up_while_writing(tmp_path: Path) -> None:
         def sneaky(folder: Path) -> None:
             (folder / "filler").write_bytes(bytes(36 * 2**20))
 
-        store.save(2, {"a": torch.zeros(2**21)}, {}, sneaky, export_bytes=4096)
+        put(store, 2, {"a": torch.zeros(2**21)}, {}, sneaky, export_bytes=4096)
 
     def on_a_small_disk() -> None:
         assert_holds(Checkpoint(save(CheckpointStore(tmp_path, keep=1), 1), 1), 1)
@@ -562,7 +572,7 @@ def test_the_export_loads_in_transformers(tmp_path: Path) -> None:
 
     parameters = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     store = CheckpointStore(tmp_path, keep=1)
-    store.save(3, {}, {}, lambda folder: export_model(model, tokenizer, folder), export_bytes=parameters)
+    put(store, 3, {}, {}, lambda folder: export_model(model, tokenizer, folder), export_bytes=parameters)
     latest = CheckpointStore(tmp_path, keep=1).latest()
     assert latest is not None
     assert "fulltilt" not in (latest.model_folder / "config.json").read_text()

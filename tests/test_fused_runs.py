@@ -22,8 +22,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
-from fulltilt.cluster import local
-from fulltilt.cluster.local import Fusing, Parts, assemble, decode_bytes, take_workspaces
+from fulltilt.cluster import sizes
+from fulltilt.cluster.assembly import RunParts, assemble, take_workspaces
+from fulltilt.cluster.loading import Fusing
+from fulltilt.cluster.sizes import decode_bytes
 from fulltilt.config import Config, ModelConfig
 from fulltilt.kernels import dispatch
 from fulltilt.loop.run import Progress, Run
@@ -62,7 +64,7 @@ def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
 
 
 @contextlib.contextmanager
-def parts_of(folder: Path, *overrides: str) -> Iterator[tuple[Config, Parts]]:
+def parts_of(folder: Path, *overrides: str) -> Iterator[tuple[Config, RunParts]]:
     config = runs.read_config(folder, *overrides)
     with contextlib.chdir(folder):
         parts = assemble(config)
@@ -122,16 +124,26 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
     (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 2\n", ""))
     options = ("algorithm.name=ppo", "reward.function=reward_model", f"reward_model.path={judge}")
     with parts_of(folder, FUSED, *options) as (_, parts):
-        assert parts.reward_model and parts.critic and parts.ref and parts.trainer
+        assert (
+            parts.worker.roles["reward_model"]
+            and parts.worker.roles["critic"]
+            and parts.worker.roles["ref"]
+            and parts.worker.trainers["actor"]
+        )
         assert "layers: fused: Llama, 2 layers, 4 joined products (reward_model); " in parts.plan.words[-1]
         assert parts.plan.words[-1].endswith("fused: Qwen2, 2 layers, 4 joined products (actor, critic, ref)")
-        bodies = [parts.actor.model, parts.ref.model, parts.critic.model.body, parts.reward_model.role.model.body]
+        bodies = [
+            parts.worker.actor.model,
+            parts.worker.roles["ref"].model,
+            parts.worker.roles["critic"].model.body,
+            parts.worker.roles["reward_model"].model.body,
+        ]
         assert [check_fused(body).joined for body in bodies] == [4, 4, 4, 4]
-        layer = parts.actor.model.base_model.layers[0].self_attn
+        layer = parts.worker.actor.model.base_model.layers[0].self_attn
         assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.v_proj.weight.untyped_storage().data_ptr()
-        masters = {id(master) for master in parts.trainer.optimizer._masters.values()}
-        assert {id(parameter) for parameter in parts.actor.model.parameters()} == masters
-        assert isinstance(parts.engine, NativeEngine) and parts.engine.runner.model is parts.actor.model
+        masters = {id(master) for master in parts.worker.trainers["actor"].optimizer._masters.values()}
+        assert {id(parameter) for parameter in parts.worker.actor.model.parameters()} == masters
+        assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.runner.model is parts.worker.actor.model
 
 
 def test_sft_runs_fused(tmp_path: Path, model_folders: ModelFolders) -> None:
@@ -160,14 +172,14 @@ def test_what_a_fused_run_saves_loads_in_transformers(
     exported: dict[str, Path] = {}
     for name, key in (("fused", FUSED), ("plain", PLAIN)):
         with parts_of(folder, key, *adapters) as (_, parts):
-            assert parts.trainer
+            assert parts.worker.trainers["actor"]
             with torch.no_grad():
-                for number, parameter in enumerate(parts.trainer.optimizer._parameters.values()):
+                for number, parameter in enumerate(parts.worker.trainers["actor"].optimizer._parameters.values()):
                     parameter += 0.01 * (1 + number % 5)
             exported[name] = tmp_path / name
-            parts.export(exported[name])
+            parts.worker.export(exported[name])
             if name == "fused":
-                check_fused(parts.actor.model)
+                check_fused(parts.worker.actor.model)
     files = {name: load_file(path / "model.safetensors") for name, path in exported.items()}
     assert files["fused"].keys() == files["plain"].keys()
     assert all(torch.equal(files["fused"][name], tensor) for name, tensor in files["plain"].items())
@@ -197,11 +209,11 @@ def test_masters_of_fused_weights_are_restored(folder: Path) -> None:
         store = CheckpointStore(Path("run") / "checkpoints", 1)
         parts = assemble(config, store.latest())
     try:
-        assert parts.trainer and check_fused(parts.actor.model).joined == 4
+        assert parts.worker.trainers["actor"] and check_fused(parts.worker.actor.model).joined == 4
         saved, exported = load_file(checkpoint / "trainer.safetensors"), runs.parameters(checkpoint)
-        assert all(torch.equal(tensor, saved[name]) for name, tensor in parts.trainer.optimizer.tensors().items())
+        assert all(torch.equal(tensor, saved[name]) for name, tensor in parts.worker.trainers["actor"].optimizer.tensors().items())
         assert any(name.startswith("master/") for name in saved)
-        for name, parameter in parts.actor.model.named_parameters():
+        for name, parameter in parts.worker.actor.model.named_parameters():
             assert torch.equal(parameter, exported[name])
     finally:
         parts.close()
@@ -335,7 +347,7 @@ def test_a_check_says_what_the_device_cannot(folder: Path) -> None:
 
 def test_graphs_and_fused_layers_are_in_the_plans_words(folder: Path) -> None:
     with parts_of(folder) as (_, parts):
-        assert isinstance(parts.engine, NativeEngine) and parts.engine.limits.cuda_graphs is False
+        assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.limits.cuda_graphs is False
         assert "no CUDA graphs: the run is on the CPU" in " ".join(parts.plan.words)
         assert parts.plan.words[-1] == "layers: not fused: the run is on the CPU and train.fused_layers is auto"
     config = runs.read_config(folder)
@@ -352,7 +364,7 @@ def test_graphs_and_fused_layers_are_in_the_plans_words(folder: Path) -> None:
         make_plan(on, held, rollout=True)
     make_plan(off, held, rollout=True)
     assert [
-        local.limits(given, make_plan(given, facts, rollout=True).budgets, torch.device("cuda"), 500).cuda_graphs for given in (config, off)
+        sizes.limits(given, make_plan(given, facts, rollout=True).budgets, torch.device("cuda"), 500).cuda_graphs for given in (config, off)
     ] == [
         True,
         False,
@@ -402,15 +414,15 @@ def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
         decode_bytes(runs.read_config(folder, f"rollout.cuda_graphs={graphs}"), model, layers, 1024, 200, "cuda")
         for graphs in ("auto", "false")
     )
-    assert on_cuda - eager == 2 * len(local.sizes_up_to(1024)) * local.GRAPH_BYTES and eager > many
-    assert local.sizes_up_to(1024)[-2:] == [960, 1024] and local.sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and local.sizes_up_to(1) == [1]
-    assert local.sizes_up_to(2000)[-5:] == [1024, 1280, 1536, 1792, 2000]
+    assert on_cuda - eager == 2 * len(sizes.sizes_up_to(1024)) * sizes.GRAPH_BYTES and eager > many
+    assert sizes.sizes_up_to(1024)[-2:] == [960, 1024] and sizes.sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and sizes.sizes_up_to(1) == [1]
+    assert sizes.sizes_up_to(2000)[-5:] == [1024, 1280, 1536, 1792, 2000]
 
 
 @pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])
 def test_the_engine_holds_the_cache_during_the_update_only_if_told_to(folder: Path, value: str, held_during_update: bool) -> None:
     with parts_of(folder, f"rollout.release_memory={value}", *SHORT) as (config, parts):
-        engine, trainer = parts.engine, parts.trainer
+        engine, trainer = parts.worker.engine, parts.worker.trainers["actor"]
         assert isinstance(engine, NativeEngine) and trainer
         held: list[int] = []
         really_accumulate = trainer.accumulate
@@ -493,13 +505,14 @@ def test_only_attention_that_reads_unwritten_slots_has_them_zeroed(model_folders
 
 def test_workspaces_are_taken_without_a_trace(folder: Path) -> None:
     with parts_of(folder, FUSED) as (_, parts):
-        before = {name: parameter.detach().clone() for name, parameter in parts.actor.model.named_parameters()}
-        take_workspaces(parts.actor)
+        before = {name: parameter.detach().clone() for name, parameter in parts.worker.actor.model.named_parameters()}
+        take_workspaces(parts.worker.actor)
         assert all(
-            parameter.grad is None and torch.equal(parameter, before[name]) for name, parameter in parts.actor.model.named_parameters()
+            parameter.grad is None and torch.equal(parameter, before[name])
+            for name, parameter in parts.worker.actor.model.named_parameters()
         )
-        assert parts.ref
-        take_workspaces(parts.ref)  # has nothing to learn
+        assert parts.worker.roles["ref"]
+        take_workspaces(parts.worker.roles["ref"])  # has nothing to learn
 
 
 def test_the_measurement_of_memory(capsys: pytest.CaptureFixture[str]) -> None:

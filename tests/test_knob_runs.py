@@ -18,8 +18,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, LlamaConfig
 
-from fulltilt.cluster import local
-from fulltilt.cluster.local import Parts, assemble, find_mistakes
+from fulltilt.cluster import checks, loading
+from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.cluster.checks import find_mistakes
 from fulltilt.memory import offload
 from fulltilt.memory.activations import PAGE, OffloadedForward
 from fulltilt.memory.offload import OffloadSetting, absent
@@ -93,9 +94,9 @@ def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a CPU had a second memory; all else is what it is. Files are read into memory of its own, which can be given back: without a
     device to copy to, parameters would be the file's pages."""
     monkeypatch.setattr(offload, "why_not", lambda device: None)
-    monkeypatch.setattr(local, "why_not", lambda device: None)
-    monkeypatch.setattr(local.load, "load_model", in_own_memory(local.load.load_model))
-    monkeypatch.setattr(local, "load_scalar", in_own_memory(local.load_scalar))
+    monkeypatch.setattr(checks, "why_not", lambda device: None)
+    monkeypatch.setattr(loading.load, "load_model", in_own_memory(loading.load.load_model))
+    monkeypatch.setattr(loading, "load_scalar", in_own_memory(loading.load_scalar))
 
 
 def in_own_memory(load: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +195,7 @@ def test_sft_has_the_same_knobs(tmp_path: Path, model_folders: ModelFolders, nam
 
 
 @contextlib.contextmanager
-def parts_of(folder: Path, *options: str) -> Iterator[Parts]:
+def parts_of(folder: Path, *options: str) -> Iterator[RunParts]:
     config = runs.read_config(folder, *SHORT, *options)
     with contextlib.chdir(folder):
         parts = assemble(config)
@@ -224,16 +225,22 @@ def test_every_setting_reaches_its_role(folder: Path, offload_anyway: None) -> N
         "critic.recompute=selective", "critic.offload_activations=false", "critic.offload_optimizer=false", "critic.packing=true",
     )  # fmt: skip
     with parts_of(folder, *ROLES, *options) as parts:
-        assert parts.trainer and parts.critic_trainer and parts.critic and parts.ref and parts.reward_model
-        assert forwards(parts.actor.model) == [[OffloadedForward, UnitForward], [OffloadedForward]]
-        assert forwards(parts.critic.model.body) == [[UnitForward], []]
-        assert forwards(parts.ref.model) == forwards(parts.reward_model.role.model.body) == [[], []]
-        assert parts.trainer.optimizer.offload == OffloadSetting(optimizer=True, grads=True)
-        assert parts.critic_trainer.optimizer.offload == OffloadSetting(grads=True)
-        assert parts.actor.options == HeadOptions(fused=False, entropy_chunk=5, entropy_recompute=False)
-        assert parts.ref.options == HeadOptions(fused=False)
-        assert {role: sizing.packing for role, sizing in parts.update_sizes.items()} == {"actor": False, "critic": True}
-        assert {role: sizing.packing for role, sizing in parts.forward_sizes.items()} == {
+        assert (
+            parts.worker.trainers["actor"]
+            and parts.worker.trainers["critic"]
+            and parts.worker.roles["critic"]
+            and parts.worker.roles["ref"]
+            and parts.worker.roles["reward_model"]
+        )
+        assert forwards(parts.worker.actor.model) == [[OffloadedForward, UnitForward], [OffloadedForward]]
+        assert forwards(parts.worker.roles["critic"].model.body) == [[UnitForward], []]
+        assert forwards(parts.worker.roles["ref"].model) == forwards(parts.worker.roles["reward_model"].model.body) == [[], []]
+        assert parts.worker.trainers["actor"].optimizer.offload == OffloadSetting(optimizer=True, grads=True)
+        assert parts.worker.trainers["critic"].optimizer.offload == OffloadSetting(grads=True)
+        assert parts.worker.actor.options == HeadOptions(fused=False, entropy_chunk=5, entropy_recompute=False)
+        assert parts.worker.roles["ref"].options == HeadOptions(fused=False)
+        assert {role: sizing.packing for role, sizing in parts.worker.update_sizes.items()} == {"actor": False, "critic": True}
+        assert {role: sizing.packing for role, sizing in parts.worker.forward_sizes.items()} == {
             "actor": False, "ref": False, "critic": True, "reward_model": False,
         }  # fmt: skip
         (words,) = [text for text in parts.plan.words if text.startswith("actor: ")]
@@ -243,9 +250,9 @@ def test_every_setting_reaches_its_role(folder: Path, offload_anyway: None) -> N
 def test_who_does_not_work_is_away(folder: Path, offload_anyway: None) -> None:
     options = [f"{section}.offload_params=true" for section in ("train", "ref", "reward_model")]  # the critic's as in [train]
     with parts_of(folder, *ROLES, *options) as parts:
-        assert parts.critic and parts.ref and parts.reward_model and parts.engine
+        assert parts.worker.roles["critic"] and parts.worker.roles["ref"] and parts.worker.roles["reward_model"] and parts.worker.engine
         bodies: dict[str, Any] = {
-            "actor": parts.actor.model, "ref": parts.ref.model, "critic": parts.critic.model, "reward_model": parts.reward_model.role.model,
+            role: parts.worker.roles[role].model for role in ("actor", "ref", "critic", "reward_model")
         }  # fmt: skip
 
         def here() -> list[str]:
@@ -253,7 +260,7 @@ def test_who_does_not_work_is_away(folder: Path, offload_anyway: None) -> None:
 
         assert here() == ["actor"]
         for role in ("ref", "critic", "reward_model", "actor"):
-            parts.residents.need(role)
+            parts.worker.residents.need(role)
             assert here() == [role]
         parts.tensors()
         assert here() == ["actor", "critic"]
@@ -280,11 +287,14 @@ def test_memory_is_in_the_metrics(folder: Path, plain: Left) -> None:
 def test_pages_of_offloaded_activations_are_accounted_for(folder: Path, offload_anyway: None) -> None:
     """On the host beside a GPU; here, where there is but one memory, in it. Those of the actor and of the critic."""
     with parts_of(folder, *ROLES, "train.offload_activations=true") as parts:
-        assert parts.critic
-        pages = [model.base_model.layers[0].forward.offload.pages for model in (parts.actor.model, parts.critic.model.body)]
+        assert parts.worker.roles["critic"]
+        pages = [
+            model.base_model.layers[0].forward.offload.pages
+            for model in (parts.worker.actor.model, parts.worker.roles["critic"].model.body)
+        ]
         for wanted in pages:
             wanted.give(wanted.take(1))
-        assert parts.account.held().device["activations"] == sum(of_role.allocated_bytes for of_role in pages) == 2 * PAGE
+        assert parts.worker.account.held().device["activations"] == sum(of_role.allocated_bytes for of_role in pages) == 2 * PAGE
 
 
 def test_pads_of_all_passes_are_in_the_metrics(folder: Path, plain: Left) -> None:

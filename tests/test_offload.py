@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.cluster.local import Residents
+from fulltilt.cluster.worker import Residents
 from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.memory.offload import (

@@ -16,7 +16,7 @@ import torch
 
 from fulltilt import knobs
 from fulltilt.algo import presets
-from fulltilt.cluster import local
+from fulltilt.cluster import assembly, checks, sizes, worker
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.model.heads import HeadOptions
@@ -101,7 +101,7 @@ def test_on_cuda_every_setting_is_legal(on_cuda: World, monkeypatch: pytest.Monk
         for number, case in enumerate(proof.cases):
             if not (proof.refuses_off and number == 0):
                 config = on_cuda.config(case)
-                local.check_settings(config, presets.build(config), "cuda")
+                checks.refuse(checks.wrong_settings(config, presets.build(config), "cuda"))
                 assert config.run.device == "cuda" and config.model.dtype == ("float32" if case.base == "rollout" else "bfloat16")
 
 
@@ -152,7 +152,7 @@ def test_the_command_prints_one_document(tmp_path: Path) -> None:
 
 
 def test_the_command_fails_with_a_knob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "releases_memory", lambda config: True)
+    monkeypatch.setattr(worker, "releases_memory", lambda config: True)
     ended = runs.command_here(tmp_path, "prove", "rollout.release_memory", "--device", "cpu", "--quiet")
     assert ended.code == 1 and ended.error == ""
     for words in ("Rollout", "must change: bytes held by the engine during the update", "DOES NOT HOLD", "1 proof: 0 hold, 1 do not"):
@@ -217,19 +217,19 @@ def without(function: Callable[..., Any], **lost: Any) -> Callable[..., Any]:
 LOST: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "recompute": ("keep_less", lambda model, settings: None, "train.recompute", "sft"),
     "the head's options": ("head_options", lambda settings: HeadOptions(), "train.fused_head", "ref"),
-    "chunks of the entropy": ("head_options", without(local.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
-    "a fixed micro-batch": ("sizing", without(local.sizing, dynamic=True, token_budget=8192), "critic.micro_batch", "critic"),
-    "a budget": ("sizing", without(local.sizing, token_budget=8192), "actor.token_budget", "sft"),
-    "packing": ("sizing", without(local.sizing, packing=True), "train.packing", "sft"),
-    "sharing": ("limits", without(local.limits, prefix_sharing=True), "rollout.prefix_sharing", "rollout"),
-    "seats": ("limits", without(local.limits, max_seqs=32), "rollout.max_seqs", "rollout"),
+    "chunks of the entropy": ("head_options", without(assembly.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
+    "a fixed micro-batch": ("sizing", without(sizes.sizing, dynamic=True, token_budget=8192), "critic.micro_batch", "critic"),
+    "a budget": ("sizing", without(sizes.sizing, token_budget=8192), "actor.token_budget", "sft"),
+    "packing": ("sizing", without(sizes.sizing, packing=True), "train.packing", "sft"),
+    "sharing": ("limits", without(sizes.limits, prefix_sharing=True), "rollout.prefix_sharing", "rollout"),
+    "seats": ("limits", without(sizes.limits, max_seqs=32), "rollout.max_seqs", "rollout"),
 }
 
 
 @pytest.mark.parametrize("lost", LOST)
 def test_a_knob_that_is_lost_does_not_hold(small: World, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     name, broken, knob, role = LOST[lost]
-    monkeypatch.setattr(local, name, broken)
+    monkeypatch.setattr(sizes if name == "sizing" else assembly, name, broken)
     records = run.run(proofs_of(small, knob, role=role), small)
     assert records and all(record.holds is False for record in records), [record for record in records if record.holds]
     assert all(record.reason.startswith("it must change: ") and record.gradients_equal is not False for record in records)
@@ -261,7 +261,7 @@ def test_a_role_that_says_something_else_does_not_hold(small: World, monkeypatch
 
 
 def test_a_setting_that_a_cpu_must_refuse(small: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "refused_offloads", lambda config, algorithm, device: iter(()))
+    monkeypatch.setattr(checks, "refused_offloads", lambda config, algorithm, device: iter(()))
     (record,) = run.run(proofs_of(small, "train.offload_grads", role="sft"), small)
     assert (record.holds, record.reason) == (False, "a run on a CPU accepts it, although it can have no effect there")
 

@@ -20,7 +20,7 @@ from test_lora import settings, stir
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, PreTrainedModel, Qwen3Config
 
-from fulltilt.cluster.local import be_deterministic
+from fulltilt.cluster.assembly import be_deterministic
 from fulltilt.config import ModelConfig
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.memory.recompute import Forwards, Recompute, apply_recompute, expensive_operations

@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from fulltilt.algo.presets import PRESETS
-from fulltilt.cluster.local import assemble
+from fulltilt.cluster.assembly import assemble
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
 from fulltilt.model.lora import adapted
@@ -129,9 +129,9 @@ def watched(folder: Path, *overrides: str) -> Iterator[Watched]:
         store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)
         observed = replace(parts, algorithm=replace(parts.algorithm, advantage=advantage))
         seen = Watched(Run(config, observed, store, Progress(), silent(), open_loggers(config.log, Path("run"), {}, 0)), rows)
-        for trainer in filter(None, (parts.trainer, parts.critic_trainer)):
+        for trainer in parts.worker.trainers.values():
             count_pieces(trainer, seen.pieces.setdefault(trainer.role.name, []))
-        for role in filter(None, (parts.critic, parts.reward_model and parts.reward_model.role)):
+        for role in (role for name, role in parts.worker.roles.items() if name in ("critic", "reward_model")):
             count_passes(role, seen.passes)
         yield seen
 
@@ -235,7 +235,7 @@ def test_values_are_those_of_transformers_body_and_the_stored_head(folder: Path,
         told = np.concatenate([row.values[row.mask] for row in rows if row.values is not None])
         assert np.std(told) > 0.05
         assert line["critic/values/mean"] == pytest.approx(told.mean())
-        critic = seen.run.parts.critic
+        critic = seen.run.parts.worker.roles["critic"]
         assert critic and critic.model.config.hidden_size == 48
         assert not torch.equal(critic.model.score.weight, score)
         moved = [name for name, tensor in critic.model.body.state_dict().items() if not torch.equal(tensor, body.state_dict()[name])]
@@ -247,10 +247,10 @@ def test_values_of_the_next_step_are_those_of_what_was_learned(folder: Path) -> 
     with watched(folder, *PPO, *PLAIN_RATE) as seen:
         seen.run.rl_step(1)
         parts = seen.run.parts
-        assert parts.critic and parts.critic.model.body is not parts.actor.model
+        assert parts.worker.roles["critic"] and parts.worker.roles["critic"].model.body is not parts.worker.actor.model
         body = AutoModel.from_pretrained(folder / "model", attn_implementation="eager")
-        body.load_state_dict(parts.critic.model.body.state_dict())
-        score = parts.critic.model.score.weight.detach().clone()
+        body.load_state_dict(parts.worker.roles["critic"].model.body.state_dict())
+        score = parts.worker.roles["critic"].model.score.weight.detach().clone()
         line = seen.run.rl_step(2)
         assert_annotated(seen.rows[1], "values", values_of(body, score, seen.rows[1]))
         assert abs(line["critic/values/mean"]) > 1e-3
@@ -298,8 +298,8 @@ def critic_and_actor(folder: Path, *overrides: str) -> tuple[dict[str, torch.Ten
         for step in (1, 2):
             seen.run.rl_step(step)
         parts = seen.run.parts
-        assert parts.critic
-        roles = {"actor": parts.actor.model, "critic": parts.critic.model}
+        assert parts.worker.roles["critic"]
+        roles = {"actor": parts.worker.actor.model, "critic": parts.worker.roles["critic"].model}
         tensors = {f"{role}/{name}": tensor for role, model in roles.items() for name, tensor in model.state_dict().items()}
         return tensors, seen.pieces, seen.passes["critic"]
 
@@ -580,7 +580,7 @@ def test_an_empty_response_to_a_prompt_of_one_token(judged: Path, wider: Path) -
 def test_a_reward_model_learns_nothing_and_trains_the_actor(judged: Path, judge: Judge) -> None:
     with watched(judged, f"reward_model.path={judge.folder}") as seen:
         line = seen.run.rl_step(1)
-        held = seen.run.parts.reward_model
+        held = seen.run.parts.worker.roles["reward_model"]
         assert held and not any(parameter.requires_grad for parameter in held.role.model.parameters())
         assert line["actor/grad_norm"] > 0 and line["reward/groups_with_variance"] == 1
         assert all(torch.equal(tensor, judge.model.model.state_dict()[name]) for name, tensor in held.role.model.body.state_dict().items())
@@ -765,16 +765,16 @@ def lora_folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
 def test_only_adapters_are_trained(lora_folder: Path) -> None:
     with watched(lora_folder, *FAST) as seen:
         parts = seen.run.parts
-        before = {name: tensor.clone() for name, tensor in parts.actor.model.state_dict().items()}
+        before = {name: tensor.clone() for name, tensor in parts.worker.actor.model.state_dict().items()}
         for step in (1, 2):
             line = seen.run.rl_step(step)
             assert line["rollout_corr/logprob_abs_gap"] < 1e-5, "rollout and update do not run the same layers"
-        after = parts.actor.model.state_dict()
+        after = parts.worker.actor.model.state_dict()
         assert {name for name in before if not torch.equal(before[name], after[name])} == {name for name in before if ".lora_" in name}
         started = load_file(lora_folder / "model" / "model.safetensors")
         held = {name.replace(".base_layer", ""): tensor for name, tensor in after.items() if ".lora_" not in name}
         assert held.keys() == started.keys() and all(torch.equal(held[name], started[name]) for name in started)
-        assert all((layer.lora_B["default"].weight.abs() > 1e-3).any() for _, layer in adapted(parts.actor.model))
+        assert all((layer.lora_B["default"].weight.abs() > 1e-3).any() for _, layer in adapted(parts.worker.actor.model))
 
 
 def test_a_checkpoint_holds_adapters_and_nothing_of_the_base(adapters: dict[str, Path]) -> None:
@@ -803,7 +803,7 @@ def test_both_exports_are_the_trained_model(adapters: dict[str, Path]) -> None:
     with contextlib.chdir(adapters["adapter"]):
         found = CheckpointStore(Path("run") / "checkpoints", 2).latest()
         with contextlib.closing(assemble(config, found)) as parts:
-            own = parts.actor.model
+            own = parts.worker.actor.model
             ids = torch.arange(5, 45)
             with torch.no_grad():
                 expected = merged(ids[None]).logits
@@ -838,7 +838,7 @@ def test_the_reference_is_the_actor_without_adapters(lora_folder: Path) -> None:
     """Once the adapters have moved, it still says what the base model says; the actor does not, and has them again afterwards."""
     with watched(lora_folder, *FAST) as seen:
         parts = seen.run.parts
-        assert parts.ref and parts.ref.model is parts.actor.model
+        assert parts.worker.roles["ref"] and parts.worker.roles["ref"].model is parts.worker.actor.model
         base = models.reference(lora_folder / "model")
         for step in (1, 2):
             line = seen.run.rl_step(step)
@@ -874,11 +874,11 @@ def test_another_reference_beside_adapters(lora_folder: Path, tmp_path: Path) ->
 def test_a_critic_with_and_without_adapters(lora_folder: Path, of_critic: bool) -> None:
     with watched(lora_folder, *PPO, *FAST, f"lora.critic={str(of_critic).lower()}") as seen:
         parts = seen.run.parts
-        assert parts.critic
-        before = {name: tensor.clone() for name, tensor in parts.critic.model.state_dict().items()}
+        assert parts.worker.roles["critic"]
+        before = {name: tensor.clone() for name, tensor in parts.worker.roles["critic"].model.state_dict().items()}
         for step in (1, 2):
             seen.run.rl_step(step)
-        after = parts.critic.model.state_dict()
+        after = parts.worker.roles["critic"].model.state_dict()
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved == {name for name in before if not of_critic or ".lora_" in name or name == "score.weight"}
         assert any(".lora_" in name for name in after) == of_critic
@@ -891,9 +891,9 @@ def test_layers_by_their_full_names_are_adapted_in_actor_and_critic(lora_folder:
     names = ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
     with watched(lora_folder, *PPO, *FAST, f"lora.targets={json.dumps(names)}") as seen:
         parts = seen.run.parts
-        assert parts.critic
-        assert [name for name, _ in adapted(parts.actor.model)] == names
-        assert [name for name, _ in adapted(parts.critic.model.body)] == [name.removeprefix("model.") for name in names]
+        assert parts.worker.roles["critic"]
+        assert [name for name, _ in adapted(parts.worker.actor.model)] == names
+        assert [name for name, _ in adapted(parts.worker.roles["critic"].model.body)] == [name.removeprefix("model.") for name in names]
         assert seen.run.rl_step(1)["critic/grad_norm"] > 0
 
 

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulltilt.batching import pack
-from fulltilt.cluster.local import assemble
+from fulltilt.cluster.assembly import assemble
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import training_sampling
@@ -191,7 +191,7 @@ def test_a_failed_reward_scores_what_was_asked(folder: Path) -> None:
 def test_a_step_in_which_every_reward_fails_changes_no_parameter(folder: Path) -> None:
     said = runs.train(folder, *PLAIN, "run.steps=2", "reward.function=reward.py:always_fails").said
     assert said.count("16 of 16 reward calls failed") == 2
-    assert said.count("no sample of this step can be trained on: the actor's update is left out") == 2
+    assert said.count("no sample of this step can be trained on: the update of the actor is left out") == 2
     for line in runs.metrics(folder):
         assert line["actor/updates"] == 0
         assert line["reward/excluded"] == 16
@@ -340,8 +340,8 @@ def test_groups_enter_in_prompt_order(folder: Path) -> None:
     options = (*PLAIN, "run.steps=1", "data.shuffle=false", stop, "reward.function=reward.py:slow_first", "rollout.max_new_tokens=64")
     config = runs.read_config(folder, *options)
     with contextlib.chdir(folder), contextlib.closing(assemble(config)) as parts:
-        assert parts.engine is not None and isinstance(parts.train_data, PromptSet)
-        groups = parts.engine.generate(parts.train_data.prompts[:4], training_sampling(config), seed=int(sample_seed(7, 0, 1)))
+        assert parts.worker.engine is not None and isinstance(parts.train_data, PromptSet)
+        groups = parts.worker.engine.generate(parts.train_data.prompts[:4], training_sampling(config), seed=int(sample_seed(7, 0, 1)))
         finished = [group.prompt.uid for group in groups]
     assert finished != [0, 1, 2, 3], "they happened to be done in order: choose another seed"
     runs.train(folder, *options)

@@ -30,8 +30,9 @@ from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
 from fulltilt.algo import presets
-from fulltilt.cluster import local
-from fulltilt.cluster.local import Parts, assemble
+from fulltilt.cluster import assembly, sizes, worker
+from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.cluster.checks import refuse, wrong_settings
 from fulltilt.config import Config, keys
 from fulltilt.loop.experience import make_rows
 from fulltilt.loop.run import Progress, Run
@@ -43,6 +44,7 @@ from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import Kept
+from fulltilt.rollout.engine import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -97,7 +99,7 @@ def save_model(config: PreTrainedConfig, folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def parts_of(folder: Path, config: Config) -> Iterator[Parts]:
+def parts_of(folder: Path, config: Config) -> Iterator[RunParts]:
     with contextlib.chdir(folder):
         parts = assemble(config)
         try:
@@ -152,7 +154,7 @@ def test_end_tokens_of_the_generation_config_reach_the_engine(tmp_path: Path, mo
     assert not any(character in letters for row in rows for character in row["response"][:-1])
 
 
-def validation(folder: Path, parts: Parts, *overrides: str) -> float:
+def validation(folder: Path, parts: RunParts, *overrides: str) -> float:
     config = runs.read_config(folder, "reward.function=more.py:fingerprint", NO_REFERENCE, *overrides)
     with contextlib.chdir(folder):
         found = validate(config, parts, silent()).metrics
@@ -230,7 +232,7 @@ def test_no_remedy_is_refused_itself(folder: Path) -> None:
         config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": name}})
         config = config.model_copy(update={"train": config.train.model_copy(update={"entropy_recompute": False})})
         with pytest.raises(UserError) as caught:
-            local.check_settings(config, presets.build(config), "cpu")
+            refuse(wrong_settings(config, presets.build(config), "cpu"))
         assert str(caught.value).endswith(ends)
 
 
@@ -252,7 +254,7 @@ def test_a_template_that_no_prompt_goes_through_is_refused_and_evaluation_need_n
     asked = [{"role": "user", "content": "2+3?"}]
     runs.write_rows(folder / "train.jsonl", [{"prompt": asked, "ground_truth": "5"}] * 4)
     with parts_of(folder, runs.read_config(folder, *options)) as parts:
-        assert parts.reward_model
+        assert parts.worker.roles["reward_model"]
     assert "val/reward/mean" in evaluated(folder, *options)
 
 
@@ -307,7 +309,7 @@ def test_a_role_that_reads_other_text_in_the_same_tokens_is_refused(
     message = refused(folder, *READERS[role], f"{role}.path={other}")
     assert message.startswith(f"{role}.path: {other} has another tokenizer than model.path")
     with parts_of(folder, runs.read_config(folder, *READERS[role], f"{role}.path={model_folders('llama')}")) as parts:
-        assert parts.role(role).model.config.model_type == "llama"  # type: ignore[attr-defined]
+        assert parts.worker.roles[role].model.config.model_type == "llama"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # of the second, transformers makes up a tokenizer
@@ -317,7 +319,7 @@ def test_a_role_without_a_tokenizer_is_taken_to_read_the_actors_tokens(
     other = without_tokenizer(model_folders(family), tmp_path / "without")
     for role, options in READERS.items():
         with parts_of(folder, runs.read_config(folder, *options, f"{role}.path={other}")) as parts:
-            assert parts.role(role).model.config.model_type == family  # type: ignore[attr-defined]
+            assert parts.worker.roles[role].model.config.model_type == family  # type: ignore[attr-defined]
     assert refused(folder, NO_REFERENCE, f"model.path={other}").startswith("model.path: ")
 
 
@@ -371,8 +373,8 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
     """The tokenizer pads with its end token: a mask made by looking for padding would leave the sampled end out."""
     config = runs.read_config(folder, *ON_POLICY, "algorithm.samples_per_prompt=24", "run.save_rollouts=96")
     with parts_of(folder, config) as parts:
-        engine, trainer = parts.engine, parts.trainer
-        assert isinstance(engine, local.NativeEngine) and trainer and parts.tokenizer.pad_token_id == parts.tokenizer.eos_token_id == END
+        engine, trainer = parts.worker.engine, parts.worker.trainers["actor"]
+        assert isinstance(engine, NativeEngine) and trainer and engine.tokenizer.pad_token_id == engine.tokenizer.eos_token_id == END
         held: list[tuple[str, int]] = []
         batches: list[MiniBatch] = []
         really_release, really_accumulate = engine.release, trainer.accumulate
@@ -429,16 +431,16 @@ def test_a_gradient_that_is_not_finite_is_said_and_counted(folder: Path) -> None
 
 def test_the_plan_asks_the_head_itself_for_its_bytes(folder: Path) -> None:
     with parts_of(folder, runs.read_config(folder)) as parts:
-        facts = local.role_facts(parts.actor.model)
-        body = parts.actor.model.base_model
-    assert facts.head and local.role_facts(ScalarModel(body, torch.nn.Linear(facts.width, 1))).head is None
+        facts = sizes.role_facts(parts.worker.actor.model)
+        body = parts.worker.actor.model.base_model
+    assert facts.head and sizes.role_facts(ScalarModel(body, torch.nn.Linear(facts.width, 1))).head is None
     differing = ({}, {"fused": False}, {"entropy_chunk": 3}, {"entropy_recompute": False}, {"recompute": False})
     for options in (HeadOptions(**given) for given in differing):
         keys = {"fused_head": options.fused, "entropy_chunk": options.entropy_chunk, "entropy_recompute": options.entropy_recompute}
         keys |= {"head_recompute": options.recompute}
         for entropy in ("gradient", "value"):
-            sizes = {"dtype": torch.float32, "device": "cpu", "entropy": entropy}
-            expected = head_bytes(50, models.VOCABULARY, facts.width, options, **sizes).peak  # type: ignore[arg-type]
+            given = {"dtype": torch.float32, "device": "cpu", "entropy": entropy}
+            expected = head_bytes(50, models.VOCABULARY, facts.width, options, **given).peak  # type: ignore[arg-type]
             assert facts.head(50, keys, entropy == "gradient") == expected
 
 
@@ -456,7 +458,7 @@ def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch
             runs.train(folder, *ONE, "algorithm.minibatches_per_step=2", "run.steps=2")
         assert caught.value.__cause__ is not None and caught.value.__cause__.__traceback__ is None  # its frames hold what filled it
     with monkeypatch.context() as patched:
-        patched.setattr(local, "make_roles", out_of_memory)
+        patched.setattr(assembly, "make_roles", out_of_memory)
         with pytest.raises(UserError, match=r"^out of memory in set-up: .* Set train\.offload_optimizer = true"):
             runs.train(folder, *ONE, "run.dir=other")
         assert not (folder / "other").exists()
@@ -468,7 +470,7 @@ def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch
 
 def test_a_full_device_names_the_keys_of_its_phase() -> None:
     for phase in TIMING_NAMES:
-        with pytest.raises(UserError, match=rf"^out of memory in {phase}: CUDA out of memory") as caught, local.enough_memory(phase):
+        with pytest.raises(UserError, match=rf"^out of memory in {phase}: CUDA out of memory") as caught, worker.enough_memory(phase):
             out_of_memory()
         named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", str(caught.value))
         assert named and set(named) <= keys().keys(), phase
@@ -484,7 +486,7 @@ def test_a_resumed_run_keeps_its_budgets_on_a_fuller_machine(folder: Path, tmp_p
     kept = runs.state(runs.checkpoints(folder)[1])["budgets"]
     killed = runs.copy(folder, tmp_path / "killed")
     shutil.rmtree(killed / "run" / "checkpoints")
-    monkeypatch.setattr(local, "free_bytes", lambda device: 400_000)
+    monkeypatch.setattr(sizes, "free_bytes", lambda device: 400_000)
     assert "going on from step 1" in runs.train(folder, *ONE, "run.steps=2").said
     assert runs.state(runs.checkpoints(folder)[2])["budgets"] == kept
     assert "going on" not in runs.train(killed, *ONE).said

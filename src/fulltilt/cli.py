@@ -156,7 +156,7 @@ def train(
     """Train as RUN.toml says. A run that was stopped or killed goes on from its last checkpoint: give the same command again."""
     config = read_config(run, overrides, logged=True)
     if check:
-        from fulltilt.cluster.local import find_mistakes
+        from fulltilt.cluster.checks import find_mistakes
         from fulltilt.config import report
 
         if mistakes := find_mistakes(config):

@@ -94,6 +94,11 @@ class Row:
     def tokens(self) -> int:
         return len(self.ids)
 
+    @property
+    def trained(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.mask.sum())
+
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 
 from fulltilt.bench import shapes
 from fulltilt.bench.workload import Requests
-from fulltilt.cluster.local import THREADS
+from fulltilt.cluster.sizes import THREADS
 from fulltilt.loop.opening import what_stays
 
 PAD = 0

@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 
+from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, scatter
 from fulltilt.bench import shapes
 from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.bench.roofline import StepCost
 from fulltilt.bench.workload import Requests
-from fulltilt.cluster.local import Fusing, find_facts, limits
+from fulltilt.cluster.assembly import make_worker
+from fulltilt.cluster.checks import TextFacts
+from fulltilt.cluster.loading import Fusing, Models
 from fulltilt.config import AlgorithmConfig, Config, DataConfig, ModelConfig, RolloutConfig, RunConfig
 from fulltilt.loop.opening import what_stays
 from fulltilt.model.verify import verify
-from fulltilt.plan import make_plan
 from fulltilt.records import Group, Row, UserError
 from fulltilt.rollout.decode import BURST, DecodeRow
 from fulltilt.rollout.engine import NativeEngine
@@ -47,6 +49,9 @@ class NoText:
         return ""
 
 
+NO_TEXT: Any = NoText()
+
+
 class Native:
     def __init__(self, source: shapes.Source, device: torch.device, requests: Requests, kv_bytes: int | None) -> None:
         self.device, self.requests = device, requests
@@ -57,11 +62,10 @@ class Native:
         self._check_kv_bytes(kv_bytes)
         self.fusing = Fusing(self.config, device)
         self.fusing.fuse("actor", self.model)
-        facts = find_facts(self.config, device, self.model, self.layers, requests.longest_prompt, 1, self.fusing)
-        self.budgets = make_plan(self.config, facts, rollout=True).budgets
-        self.limits = limits(self.config, self.budgets, device, requests.longest_prompt)
-        tokenizer: Any = NoText()
-        self.engine = NativeEngine(self.model, tokenizer, frozenset(), self.layers, self.limits)
+        models, texts = Models({"actor": self.model}, self.layers), TextFacts(NO_TEXT, frozenset(), requests.longest_prompt, 1)
+        worker, _ = make_worker(self.config, build(self.config), device, models, texts, self.fusing, ())
+        assert isinstance(worker.engine, NativeEngine)
+        self.budgets, self.engine, self.limits = worker.plan.budgets, worker.engine, worker.engine.limits
         self.sampling = Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
         self.groups: tuple[Group, ...] = ()  # of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far

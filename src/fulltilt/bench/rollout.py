@@ -26,7 +26,7 @@ from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.native import Native
 from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.workload import WORKLOADS, Requests
-from fulltilt.cluster.local import free_bytes
+from fulltilt.cluster.sizes import free_bytes
 from fulltilt.plan import KV_SHARE, many
 from fulltilt.records import UserError
 

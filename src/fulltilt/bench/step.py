@@ -35,7 +35,7 @@ from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.rollout import DTYPES, choose_device, let_go
 from fulltilt.bench.trl import WARM_UP, Steps
 from fulltilt.bench.workload import Even, Requests, Workload, make_requests
-from fulltilt.cluster.local import Parts, assemble
+from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.config import Config
 from fulltilt.loop.opening import what_stays
 from fulltilt.loop.run import Progress, Run
@@ -297,7 +297,7 @@ def measure_ours(job: Job, config: Config, say: Say) -> Steps:
                 torch.cuda.reset_peak_memory_stats(job.device)
             made = [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
         # From the account, which resets torch's own peaks at every phase.
-        allocated, reserved = parts.account.peak_bytes, parts.account.peak_reserved_bytes
+        allocated, reserved = parts.worker.account.peak_bytes, parts.worker.account.peak_reserved_bytes
         in_use = trl.peak_in_use(reserved) if reserved is not None else None
         decoder, plan = engine.decoder, list(parts.plan.words)
         details = {"plan": plan, "captures": decoder.captures, "eager_reason": decoder.eager_reason}
@@ -306,14 +306,15 @@ def measure_ours(job: Job, config: Config, say: Say) -> Steps:
         parts.close()
 
 
-def force_lengths(job: Job, parts: Parts) -> NativeEngine:
+def force_lengths(job: Job, parts: RunParts) -> NativeEngine:
     """Every response gets its number of tokens, whatever they are; the scheduler learns it when it is reached."""
-    assert isinstance(parts.engine, NativeEngine)
+    engine = parts.worker.engine
+    assert isinstance(engine, NativeEngine)
     lengths = {
         (uid, index): job.new_tokens for uid in range(len(job.requests) * job.workload.prompts) for index in range(job.workload.samples)
     }
-    parts.engine.generate = partial(parts.engine.generate, lengths=lengths)  # type: ignore[method-assign]
-    return parts.engine
+    engine.generate = partial(engine.generate, lengths=lengths)  # type: ignore[method-assign]
+    return engine
 
 
 @dataclass(frozen=True)

@@ -25,26 +25,18 @@ from fulltilt.algo.presets import build
 from fulltilt.batching.pack import minibatch
 from fulltilt.bench import flops, report, rollout, roofline, shapes
 from fulltilt.bench.device import kernels_of, synchronize
+from fulltilt.bench.native import NO_TEXT
 from fulltilt.bench.workload import Requests
-from fulltilt.cluster.local import (
-    Fusing,
-    Models,
-    check_settings,
-    find_facts,
-    find_room,
-    make_account,
-    make_roles,
-    take_workspaces,
-    update_sizes,
-)
+from fulltilt.cluster.assembly import make_worker
+from fulltilt.cluster.checks import TextFacts, wrong_settings
+from fulltilt.cluster.loading import Fusing, Models
 from fulltilt.config import Config
 from fulltilt.loop.opening import what_stays
 from fulltilt.memory.account import Reading
 from fulltilt.model.verify import verify
-from fulltilt.plan import in_bytes, make_plan, many, settle
+from fulltilt.plan import in_bytes, many
 from fulltilt.records import MiniBatch, Row, UserError
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.train.trainer import Trainer
 
 PHASE = "update-actor"
 PROFILED = 2  # micro-batches whose kernels are timed one by one: the largest
@@ -145,10 +137,7 @@ def run_config(asked: rollout.Job, knobs: Mapping[str, Any]) -> Config:
         raise UserError("\n".join(wrong_values(invalid, knobs))) from invalid
     given = {KEYS[option] for option in knobs}
     mistakes = [text for rule in configuration.RULES if given & set(rule.keys) for text in rule.check(config)]
-    try:
-        check_settings(config, build(config), asked.device.type)
-    except UserError as error:
-        mistakes.append(str(error))
+    mistakes += wrong_settings(config, build(config), asked.device.type)
     if mistakes:
         raise UserError("\n".join(in_words_of_options(text) for text in mistakes))
     return config
@@ -182,21 +171,15 @@ class Update:
         self.shapes = verify(self.model)
         self.size = model_size(self.model, self.shapes)
         fusing.fuse("actor", self.model)
-        models = Models(self.model, self.shapes, critic=None, ref=None, reward_model=None)
-        settled = settle(config, find_room(self.device, models, longest))
-        self.settings = settled.roles["actor"]
-        self.settled = [text for text in settled.words if text.startswith("actor:")]
-        roles = make_roles(config, algorithm, models, settled.roles, 1, training=True)
-        if self.device.type == "cuda":
-            take_workspaces(roles.actor)
-        facts = find_facts(config, self.device, self.model, self.shapes, longest, 1, fusing)
-        self.plan = make_plan(config, replace(facts, settings=settled.words, auto_budgets=settled.auto_budgets), rollout=False)
-        torch.set_num_threads(self.plan.budgets.threads)
-        self.trainer = Trainer(roles.actor, algorithm.loss)
-        self.account = make_account(self.device, models, roles, engine=None)
+        models, texts = Models({"actor": self.model}, self.shapes), TextFacts(NO_TEXT, frozenset(), longest, 1)
+        unsampled = replace(algorithm, needs=algorithm.needs - {"rollout"})  # its rows are given: no engine takes memory
+        worker, _ = make_worker(config, unsampled, self.device, models, texts, fusing, ("actor",))
+        self.settings, self.plan = worker.settings["actor"], worker.plan
+        self.settled = [text for text in self.plan.words if text.startswith("actor:")]
+        self.trainer, self.account = worker.trainers["actor"], worker.account
         self.layers = fusing.words()
         begin = time.perf_counter()
-        self.batch = minibatch(rows, algorithm.aggregation, algorithm.length_norm, update_sizes(config, self.plan.budgets)["actor"])
+        self.batch = minibatch(rows, algorithm.aggregation, algorithm.length_norm, worker.update_sizes["actor"])
         self.batching_seconds = time.perf_counter() - begin
 
     def run(self) -> Pass:

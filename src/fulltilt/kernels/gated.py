@@ -135,23 +135,3 @@ class _Gated(torch.autograd.Function):
                 row_stride(of_up), GELU=ctx.activation == "gelu_tanh", BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
         return gradients[0], gradients[1] if len(gradients) == 2 else None, None
-
-
-def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """Device time of a call, replayed from a graph over copies that together exceed the L2 cache where that is feasible; `torch_us` is the
-    reference's. `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, width in {"0.5B": 4864, "1.5B": 8960, "7B": 18944}.items():
-        for tokens in (1, 64, 512, 1024):
-            count = tokens * width * dtype.itemsize * 3
-            copies = min(64, max(2, 200 * 2**20 // count))
-            inputs = [torch.randn(tokens, 2 * width, device=device, dtype=dtype) for _ in range(copies)]
-            times = [
-                triton.testing.do_bench_cudagraph(lambda op=op, inputs=inputs: [op(x) for x in inputs]) * 1e3 / copies
-                for op in (gated, gated_reference)
-            ]
-            found.append(
-                {"op": "gated", "shape": shape, "tokens": tokens, "us": times[0], "torch_us": times[1], "bytes": count,
-                 "fraction": count / (times[0] * 1e-6) / 4.3e12}
-            )  # fmt: skip
-    return found

@@ -22,16 +22,13 @@ Blocks of the table must cover each length, and every block number in use must l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import numpy as np
 import torch
 
-from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+from fulltilt.kernels.dispatch import jit, runs_triton, tl
 from fulltilt.kernels.rotary import rotary_reference
 
 CHECK_BASES = False  # compare base and cache on CUDA too, which waits for the device; on CPU they are always compared
@@ -465,121 +462,3 @@ def padded(number: int) -> int:
 def warps_for(numbers: int) -> int:
     """One to eight warps, so that each thread moves about eight numbers of two bytes."""
     return max(1, min(8, power_of_two(numbers) // 256))
-
-
-BANDWIDTH = 4.3e12  # bytes/s of a large copy on an H200
-SHAPES = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}  # Qwen2.5: heads, key heads, width
-BATCHES = (1, 8, 32, 128, 512, 1024)
-CONTEXTS = (500, 2000, 8000)
-LAYERS = 24  # a graph visits as many caches as a model has layers, so that the second-level cache helps no more than it does in a model
-
-
-def bench(device: str | torch.device = "cuda", *, sweep: bool = False, tight: bool = True) -> dict[str, dict[str, Any]]:
-    """Microseconds, bytes and share of the H200's bandwidth of each op at each shape, bfloat16, inside CUDA graphs.
-
-    `tight`: the host knows the longest context; otherwise the bound is 9,216 whatever the contexts are. `sweep`: each shape under other
-    launches too, with the best named. "mixed" has lognormal lengths up to 8,192, as at the end of a long rollout.
-    """
-    device = torch.device(device)
-    pool = torch.empty(min(32 << 30, torch.cuda.mem_get_info(device)[0] // 2) // 2, dtype=torch.bfloat16, device=device).normal_()
-    results: dict[str, dict[str, Any]] = {}
-    for model, shape in SHAPES.items():
-        for batch in BATCHES:
-            results[f"{model} rotate_and_write tokens={batch}"] = bench_write(pool, shape, batch)
-            mixed = torch.distributions.LogNormal(7.0, 0.9).sample((batch,)).clamp(100, 8192).int().to(device)
-            for name, lengths in [*((str(context), torch.full_like(mixed, context)) for context in CONTEXTS), ("mixed", mixed)]:
-                longest = int(lengths.max()) if tight else 9216
-                measured = bench_attention(pool, shape, lengths, longest, sweep)
-                if measured is not None:
-                    results[f"{model} attention batch={batch} context={name}"] = measured
-    return results
-
-
-def bench_attention(
-    pool: torch.Tensor, shape: tuple[int, int, int], lengths: torch.Tensor, longest: int, sweep: bool
-) -> dict[str, Any] | None:
-    heads, key_heads, width = shape
-    batch, device = len(lengths), pool.device
-    columns, most = -(-longest // 16), -(-int(lengths.max()) // 16)
-    numbers = batch * most * 16 * key_heads * width  # of one cache
-    layers = min(LAYERS, len(pool) // (2 * numbers))
-    if layers == 0:
-        return None
-    caches = pool[: layers * 2 * numbers].view(layers, 2, -1, key_heads, width)
-    bases = torch.tensor([[states.data_ptr() for states in layer] for layer in caches], dtype=torch.int64, device=device)
-    table = torch.zeros(batch, columns, dtype=torch.int32, device=device)
-    table[:, :most] = torch.randperm(batch * most, device=device).view(batch, most)
-    q = torch.randn(batch, heads, width, dtype=pool.dtype, device=device)
-    out = torch.empty_like(q)
-    chosen = launch_for(batch, key_heads, width, 2, longest, processors_of(device))
-
-    def calls(launch: Launch) -> Iterator[Callable[[], Any]]:
-        workspace = torch.empty(batch * heads * launch.splits * (width + 1), device=device)
-        for (keys, values), base in zip(caches, bases, strict=True):
-            yield partial(
-                paged_attention, q, keys, values, base[:1], base[1:], table, lengths,
-                scale=width**-0.5, longest=longest, out=out, workspace=workspace, launch=launch,
-            )  # fmt: skip
-
-    moved = int(lengths.sum()) * 2 * key_heads * width * 2 + 2 * q.nbytes + (int(lengths.sum()) // 16) * 4
-    found = figures(microseconds(list(calls(chosen))), moved) | {"launch": str(chosen), "layers": layers}
-    if sweep:
-        times = {}
-        for launch in other_launches(chosen):
-            with suppress(triton.runtime.errors.OutOfResources):
-                times[str(launch)] = microseconds(list(calls(launch)))
-        best = min(times, key=lambda name: times[name])
-        found |= {"best": best, "best_microseconds": times[best], "sweep": times}
-    return found
-
-
-def bench_write(pool: torch.Tensor, shape: tuple[int, int, int], tokens: int) -> dict[str, Any]:
-    heads, key_heads, width = shape
-    caches = pool[: LAYERS * 2 * 16 * tokens * key_heads * width].view(LAYERS, 2, -1, key_heads, width)
-    bases = torch.tensor([[states.data_ptr() for states in layer] for layer in caches], dtype=torch.int64, device=pool.device)
-    slots = torch.randperm(16 * tokens, device=pool.device)[:tokens]
-    fused = torch.randn(tokens, heads + 2 * key_heads, width, dtype=pool.dtype, device=pool.device)
-    q, k, v = fused.split((heads, key_heads, key_heads), dim=1)
-    cos, sin = torch.randn(2, tokens, width, dtype=pool.dtype, device=pool.device).unbind()
-    out = torch.empty_like(q)
-    calls = [
-        partial(rotate_and_write, q, k, v, cos, sin, keys, values, base[:1], base[1:], slots, out=out)
-        for (keys, values), base in zip(caches, bases, strict=True)
-    ]
-    return figures(microseconds(calls), 2 * fused.nbytes + 2 * cos.nbytes)
-
-
-def other_launches(chosen: Launch) -> list[Launch]:
-    splits = {(chosen.splits, chosen.fewest)} | {(count, 128 if count > 4 else LONG) for count in (1, 2, 4, 8, 16, 32, 64)}
-    tiles = [(tile, warps, stages) for tile in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
-    return [
-        Launch(count, fewest, tile, chosen.whole, warps=warps, stages=stages)
-        for count, fewest in sorted(splits)
-        for tile, warps, stages in (tiles if count == chosen.splits else [(chosen.tile, chosen.warps, chosen.stages)])
-    ]
-
-
-def figures(time: float, moved: int) -> dict[str, Any]:
-    return {"microseconds": time, "bytes": moved, "fraction": moved / BANDWIDTH / (time * 1e-6)}
-
-
-def microseconds(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
-    """Of one call, when all are run one after another in a CUDA graph. The second-level cache is emptied before each round."""
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    rounds = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()  # long enough for the host to queue the graph behind it: its launch is not measured
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        rounds.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(rounds)[len(rounds) // 2]

@@ -172,31 +172,3 @@ class _RmsNorm(torch.autograd.Function):
         of_weight = None if partial is None else partial.sum(0).to(weight.dtype)
         of_residual = of_x if ctx.needs_input_grad[2] else None
         return of_x, of_weight, of_residual, None
-
-
-def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """Device time of a call, replayed from a graph over copies that together exceed the L2 cache where that is feasible; `torch_us` is the
-    reference's. `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, width in {"0.5B": 896, "1.5B": 1536, "7B": 3584}.items():
-        weight = torch.randn(width, device=device, dtype=dtype)
-        for tokens in (1, 64, 512, 1024):
-            for residual in (False, True):
-                count = tokens * width * dtype.itemsize * (4 if residual else 2) + width * dtype.itemsize
-                copies = min(64, max(2, 200 * 2**20 // count))
-                inputs = [torch.randn(2, tokens, width, device=device, dtype=dtype).unbind() for _ in range(copies)]
-                times = [
-                    triton.testing.do_bench_cudagraph(
-                        lambda op=op, inputs=inputs, residual=residual, weight=weight: [
-                            op(x, weight, 1e-6, other if residual else None) for x, other in inputs
-                        ]
-                    )
-                    * 1e3
-                    / copies
-                    for op in (rms_norm, rms_norm_reference)
-                ]
-                found.append(
-                    {"op": "add_rms_norm" if residual else "rms_norm", "shape": shape, "tokens": tokens, "us": times[0],
-                     "torch_us": times[1], "bytes": count, "fraction": count / (times[0] * 1e-6) / 4.3e12}
-                )  # fmt: skip
-    return found

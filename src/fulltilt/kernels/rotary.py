@@ -114,28 +114,3 @@ class _Rotary(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         of_q, of_k = (states if states.stride(-1) == 1 else states.contiguous() for states in (of_q, of_k))
         return *rotate(of_q, of_k, cos, sin, backward=True), None, None
-
-
-def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """Device time of a call on views of a fused projection, replayed from a graph over copies that together exceed the L2 cache where that
-    is feasible; `torch_us` is the reference's. `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, (heads, key_heads, width) in {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}.items():
-        for tokens in (1, 64, 512, 1024):
-            count = tokens * width * dtype.itemsize * (2 * (heads + key_heads) + 2)
-            copies = min(64, max(2, 200 * 2**20 // count))
-            angles = torch.randn(tokens, width, device=device)
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-            whole = [torch.randn(tokens, heads + 2 * key_heads, width, device=device, dtype=dtype) for _ in range(copies)]
-            inputs = [(qkv[:, :heads], qkv[:, heads : heads + key_heads]) for qkv in whole]
-            times = [
-                triton.testing.do_bench_cudagraph(lambda op=op, inputs=inputs, cos=cos, sin=sin: [op(q, k, cos, sin) for q, k in inputs])
-                * 1e3
-                / copies
-                for op in (rotary, rotary_reference)
-            ]
-            found.append(
-                {"op": "rotary", "shape": shape, "tokens": tokens, "us": times[0], "torch_us": times[1], "bytes": count,
-                 "fraction": count / (times[0] * 1e-6) / 4.3e12}
-            )  # fmt: skip
-    return found

@@ -29,13 +29,8 @@ also need the mass of the k likeliest entries; it is searched in the blocks that
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -751,67 +746,3 @@ def _finish_kernel(
     tl.store(lengths + slot, length + 1, mask=run)
     tl.store(positions + slot, position + 1, mask=run)
     tl.store(states + slot, tl.where(stopped != 0, STOPPED, tl.where(length + 1 >= limit, FULL, RUNNING)), mask=run)
-
-
-# -- how fast -------------------------------------------------------------------------------------------------------------------------
-
-
-def bench(
-    device: str | torch.device = "cuda", vocabulary: int = 151936, batches: tuple[int, ...] = (1, 32, 256, 512, 1024)
-) -> dict[str, dict[str, float]]:
-    """Microseconds of `sample` and `finish` as a captured graph replays them, bytes of logits that must be read, and the fraction of
-    4.3 TB/s that this is. Flat logits (spread 1) are the worst case of top-k and top-p, in which every block is read again."""
-    device = torch.device(device)
-    results: dict[str, dict[str, float]] = {}
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {}, "greedy": {"temperature": 0.0}, "top_p=0.95": {"top_p": 0.95}, "top_k=50": {"top_k": 50},
-        "top_k=20,top_p=0.8": {"top_k": 20, "top_p": 0.8},
-    }  # fmt: skip
-    for rows in batches:
-        seeds = torch.randint(-(2**62), 2**62, (rows,), device=device)
-        positions = torch.arange(rows, device=device, dtype=torch.int32)
-        space = Workspace.make(rows, vocabulary, device)
-        out = (torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device))
-        for dtype, spread in itertools.product((torch.bfloat16, torch.float32), (1.0, 4.0)):
-            size = rows * vocabulary * dtype.itemsize
-            count = max(2, min(64, 2**28 // size))  # enough copies that none is left in the L2 cache when its turn comes again
-            copies = [torch.randn(rows, vocabulary, device=device).mul_(spread).to(dtype) for _ in range(count)]
-            for name, options in cases.items():
-                calls = [partial(sample, copy, seeds, positions, workspace=space, out=out, **options) for copy in copies]
-                seconds = _seconds(calls, device)
-                result = {"us": seconds * 1e6, "bytes": size, "fraction": size / seconds / 4.3e12}
-                if "top" in name and device.type == "cuda":
-                    result["reads"] = 1 + float(space.reads.float().mean()) / space.maxima.shape[1]
-                results[f"{name} B={rows} {str(dtype).removeprefix('torch.')} spread={spread:g}"] = result
-        progress = DecodeProgress.make(rows, 64, device)
-        progress.states.fill_(RUNNING)
-        progress.limits.fill_(1 << 30)
-        ends = torch.tensor([vocabulary + 1, vocabulary + 2], device=device)
-        seconds = _seconds([partial(finish, out[0], out[1], ends, progress)] * 16, device)
-        results[f"finish B={rows}"] = {"us": seconds * 1e6, "bytes": rows * 72, "fraction": rows * 72 / seconds / 4.3e12}
-    return results
-
-
-def _seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 10) -> float:
-    """Median time of a call; on a GPU, inside a graph of all of them."""
-    times: list[float] = []
-    calls[0]()
-    if device.type == "cpu":
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
-    return statistics.median(times)

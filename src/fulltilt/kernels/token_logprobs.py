@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -368,46 +367,3 @@ def _gradient_kernel(
         of_target = tl.load(of_logprobs + row)
         gradient += of_target * (tl.where(column == tl.load(targets + row), 1.0, 0.0) - p)
     tl.store(out + row * out_stride + column, (gradient * slope).to(out.dtype.element_ty), mask=inside)
-
-
-def bench(tokens: int = 16_384, vocabulary: int = 151_936, rows: Rows = Rows(1536, 512, 2176)) -> list[dict[str, Any]]:  # noqa: B008
-    """Milliseconds of the op in bfloat16 on CUDA, at widths of Qwen2.5; `tflops` counts one product forward and two backward, none again.
-    For the two kernels, `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, width in {"0.5B": 896, "1.5B": 1536, "7B": 3584}.items():
-        hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
-        weight = torch.nn.Parameter((torch.randn(vocabulary, width, device="cuda") * 3 / width**0.5).bfloat16())
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-        targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
-        modes: tuple[tuple[Entropy, bool], ...] = (("none", False), ("value", False), ("gradient", False), ("gradient", True))
-        for entropy, keep in modes:
-            run = partial(run_once, hidden, weight, targets, Call(1.0, 1.0, None, rows, entropy, keep))
-            for op, products in (("forward", 1), ("forward and backward", 3)):
-                ms = triton.testing.do_bench(torch.no_grad()(run) if products == 1 else run)
-                tflops = 2 * products * tokens * vocabulary * width / ms / 1e9
-                found.append({"op": op, "shape": shape, "entropy": entropy, "keep": keep, "ms": ms, "tflops": tflops})
-    return found + bench_kernels(vocabulary, rows)
-
-
-def run_once(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: Call) -> None:
-    """Backward too, where gradients are on."""
-    results = token_logprobs(hidden, weight, None, targets, call)
-    learns = [result for result in results if result is not None and result.requires_grad]
-    if learns:
-        torch.autograd.backward(learns, [torch.ones_like(result) for result in learns])
-
-
-def bench_kernels(vocabulary: int, rows: Rows) -> list[dict[str, Any]]:
-    logits = torch.randn(rows.forward, vocabulary, device="cuda")
-    targets = torch.randint(0, vocabulary, (rows.forward,), device="cuda")
-    logprobs, normaliser, entropy = torch.zeros(3, rows.forward, device="cuda").unbind()
-    out = torch.empty(rows.logits, vocabulary, device="cuda", dtype=torch.bfloat16)
-    call, some = Call(1.0, 1.0, None, rows), slice(rows.logits)
-    tokens = Tokens(targets, normaliser, entropy, logprobs, logprobs)[some]
-    runs: dict[str, tuple[int, Any]] = {
-        "read": (4 * logits.numel(), lambda: read(logits, targets, call, logprobs, normaliser, None)),
-        "read, entropy": (4 * logits.numel(), lambda: read(logits, targets, call, logprobs, normaliser, entropy)),
-        "gradient": (6 * out.numel(), lambda: turn(logits[some], tokens, call, out)),
-    }
-    times = {name: triton.testing.do_bench(run) for name, (_, run) in runs.items()}
-    return [{"op": name, "ms": times[name], "fraction": count / times[name] / 4.3e9} for name, (count, _) in runs.items()]

@@ -6,7 +6,6 @@ are in prompt order and rows in the order of groups; what the reward model says 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,16 +13,15 @@ from typing import Any
 import numpy as np
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.batching.pack import forward_micro_batches, scatter
-from fulltilt.cluster.local import Parts
+from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.worker import Generated, WorkProgress
 from fulltilt.config import Config
 from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
-from fulltilt.rollout.collect import Kept, collect
+from fulltilt.rollout.collect import Kept
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.train.roles import annotate_all
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -54,15 +52,14 @@ def greedy_sampling(config: Config) -> Sampling:
     return replace(training_sampling(config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
 
 
-def sample_groups(parts: Parts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
+def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generated:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
-    assert parts.engine and parts.reward
-    parts.residents.need("actor")
-    groups = collect(parts.engine, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
-    parts.account.look()  # while the KV cache is there
-    if parts.release_memory:
-        parts.engine.release()
-    return groups
+    assert parts.reward
+    return parts.worker.generate(prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
+
+
+def show_progress(console: Console, progress: WorkProgress) -> None:
+    console.phase_progress(progress.done, progress.total)
 
 
 def hand_to(reward: RewardPool, console: Console, total: int) -> Callable[[Group], None]:
@@ -79,37 +76,22 @@ def hand_to(reward: RewardPool, console: Console, total: int) -> Callable[[Group
 
 
 def score_groups(
-    parts: Parts, console: Console, config: Config, groups: Sequence[Group], pads: Counter[str] | None = None
+    parts: RunParts, console: Console, config: Config, groups: Sequence[Group], judge: Callable[[Sequence[Row]], list[Row]]
 ) -> list[list[Score]]:
-    """The scores of groups that `sample_groups` gave, in their order. `pads`: as for `annotate`."""
+    """The scores of groups that `sample_groups` gave, in their order. `judge` gives rows the reward model's values."""
     assert parts.reward
     scores = parts.reward.collect(groups)
-    if parts.reward_model is None:
+    if parts.encoder is None:
         return scores
     judged = [group for group in groups if model_weight(group, config.reward) is not None]
-    written = parts.reward_model.encoder.rows(judged)
+    written = parts.encoder.rows(judged)
     readable = [row for row in written if isinstance(row, Row)]
     if unread := [row for row in written if isinstance(row, str)]:
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
-    rows = annotate(readable, parts, "reward_model", "values", console, pads)
-    found = iter(float(row.values[-1]) for row in rows if row.values is not None)
+    found = iter(float(row.values[-1]) for row in judge(readable) if row.values is not None)
     numbers = iter([row if isinstance(row, str) else next(found) for row in written])
     of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
     return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
-
-
-def annotate(rows: list[Row], parts: Parts, name: str, field: str, console: Console, pads: Counter[str] | None = None) -> list[Row]:
-    """The rows with what the role says of each trained token, as `field`. `pads`: where those that it computed are added, by role."""
-    role, micro_batches = parts.role(name), forward_micro_batches(rows, parts.forward_sizes[name])
-    parts.residents.need(parts.owner(name))
-    found = []
-    with parts.account.passes(role.head_bytes(micro_batches, learns=False)):
-        for numbers in annotate_all(role, micro_batches):
-            found.append(numbers)
-            console.phase_progress(len(found), len(micro_batches))
-    if pads is not None:
-        pads[name] += sum(micro.pad_tokens for micro in micro_batches)
-    return scatter(rows, micro_batches, found, field)
 
 
 def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray:

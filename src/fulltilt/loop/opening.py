@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt import config as configuration
-from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, assemble, enough_memory
+from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
+from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
@@ -51,13 +52,13 @@ def train(config: Config, console: Console) -> Summary:
         with enough_memory("set-up"):
             parts = assemble(config, found, kept=kept_budgets(config, folder, found, changed))
         stack.callback(parts.close)
-        report_rollout(config, parts, console)
+        parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
         check_data(config, parts, found, console)
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
         if found and found.step >= parts.plan.steps:
             console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
-        store.require_space(checkpoint_bytes(parts))
+        store.require_space(parts.worker.checkpoint_bytes)
         if not known:
             stack.enter_context(one_process(folder))
         progress = open_folder(config, parts, folder, found, console)
@@ -85,15 +86,6 @@ def what_stays() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
-
-
-def report_rollout(config: Config, parts: Parts, console: Console) -> None:
-    if parts.engine and config.rollout.log_stats:
-        parts.engine.report(console.note, STATS_INTERVAL_S)
-
-
-def checkpoint_bytes(parts: Parts) -> int:
-    return parts.export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in parts.tensors().values())
 
 
 def find_checkpoint(config: Config, store: CheckpointStore, console: Console) -> tuple[Checkpoint | None, list[str]]:
@@ -142,7 +134,7 @@ def kept_budgets(config: Config, folder: Path, found: Checkpoint | None, changed
     return None if configuration.differences(plan["config"], configuration.snapshot(config)) else plan["budgets"]
 
 
-def check_data(config: Config, parts: Parts, found: Checkpoint | None, console: Console) -> None:
+def check_data(config: Config, parts: RunParts, found: Checkpoint | None, console: Console) -> None:
     """Other rows under the same path would make another run of it."""
     if found is None or found.state()["data"] == parts.data_digest:
         return
@@ -154,7 +146,7 @@ def check_data(config: Config, parts: Parts, found: Checkpoint | None, console: 
     console.warn("going on although the rows of data.train changed")
 
 
-def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
+def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
     """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration and the plan beside them."""
     state = found.state() if found else None
     try:
@@ -184,7 +176,7 @@ def open_folder(config: Config, parts: Parts, folder: Path, found: Checkpoint | 
     )
 
 
-def carried_over(parts: Parts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[Kept, ...]:
+def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[Kept, ...]:
     """The groups that were sampled before the checkpoint and not yet trained on."""
     if not state.get("surplus"):
         return ()
@@ -235,8 +227,8 @@ def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any
             raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
         refuse_other_adapters(config, found)
     with enough_memory("set-up"):
-        parts = assemble(config, found, training=False)
-    report_rollout(config, parts, console)
+        parts = assemble_evaluation(config, found)
+    parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
     try:
         for text in parts.notes:
             console.note(text)

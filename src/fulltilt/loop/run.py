@@ -16,23 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
-import torch
-
 from fulltilt import config as configuration
-from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.batching.schedule import split_minibatches
-from fulltilt.cluster.local import SURPLUS_TENSORS, Parts, enough_memory
+from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.worker import SURPLUS_TENSORS, WorkProgress
 from fulltilt.config import Config
 from fulltilt.data.order import Cursor, InEpochs
 from fulltilt.loop.experience import (
-    annotate,
     good_rewards,
     greedy_sampling,
     make_rows,
     sample_groups,
     score_groups,
     shaped_reward,
+    show_progress,
     training_sampling,
 )
 from fulltilt.loop.interrupts import Interrupted, Interrupts
@@ -42,13 +38,12 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
-from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, Score, UserError
+from fulltilt.records import Group, Prompt, Row, Score, UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import Filled, Kept, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.train.checkpoint import CheckpointStore
-from fulltilt.train.trainer import Trainer
 
 Metrics = dict[str, float]
 
@@ -88,10 +83,11 @@ class Summary:
 
 class Run:
     def __init__(
-        self, config: Config, parts: Parts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers
+        self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers
     ) -> None:
         self.config = config
         self.parts = parts
+        self.worker = parts.worker
         self.store = store
         self.progress = progress
         self.console = console
@@ -102,7 +98,7 @@ class Run:
         self.metrics = MetricsFile(folder / "metrics.jsonl")
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
         self.validations = RolloutFiles(folder / "validation", config.run.save_rollouts)
-        self._step: Callable[[int], Metrics] = self.rl_step if parts.engine else self.sft_step
+        self._step: Callable[[int], Metrics] = self.rl_step if parts.reward else self.sft_step
         self._saved_ill = {progress.step} if progress.streaks else set[int]()  # checkpoints of steps in which a rule of health held
         self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
         self._tokens = 0
@@ -113,7 +109,7 @@ class Run:
 
     def rl_step(self, step: int) -> Metrics:
         config, parts, phase = self.config, self.parts, self._phase
-        assert parts.engine and parts.reward
+        assert parts.reward
         before, self._engine_stats, self._pads = parts.reward.stats(), NO_STATS, Counter()
         filled, cursor = self._sample(step)
         baselines = self._baselines(filled.kept) if "baseline" in parts.algorithm.needs else None
@@ -121,19 +117,19 @@ class Run:
         for need in sorted(parts.algorithm.needs & ANNOTATIONS.keys()):
             name, role = ANNOTATIONS[need]
             with phase(name):
-                rows = annotate(rows, parts, role, need, self.console, self._pads)
+                rows = self._annotate(role, need, rows)
         with phase("advantage"):
             rows, coef, penalty = self._penalise(rows)
             rows = parts.algorithm.advantage(rows)
         updated: Metrics = {}
-        if parts.critic_trainer:
+        if parts.algorithm.value_loss:
             with phase("update-critic"):
-                updated |= self._update(rows, parts.critic_trainer, step - 1)
+                updated |= self._update("critic", rows, step - 1)
         if step > parts.algorithm.critic_warmup:
             with phase("update-actor"):
-                updated |= self._update(rows, self._trainer, step - 1 - parts.algorithm.critic_warmup)
+                updated |= self._update("actor", rows, step - 1 - parts.algorithm.critic_warmup)
         with phase("sync"):
-            parts.engine.sync(step)
+            self.worker.sync(step)
 
         shown = filled.kept or filled.sampled
         self.rollouts.write(step, [entry.group for entry in shown], [entry.scores for entry in shown])
@@ -160,10 +156,10 @@ class Run:
         taken, cursor = self._take(cast("InEpochs[Row]", self.parts.train_data), self.progress.cursor)
         rows = [replace(row, group=place) for place, row in enumerate(taken)]
         with self._phase("update-actor"):
-            updated = self._update(rows, self._trainer, step - 1)
+            updated = self._update("actor", rows, step - 1)
         self.interrupts.hold()
         self.progress = replace(self.progress, step=step, cursor=cursor)
-        trained, total = sum(int(row.mask.sum()) for row in rows), sum(row.tokens for row in rows)
+        trained, total = sum(row.trained for row in rows), sum(row.tokens for row in rows)
         return {**updated, **self._times(trained, total)}
 
     # -- their parts ----------------------------------------------------------------------------------------------------------------
@@ -171,17 +167,20 @@ class Run:
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Timed, shown, and its memory measured."""
-        with self.console.phase(name), enough_memory(name), self.parts.account.phase(name):
+        with self.console.phase(name), self.worker.phase(name):
             yield
+
+    def _annotate(self, role: str, field: str, rows: Sequence[Row]) -> list[Row]:
+        annotated = self.worker.annotate(role, field, rows, partial(show_progress, self.console))
+        self._pads[role] += annotated.pad_tokens
+        return annotated.rows
+
+    def _score(self, groups: Sequence[Group]) -> list[list[Score]]:
+        return score_groups(self.parts, self.console, self.config, groups, partial(self._annotate, "reward_model", "values"))
 
     @property
     def _exclude_errors(self) -> bool:
         return self.config.reward.on_error == "exclude"
-
-    @property
-    def _trainer(self) -> Trainer[Any]:
-        assert self.parts.trainer
-        return self.parts.trainer
 
     def _take(self, data: InEpochs[Any], cursor: Cursor, count: int | None = None) -> tuple[tuple[Any, ...], Cursor]:
         return data.take(cursor, count or self.config.algorithm.prompts_per_step, self.config.run.seed, self.config.data.shuffle)
@@ -200,7 +199,7 @@ class Run:
                 seed = int(sample_seed(config.run.seed, number, step))
                 groups = self._generate(prompts, training_sampling(config), seed)
             with self._phase("reward"):
-                scores = score_groups(parts, self.console, config, groups, self._pads)
+                scores = self._score(groups)
             return [Kept(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
 
         def useful(entry: Kept) -> bool:
@@ -215,10 +214,9 @@ class Run:
         return filled, cursor
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
-        assert self.parts.engine
-        groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
-        self._engine_stats += self.parts.engine.stats()
-        return groups
+        generated = sample_groups(self.parts, self.console, prompts, sampling, seed)
+        self._engine_stats += generated.stats
+        return generated.groups
 
     def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
@@ -226,7 +224,7 @@ class Run:
         with self._phase("rollout"):
             groups = self._generate(prompts, greedy_sampling(self.config), self.config.run.seed)
         with self._phase("reward"):
-            scores = score_groups(self.parts, self.console, self.config, groups, self._pads)
+            scores = self._score(groups)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
         return [replace(of_group[0], value=shape(of_group[0], group.samples[0])) for group, of_group in zip(groups, scores, strict=True)]
 
@@ -243,48 +241,22 @@ class Run:
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
         return rows, penalty.next_coef(coef, mean_kl, len(rows)), metrics
 
-    def _update(self, rows: Sequence[Row], trainer: Trainer[Any], steps_before: int) -> Metrics:
+    def _update(self, role: str, rows: Sequence[Row], steps_before: int) -> Metrics:
         """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
-        algorithm, name, account = self.config.algorithm, trainer.role.name, self.parts.account
-        alone = name == "actor" and self.parts.algorithm.advantage_alone
-        self.parts.residents.need(name, update=True)
-        trainer.optimizer.begin(steps_before * self.parts.plan.updates_per_step)
-        found: list[Metrics] = []
-        micro_batches: list[MicroBatch] = []
-        for epoch in range(algorithm.epochs):
-            batches = self._minibatches(rows, self.parts.update_sizes[name], advantage_alone=alone)
-            micro_batches += [micro for batch in batches for micro in batch.micro_batches]
-            for number, batch in enumerate(batches, 1):
-                with account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                    metrics = trainer.accumulate(batch)
-                self.interrupts.hold()
-                found.append(metrics | trainer.apply())
-                self.console.phase_progress(epoch * len(batches) + number, algorithm.epochs * len(batches))
-        if not found:
-            self.console.warn(f"no sample of this step can be trained on: the {name}'s update is left out")
-        skipped = sum(metrics.pop(f"{name}/skipped_updates") for metrics in found)
-        if skipped:
-            self.console.warn(
-                f"{skipped:.0f} of {len(found)} optimizer steps of the {name} had a gradient that is not finite: parameters were left as "
-                "they were"
-            )
-        computed = sum(len(micro.rows) for micro in micro_batches)
-        return mean_of(found) | {
-            f"{name}/skipped_updates": skipped,
-            f"{name}/updates": len(found),
-            f"{name}/micro_batches": len(micro_batches),
-            f"{name}/pad_tokens": sum(micro.pad_tokens for micro in micro_batches),
-            **({f"{name}/samples_left_out": len(rows) - computed // algorithm.epochs} if alone else {}),
-        }
 
-    def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[MiniBatch]:
-        algorithm = self.parts.algorithm
-        if not any(row.mask.any() for row in rows):
-            return []
-        split = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
-        parts = [[rows[index] for index in part] for part in split]
-        make = partial(minibatch, aggregation=algorithm.aggregation, length_norm=algorithm.length_norm, micro=sizing)
-        return [make(part, advantage_alone=advantage_alone) for part in parts]
+        def report(progress: WorkProgress) -> None:
+            self.interrupts.hold()
+            show_progress(self.console, progress)
+
+        updated = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
+        if not updated.updates:
+            self.console.warn(f"no sample of this step can be trained on: the update of the {role} is left out")
+        if updated.skipped:
+            self.console.warn(
+                f"{updated.skipped} of {updated.updates} optimizer steps of the {role} had a gradient that is not finite: parameters were "
+                "left as they were"
+            )
+        return updated.metrics
 
     def _excluded(self, kept: Sequence[Kept], rows: Sequence[Row]) -> int:
         return sum(len(entry.group.samples) for entry in kept) - len(rows)
@@ -304,10 +276,8 @@ class Run:
         self._tokens += total_tokens
         phases = self.console.phases
         times = measure.summarise_time(phases.seconds, phases.total, response_tokens=response_tokens, total_tokens=total_tokens)
-        if peak := self.parts.account.peak_bytes:
-            times["perf/max_memory_allocated_gb"] = peak / 2**30
         carried, self._carried = self._carried, {}
-        return {**times, **carried, **self.parts.account.metrics()}
+        return {**times, **carried, **self.worker.metrics()}
 
     # -- the run --------------------------------------------------------------------------------------------------------------------
 
@@ -448,12 +418,9 @@ class Run:
         self.metrics.sync()
         self.loggers.flush()
         arrays, carried = surplus.pack(self.progress.surplus) if self.progress.surplus else ({}, [])
-        critic = self.parts.critic_trainer
         state = {
             "step": self.progress.step,
-            "updates": self._trainer.optimizer.updates,
-            "skipped": self._trainer.optimizer.skipped,
-            "critic": {"updates": critic.optimizer.updates, "skipped": critic.optimizer.skipped} if critic else None,
+            **self.worker.state(),
             "cursor": asdict(self.progress.cursor),
             "seed": self.config.run.seed,
             "surplus": carried,
@@ -465,15 +432,10 @@ class Run:
             "metrics_offset": self.metrics.offset(),
             "config": configuration.snapshot(self.config),
         }
-        tensors = self.parts.tensors() | {f"{SURPLUS_TENSORS}{name}": torch.from_numpy(array) for name, array in arrays.items()}
-        with self.parts.account.phase("save"):
-            self.store.save(self.progress.step, tensors, state, self.parts.export, self.parts.export_bytes, beside=beside)
+        named = {f"{SURPLUS_TENSORS}{name}": array for name, array in arrays.items()}
+        size = self.worker.checkpoint_bytes + sum(array.nbytes for array in arrays.values())
+        with self.worker.phase("save"):
+            self.store.save(self.progress.step, state, partial(self.worker.save, named), size, beside=beside)
         if self.progress.streaks:
             self._saved_ill.add(self.progress.step)
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin
-
-
-def mean_of(found: Sequence[Metrics]) -> Metrics:
-    """The mean of each metric over the updates that have it."""
-    names = dict.fromkeys(name for metrics in found for name in metrics)
-    return {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-import numpy as np
-
-from fulltilt.batching.pack import forward_micro_batches
-from fulltilt.cluster.local import Parts, enough_memory
+from fulltilt.cluster.assembly import RunParts
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
-from fulltilt.loop.experience import sample_groups, score_groups, validation_sampling
+from fulltilt.loop.experience import sample_groups, score_groups, show_progress, validation_sampling
 from fulltilt.observe.console import Console
 from fulltilt.observe.validation import sample_rows, summarise
-from fulltilt.records import Group, Score
-from fulltilt.train.roles import annotate_all
+from fulltilt.records import Group, Row, Score
 
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 
@@ -35,29 +32,23 @@ class Validated:
     samples: list[list[Any]] = field(default_factory=list)
 
 
-def validate(config: Config, parts: Parts, console: Console) -> Validated:
-    with enough_memory("eval"), parts.account.phase("eval"):
+def validate(config: Config, parts: RunParts, console: Console) -> Validated:
+    with parts.worker.phase("eval"):
         return _validate(config, parts, console)
 
 
-def _validate(config: Config, parts: Parts, console: Console) -> Validated:
+def _validate(config: Config, parts: RunParts, console: Console) -> Validated:
     if isinstance(parts.val_data, RowSet):
-        return Validated({"val/loss": validation_loss(parts.val_data, parts)})
+        found = parts.worker.sum_logprobs(parts.val_data.rows)
+        return Validated({"val/loss": -found.total / max(1, found.tokens)})
     assert isinstance(parts.val_data, PromptSet)
     prompts = parts.val_data.prompts[: config.eval.max_prompts]
-    groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed)
-    scores = score_groups(parts, console, config, groups)
+    groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed).groups
+
+    def judge(rows: Sequence[Row]) -> list[Row]:
+        report = partial(show_progress, console)
+        return parts.worker.annotate("reward_model", "values", rows, report).rows
+
+    scores = score_groups(parts, console, config, groups, judge)
     columns, samples = sample_rows(groups, scores, config.log.val_samples)
     return Validated(summarise(groups, scores, config.eval.samples_per_prompt), groups, scores, columns, samples)
-
-
-def validation_loss(data: RowSet, parts: Parts) -> float:
-    """Mean negative log-likelihood of the trained tokens."""
-    total, tokens = 0.0, 0
-    parts.residents.need("actor")
-    micro_batches = forward_micro_batches(data.rows, parts.forward_sizes["actor"])
-    with parts.account.passes(parts.actor.head_bytes(micro_batches, learns=False)):
-        for logprobs in annotate_all(parts.actor, micro_batches):
-            total -= float(logprobs.sum(dtype=np.float64))
-            tokens += len(logprobs)
-    return total / max(1, tokens)

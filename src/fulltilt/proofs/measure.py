@@ -20,7 +20,7 @@ from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.proofs.record import What
-from fulltilt.proofs.step import Step, trainer_of
+from fulltilt.proofs.step import Step
 from fulltilt.rollout.engine import NativeEngine
 from fulltilt.train.trainer import Trainer
 
@@ -109,9 +109,8 @@ def between_passes(role: str) -> What:
 
 def working(step: Step, role: str) -> Trainer[Any]:
     """The trainer of a role that learns, which is on the device from here on."""
-    trainer = trainer_of(step.parts, role)
-    assert trainer is not None
-    step.parts.residents.need(role)
+    trainer = step.parts.worker.trainers[role]
+    step.parts.worker.residents.need(role)
     return trainer
 
 
@@ -163,10 +162,10 @@ def watched_head(step: Step, role: str) -> Largest:
     seen = Largest(model)
     hook = model.base_model.register_forward_hook(seen.enter)
     try:
-        if trainer_of(step.parts, role) is None:
-            step.parts.residents.need(role)
+        if role not in step.parts.worker.trainers:
+            step.parts.worker.residents.need(role)
             with seen:
-                step.parts.role(role).annotate(step.largest(role, learns=False))
+                step.parts.worker.roles[role].annotate(step.largest(role, learns=False))
         else:
             trainer = working(step, role)
             with forgotten(trainer), seen:
@@ -206,9 +205,9 @@ def per_layer(role: str, chosen: Callable[[str], bool]) -> Callable[[Step], floa
     """In a pass without gradient, on average; what comes before and after the layers is in it, and is the same on both sides."""
 
     def read(step: Step) -> float:
-        worker, model = step.parts.role(role), step.models()[role]
+        worker, model = step.parts.worker.roles[role], step.models()[role]
         micro = next(found for (name, _), found in step.micro_batches.items() if name == role)[0]
-        step.parts.residents.need(role)
+        step.parts.worker.residents.need(role)
         worker.annotate(micro)  # what is made at the first call is not counted
         seen = kernels_of(lambda: worker.annotate(micro), model.device)
         return sum(entry["calls"] for entry in seen if chosen(entry["kernel"])) / model.config.get_text_config().num_hidden_layers
@@ -220,8 +219,8 @@ def per_layer(role: str, chosen: Callable[[str], bool]) -> Callable[[Step], floa
 
 
 def native(step: Step) -> NativeEngine:
-    assert isinstance(step.parts.engine, NativeEngine)
-    return step.parts.engine
+    assert isinstance(step.parts.worker.engine, NativeEngine)
+    return step.parts.worker.engine
 
 
 def count_stall(step: Step) -> int:
@@ -237,7 +236,7 @@ def count_launches(step: Step) -> float:
     """Kernels, or graphs of them, that the host launches in a rollout, for each step of decoding. On CUDA."""
     engine, sampling = native(step), training_sampling(step.config)
     prompts = step.parts.train_data.prompts  # type: ignore[union-attr]
-    step.parts.residents.need("actor")
+    step.parts.worker.residents.need("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step had no use for are captured by now
         pass
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:

@@ -26,7 +26,7 @@ from rich.text import Text
 
 from fulltilt import knobs
 from fulltilt.bench.rollout import choose_device
-from fulltilt.cluster.local import assemble
+from fulltilt.cluster.assembly import assemble
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.plan import in_bytes, many
 from fulltilt.proofs import batches, rollout, training

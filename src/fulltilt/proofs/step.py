@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,12 @@ import numpy as np
 import torch
 
 from fulltilt import config as configuration
-from fulltilt.cluster.local import Parts, assemble
+from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.config import Config
-from fulltilt.loop.opening import report_rollout
+from fulltilt.loop.opening import STATS_INTERVAL_S
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed
+from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.proofs.world import DIGITS, FIRST_DIGIT, Shape, spread_evenly
@@ -109,7 +110,7 @@ class Step:
     """What was seen, filled while the step runs."""
 
     config: Config
-    parts: Parts
+    parts: RunParts
     passes: list[ModelPass] = field(default_factory=list)
     micro_batches: dict[tuple[str, bool], list[MicroBatch]] = field(default_factory=dict)  # (role, learns) ->
     gradients: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # role -> by optimizer step and parameter
@@ -122,11 +123,8 @@ class Step:
 
     def models(self) -> dict[str, Any]:
         """Of each role, as transformers has it."""
-        parts = self.parts
-        found: dict[str, Any] = {"actor": parts.actor.model, "ref": parts.ref and parts.ref.model}
-        found |= {"critic": parts.critic and parts.critic.model.body}
-        found |= {"reward_model": parts.reward_model and parts.reward_model.role.model.body}
-        return {role: model for role, model in found.items() if model is not None}
+        models: dict[str, Any] = {name: role.model for name, role in self.parts.worker.roles.items()}  # type: ignore[attr-defined]
+        return {name: model.body if isinstance(model, ScalarModel) else model for name, model in models.items()}
 
     def of(self, role: str, *, learns: bool) -> list[ModelPass]:
         found = [seen for seen in self.passes if (seen.role, seen.learns) == (role, learns)]
@@ -150,7 +148,7 @@ def watched_step(config: Config, samples_of: Shape | None) -> Iterator[Step]:
         console = Console(stdout=said, stderr=said, terminal=False)
         step = Step(config, parts)
         watch(step)
-        if parts.engine:
+        if parts.worker.engine:
             watch_engine(step, console, samples_of)
         run_step(step, console)
         step.lines += [line for line in said.getvalue().splitlines() if line.startswith("rollout: ")]
@@ -165,7 +163,7 @@ def run_step(step: Step, console: Console) -> None:
     with open_loggers(config.log, folder, configuration.snapshot(config), 0) as loggers:
         run = Run(config, step.parts, CheckpointStore(folder / "checkpoints", 1), Progress(), console, loggers)
         console.begin_step(1)
-        step.metrics |= run.rl_step(1) if step.parts.engine else run.sft_step(1)
+        step.metrics |= run.rl_step(1) if step.parts.worker.engine else run.sft_step(1)
         run.metrics.close()
 
 
@@ -175,15 +173,11 @@ def run_step(step: Step, console: Console) -> None:
 def watch(step: Step) -> None:
     for role, model in step.models().items():
         model.base_model.register_forward_pre_hook(partial(see_pass, step, role), with_kwargs=True)
-        worker = step.parts.role(role)
-        if isinstance(trainer := trainer_of(step.parts, role), Trainer):
+        worker = step.parts.worker.roles[role]
+        if (trainer := step.parts.worker.trainers.get(role)) is not None:
             put_in_front(worker, "terms", lambda own, micro, role=role: keep_micro_batch(step, role, own, micro, learns=True))
             put_in_front(trainer.optimizer, "step", lambda own, role=role, trainer=trainer: keep_gradients(step, role, trainer, own))
         put_in_front(worker, "annotate", lambda own, micro, role=role: keep_micro_batch(step, role, own, micro, learns=False))
-
-
-def trainer_of(parts: Parts, role: str) -> Trainer[Any] | None:
-    return {"actor": parts.trainer, "critic": parts.critic_trainer}.get(role)
 
 
 def put_in_front(owner: Any, name: str, front: Callable[..., Any]) -> None:
@@ -217,14 +211,14 @@ def keep_gradients(step: Step, role: str, trainer: Trainer[Any], own: Callable[[
 
 
 def watch_engine(step: Step, console: Console, samples_of: Shape | None) -> None:
-    engine = step.parts.engine
+    engine = step.parts.worker.engine
     assert isinstance(engine, NativeEngine)
     recorder = WatchedRecorder()
     engine.recorder, step.engine_passes = recorder, recorder.seen
-    report_rollout(step.config, step.parts, console)
+    step.parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
     if samples_of is not None:
-        step.parts = replace(step.parts, engine=Repeating(samples_of))
-    put_in_front(step.parts.engine, "generate", lambda own, *given: keep_samples(step, engine, own(*given)))
+        step.parts.worker.engine = Repeating(samples_of)
+    put_in_front(step.parts.worker.engine, "generate", lambda own, *given: keep_samples(step, engine, own(*given)))
 
 
 def keep_samples(step: Step, engine: NativeEngine, groups: Iterator[Group]) -> Iterator[Group]:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
 from fulltilt.algo import presets
-from fulltilt.cluster.local import free_bytes
+from fulltilt.cluster.sizes import free_bytes
 from fulltilt.config import Config, toml_value
 from fulltilt.proofs.case import Base, Case
 

@@ -34,7 +34,7 @@ REMEDY = "Set reward_model.chat_template to a file with a chat template that can
 class RewardEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, longest: int | None = None) -> None:
         """`tokenizer` is the reward model's, with the chat template to use; `longest` the most tokens that the model reads."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._longest = longest
 
     def check(self, prompts: Iterable[Prompt]) -> None:
@@ -71,17 +71,17 @@ class RewardEncoder:
         return np.asarray(ids, dtype=np.int64)
 
     def _plain(self, text: str, *, ended: bool) -> list[int]:
-        ids = [int(token) for token in self._tokenizer(text)["input_ids"]]
-        end = self._tokenizer.eos_token_id
+        ids = [int(token) for token in self.tokenizer(text)["input_ids"]]
+        end = self.tokenizer.eos_token_id
         # Some tokenizers write it themselves, after every text.
         return [*ids, int(end)] if ended and end is not None and ids[-1:] != [end] else ids
 
     def _conversation(self, messages: list[dict[str, Any]]) -> list[int]:
-        if not self._tokenizer.chat_template:
+        if not self.tokenizer.chat_template:
             raise UserError(f"prompts are messages, and the reward model's tokenizer has no chat template. {REMEDY} write them")
         try:
             # The template writes its own special tokens; transformers adds none when it tokenises a template's text.
-            ids = self._tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=True, return_dict=False)
+            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=True, return_dict=False)
         except (TemplateError, TypeError, ValueError) as error:
             raise UserError(f"the reward model's chat template cannot write this conversation: {error}. {REMEDY}") from error
         return [int(token) for token in ids]

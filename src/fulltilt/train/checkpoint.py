@@ -1,6 +1,7 @@
 """Checkpoints that survive a kill at any moment.
 
-Enters: named tensors, a JSON-able state and a function that exports the model. Leaves: folders `step-00000010/` with
+Enters: a JSON-able state, and a function that writes the exported model and named tensors (`write_trainer`). Leaves: folders
+`step-00000010/` with
 
     model/               a Hugging Face export; transformers loads it as it is
     trainer.safetensors  named tensors: moments, and master weights where they differ from the model's
@@ -72,6 +73,9 @@ class Checkpoint:
         return state
 
 
+Write = Callable[[Path, bool], Callable[[], None] | None]
+
+
 class CheckpointStore:
     """The checkpoints of one run: at most `keep` intact ones, the newest."""
 
@@ -85,17 +89,9 @@ class CheckpointStore:
         self._beside: Beside | None = None
         self._before = 0  # `newest`, before what is written beside training
 
-    def save(
-        self,
-        step: int,
-        tensors: Mapping[str, torch.Tensor],
-        state: Mapping[str, Any],
-        export: Callable[[Path], None],
-        export_bytes: int,
-        *,
-        beside: bool = False,
-    ) -> Path:
-        """Write a checkpoint, then delete those beyond `keep`. `export` fills the empty folder it is given with about `export_bytes`.
+    def save(self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False) -> Path:
+        """Write a checkpoint, then delete those beyond `keep`. `write` fills the folder that it is given, with about `written_bytes`, and
+        is told whether the rest may be left to a function that it returns.
 
         With `beside`, the checkpoint is there only after `finish`: hashing, waiting for the disk and deleting go on in a thread, and
         writing the tensors too where a copy of them fits well into main memory.
@@ -105,17 +101,13 @@ class CheckpointStore:
         text = json.dumps(state, indent=1)
         target = self.folder / f"step-{step:08d}"
         unfinished = self.folder / f"{target.name}.partial-{os.getpid()}"
-        count = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        needed = len(text) + export_bytes + count
+        needed = len(text) + written_bytes
         with self._whole_or_nothing(step, unfinished, needed):
             self._clean_up()
             self.require_space(needed)
-            (unfinished / MODEL).mkdir(parents=True)
-            export(unfinished / MODEL)
+            unfinished.mkdir(parents=True)
+            later = write(unfinished, beside)
             (unfinished / STATE).write_text(text, encoding="utf-8")
-            later = copy_to_host(tensors) if beside and count <= COPY_SHARE * free_host_bytes() else None
-            if later is None:
-                write_tensors(unfinished, tensors)
             rest = partial(self._complete, step, unfinished, target, needed, later)
             if beside:
                 self._beside = Beside(rest)
@@ -144,19 +136,13 @@ class CheckpointStore:
                 self.finish()
 
     def _complete(
-        self,
-        step: int,
-        unfinished: Path,
-        target: Path,
-        needed: int,
-        tensors: Mapping[str, torch.Tensor] | None,
-        go_on: Callable[[], None],
+        self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None, go_on: Callable[[], None]
     ) -> None:
-        """What is left of a save; the caller's tensors are not read any more. `go_on` raises when it is to be left at that."""
+        """What is left of a save, which reads nothing that training changes. `go_on` raises when the work is to stop."""
         with self._whole_or_nothing(step, unfinished, needed):
             go_on()
-            if tensors is not None:
-                write_tensors(unfinished, tensors)
+            if later is not None:
+                later()
             write_manifest(unfinished, step, go_on)
             go_on()
             self._put_in_place(unfinished, target)
@@ -319,6 +305,21 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
         name: whole[begin : begin + size].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
         for (name, tensor), begin, size in zip(tensors.items(), begins, sizes, strict=True)
     }
+
+
+def write_trainer(
+    folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool
+) -> Callable[[], None] | None:
+    """Write a checkpoint's exported model and tensors. With `beside`, where a copy of the tensors fits well into main memory, it returns
+    the function that writes the copy."""
+    (folder / MODEL).mkdir()
+    export(folder / MODEL)
+    count = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    copies = copy_to_host(tensors) if beside and count <= COPY_SHARE * free_host_bytes() else None
+    if copies is not None:
+        return partial(write_tensors, folder, copies)
+    write_tensors(folder, tensors)
+    return None
 
 
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,197 @@
+"""What a run refuses before its models load: settings without effect, data, tokenizer, packages and device.
+
+Enters: a configuration and its algorithm. Leaves: `RunData`, the data and the tokenizer that read it. Guaranteed: every mistake is a
+UserError with its key and remedy, found without loading a model; `find_mistakes` looks at every part even if another one is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from fulltilt.algo.base import Algorithm
+from fulltilt.algo.presets import build
+from fulltilt.cluster.loading import Fusing, shares_model
+from fulltilt.config import Config, uses_reward_model
+from fulltilt.data.prompts import PromptSet, load_prompts
+from fulltilt.data.sft import RowSet, load_sft
+from fulltilt.memory.offload import why_not, why_not_params
+from fulltilt.model import load, lora
+from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
+from fulltilt.records import UserError
+from fulltilt.reward.base import RewardPool
+
+
+@dataclass(frozen=True, eq=False)
+class TextFacts:
+    """What a worker must know of tokenizer and data."""
+
+    tokenizer: PreTrainedTokenizerBase
+    ends: frozenset[int]  # tokens that end a response
+    longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
+    steps_per_epoch: int
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """The data of a run; for an evaluation, `train` is its validation data too."""
+
+    train: PromptSet | RowSet
+    val: PromptSet | RowSet | None
+    texts: TextFacts
+
+    @property
+    def prompt_sets(self) -> list[PromptSet]:
+        return [data for data in (self.train, self.val) if isinstance(data, PromptSet)]
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise UserError("run.device = cuda: torch finds no CUDA device here. Use run.device = auto or cpu; `fulltilt doctor` says why")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def find_mistakes(config: Config) -> list[str]:
+    """What a run would refuse before its model loads: reward functions, data, packages, device."""
+    algorithm = build(config)
+
+    def rewards() -> None:
+        if "rollout" in algorithm.needs:
+            RewardPool(config.reward).close()
+
+    def data() -> None:
+        read_training_data(config, algorithm)
+
+    def packages() -> None:
+        if config.lora.rank:
+            lora.require_peft()
+
+    def device() -> None:
+        chosen = choose_device(config.run.device)
+        found.extend(wrong_settings(config, algorithm, chosen.type))
+        Fusing(config, chosen)
+
+    found: list[str] = []
+    for look in (rewards, data, packages, device):
+        try:
+            look()
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def refuse(mistakes: Iterable[str]) -> None:
+    if found := list(mistakes):
+        raise UserError("\n".join(found))
+
+
+def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[str]:
+    return [*graphs_without_device(config, device), *settings_without_effect(config, algorithm, device)]
+
+
+def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> list[str]:
+    """On this device, or with these roles."""
+    mistakes = [*refused_offloads(config, algorithm, device)]
+    if not config.train.entropy_recompute and not algorithm.entropy_gradient:
+        or_bonus = ", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else ""
+        mistakes.append(
+            f"train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. Remove the key{or_bonus}"
+        )
+    if config.train.head_recompute != "auto" and not config.train.fused_head:
+        mistakes.append(
+            "train.head_recompute: the head is not fused (train.fused_head), and keeps the logits of a micro-batch in any case. Remove one "
+            "of the keys"
+        )
+    return mistakes
+
+
+def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    shared = "ref_logprobs" in algorithm.needs and shares_model(config)
+    others = algorithm.value_loss or uses_reward_model(config) or ("ref_logprobs" in algorithm.needs and not shared)
+    sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
+    for section, role in sections.items():
+        for key in OFFLOADS:
+            if getattr(getattr(config, section), key, None) is not True:
+                continue
+            reason = why_not(device)
+            if key == "offload_params":
+                reason = why_not_params(role, device, alone=not others, shared=role == "ref" and shared)
+            if reason:
+                yield f"{section}.{key}: true, but {reason}. Remove the key"
+
+
+def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
+    """Everything that can be wrong before a model loads is looked at."""
+    tokenizer, ends = read_tokenizer(config)
+    val = read(config.data.val, config, algorithm, tokenizer, ends) if config.data.val else None
+    train = read(config.data.train, config, algorithm, tokenizer, ends)
+    data = RunData(train, val, TextFacts(tokenizer, ends, max(train.longest, val.longest if val else 0), 1))
+    check_sources(config, data.prompt_sets)
+    check_template(config, data.prompt_sets)
+    check_lengths(config, algorithm, data.texts.longest)
+    steps_per_epoch = train.steps_per_epoch(*round_size(config, algorithm))
+    steps = count_steps(config, steps_per_epoch)
+    if steps <= algorithm.critic_warmup:
+        raise UserError(
+            f"algorithm.critic_warmup: only the critic is updated in the first {algorithm.critic_warmup} steps, and the run has {steps}. "
+            "Lower it, or ask for more steps"
+        )
+    return replace(data, texts=replace(data.texts, steps_per_epoch=steps_per_epoch))
+
+
+def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
+    """For an evaluation, which does not see all the data that settings are for and checks less."""
+    assert config.data.val is not None
+    tokenizer, ends = read_tokenizer(config)
+    val = read(config.data.val, config, algorithm, tokenizer, ends)
+    return RunData(val, val, TextFacts(tokenizer, ends, val.longest, 1))
+
+
+def read_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
+    tokenizer = load.load_tokenizer(config.model)
+    return tokenizer, load.end_tokens(config.model, tokenizer)
+
+
+def read(
+    paths: str | list[str], config: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
+) -> PromptSet | RowSet:
+    if "rollout" in algorithm.needs:
+        return load_prompts(paths, tokenizer, config.data)
+    return load_sft(paths, tokenizer, config.data, ends)
+
+
+def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
+    """Every model that reads whole samples must have positions for the longest."""
+    others = {"ref.path": config.ref.path if "ref_logprobs" in algorithm.needs else None}
+    others["critic.path"] = config.critic.path if algorithm.value_loss else None
+    for key, path in {"model.path": config.model.path, **others}.items():
+        if path is not None:
+            whose = "the model" if key == "model.path" else f"the model of {key}"
+            limit = load.context_limit(load.read_config(config.model, path, key))
+            check_context(config, longest, limit, rollout="rollout" in algorithm.needs, whose=whose)
+
+
+def check_sources(config: Config, sets: list[PromptSet]) -> None:
+    """A reward for a data source that no row has is a misspelling: its rows would go to another function."""
+    seen = {prompt.data_source for prompts in sets for prompt in prompts.prompts}
+    unknown = sorted(set(config.reward.sources) - seen)
+    if sets and unknown:
+        raise UserError(
+            f"reward.sources: no row has the data source {', '.join(map(repr, unknown))}; the data has "
+            f"{', '.join(map(repr, sorted(seen)))}. Correct the name or remove it"
+        )
+
+
+def check_template(config: Config, sets: list[PromptSet]) -> None:
+    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.prompts):
+        raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
+
+
+def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
+    """How many prompts are taken from the data at a time, and the key that says so."""
+    if algorithm.dynamic and config.algorithm.prompts_per_round:
+        return algorithm.dynamic.prompts_per_round, "algorithm.prompts_per_round"
+    return config.algorithm.prompts_per_step, "algorithm.prompts_per_step"

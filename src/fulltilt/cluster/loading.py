@@ -1,0 +1,213 @@
+"""Loading the models of a run's roles: verified, with adapters, fused or compiled, and brought back to a checkpoint.
+
+Enters: a configuration, the names of the roles, and the checkpoint to resume from if any. Leaves: `Models`. Guaranteed: a model that does
+not fit its tokenizer, or whose layers would compute something else than transformers' own, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fulltilt.config import Config, LoraConfig
+from fulltilt.data.prompts import PromptSet
+from fulltilt.kernels import dispatch
+from fulltilt.model import load, lora
+from fulltilt.model.attention import LayerShape
+from fulltilt.model.compiled import WrongCompile, compile_and_compare
+from fulltilt.model.fuse import WrongFusion, fuse_and_compare, saved_tensors
+from fulltilt.model.scalar import ScalarModel, load_scalar
+from fulltilt.model.verify import verify, verify_body
+from fulltilt.records import UserError
+from fulltilt.reward.model import RewardEncoder
+from fulltilt.train.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """The models that were loaded and verified, with fused or compiled layers."""
+
+    own: Mapping[str, torch.nn.Module]  # by role; a reference role that is the actor without its adapters has none of its own
+    layers: Mapping[int, LayerShape]  # of the actor
+
+    @property
+    def actor(self) -> PreTrainedModel:
+        actor = self.own["actor"]
+        assert isinstance(actor, PreTrainedModel)
+        return actor
+
+
+def load_models(
+    config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
+    resume: Checkpoint | None, fusing: Fusing,
+) -> Models:  # fmt: skip
+    own: dict[str, torch.nn.Module] = {}
+    if encoder is not None:
+        own["reward_model"] = load_reward_model(config, device, encoder, fusing)
+    own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing)
+    if "critic" in roles:
+        own["critic"] = load_critic(config, tokenizer, device, fusing)
+    if "ref" in roles and not shares_model(config):
+        own["ref"] = load_ref(config, tokenizer, device, fusing)
+    return Models(own, layers)
+
+
+def shares_model(config: Config) -> bool:
+    """Whether the reference role is the actor without its adapters: they start at nothing, and no second model is held."""
+    return config.lora.rank > 0 and config.lora.path is None and config.ref.path is None
+
+
+class Fusing:
+    """Fuses or compiles the layers of each role's model as `train.fused_layers` and `train.compile` say, and keeps what came of it for the
+    plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.wanted = config.train.fused_layers
+        self.compiles = config.train.compile is True
+        self.off: str | None = None  # why nothing is fused
+        self.found: dict[str, str] = {}  # role -> what came of it
+        if self.compiles:
+            self.off = "train.compile is on"
+        elif self.wanted is False:
+            self.off = "train.fused_layers is off"
+        elif self.wanted == "auto" and device.type != "cuda":
+            self.off = "the run is on the CPU and train.fused_layers is auto"
+        elif device.type == "cuda" and dispatch.triton is None:
+            self.off = 'triton is not installed: pip install "fulltilt[gpu]"'
+            if self.wanted is True:
+                raise UserError(f"train.fused_layers: {self.off}, or remove the key")
+
+    def fuse(self, role: str, model: PreTrainedModel) -> None:
+        """When the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
+        if self.compiles:
+            self._compile(role, model)
+        if self.off is not None:
+            return
+        try:
+            self.found[role] = str(report := fuse_and_compare(model))
+        except WrongFusion as error:
+            self.found[role] = f"not fused: {error}"
+            self._refuse(role, str(error))
+        else:
+            # Another role may be of another family; where the actor is, the key would have no effect.
+            if report.left_alone is not None and role == "actor":
+                self._refuse(role, report.left_alone)
+
+    def _compile(self, role: str, model: PreTrainedModel) -> None:
+        try:
+            self.found[role] = compile_and_compare(model)
+        except WrongCompile as error:
+            raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
+
+    def _refuse(self, role: str, reason: str) -> None:
+        if self.wanted is True:
+            raise UserError(
+                f"train.fused_layers: true, but the layers of the {role} cannot run fused: {reason}. Remove the key, or set auto"
+            )
+
+    def words(self) -> str:
+        if self.off is not None and not self.compiles:
+            return f"not fused: {self.off}"
+        roles = {text: [role for role, other in self.found.items() if other == text] for text in self.found.values()}
+        return "; ".join(f"{text} ({', '.join(names)})" for text, names in roles.items())
+
+
+def load_actor(
+    config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing
+) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
+    """The model that is trained and sampled from. With adapters it is the base that the run started from, and the checkpoint has only
+    them."""
+    adapters = config.lora.rank > 0
+    model = load.load_model(config.model, device, path=resume.model_folder if resume and not adapters else None)
+    load.check_vocabulary(model, tokenizer)
+    layers = verify(model)
+    if adapters:
+        lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
+    fusing.fuse("actor", model)
+    return model, layers
+
+
+def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
+    """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
+    model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
+    verify_body(model.body)
+    load.check_vocabulary(model.body, tokenizer)
+    if config.critic.path:
+        same_tokens(config, tokenizer, "critic.path", config.critic.path)
+    if config.lora.rank and config.lora.critic:
+        lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
+    fusing.fuse("critic", model.body)
+    return model
+
+
+def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
+    """The same layers under the names that they have in a model without a language head."""
+    prefix = f"{body.base_model_prefix}."
+    targets = settings.targets if isinstance(settings.targets, str) else [name.removeprefix(prefix) for name in settings.targets]
+    return settings.model_copy(update={"targets": targets, "parameters": [name.removeprefix(prefix) for name in settings.parameters]})
+
+
+def make_encoder(config: Config, sets: list[PromptSet]) -> RewardEncoder:
+    """The reward model's tokenizer and template, which may not fit the data."""
+    section = config.reward_model
+    assert section.path is not None
+    tokenizer = load.load_tokenizer(config.model, section.path, "reward_model.path", section.chat_template)
+    limit = load.context_limit(load.read_config(config.model, section.path, "reward_model.path"))
+    encoder = RewardEncoder(tokenizer, limit)
+    for data in sets:
+        encoder.check(data.prompts)
+    return encoder
+
+
+def load_reward_model(config: Config, device: torch.device, encoder: RewardEncoder, fusing: Fusing) -> ScalarModel:
+    path = config.reward_model.path
+    assert path is not None
+    model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
+    verify_body(model.body)
+    load.check_vocabulary(model.body, encoder.tokenizer)
+    model.requires_grad_(False)
+    fusing.fuse("reward_model", model.body)
+    return model
+
+
+def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> PreTrainedModel:
+    """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
+    model = load.load_model(config.model, device, path=config.ref.path, key="ref.path" if config.ref.path else "model.path")
+    verify(model)
+    load.check_vocabulary(model, tokenizer)
+    if config.ref.path:
+        same_tokens(config, tokenizer, "ref.path", config.ref.path)
+    if config.lora.path and not config.ref.path:
+        lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
+    model.requires_grad_(False)
+    fusing.fuse("ref", model)
+    return model
+
+
+def same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
+    """A role that reads the actor's token ids must mean the same by them."""
+    try:
+        other = load.load_tokenizer(config.model, path, key)
+    except UserError:
+        return  # a folder without a tokenizer: its ids are taken to be the actor's
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"{key}: {path} has another tokenizer than model.path, and reads the actor's token ids as other text. Use a model with the "
+            "actor's tokenizer; only a reward model may have its own"
+        )
+
+
+def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
+    """The function that writes the actor into a folder, and about how many bytes that takes."""
+    everything = sum(parameter.nbytes for parameter in model.parameters())
+    if not config.lora.rank:
+        return lambda folder: load.export(model, tokenizer, folder, saved_tensors(model)), everything
+    if config.lora.export == "merged":
+        return partial(lora.export_merged, model, tokenizer), everything
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return partial(lora.export_adapter, model, tokenizer, base=config.model), trained

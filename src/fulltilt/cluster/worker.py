@@ -1,0 +1,304 @@
+"""The worker: everything that knows a device, behind one narrow line.
+
+Enters: prompts, rows and names of roles, phases and steps. Leaves: groups, annotated rows, metrics, and checkpoint files. Guaranteed: only
+records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. On one
+device a call is a plain call in the same process and a row is its own handle; on many devices the same calls go to processes. Callbacks
+(`on_group`, `report`) stay on the caller's side of the line: what they are given is a record.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fulltilt.algo.base import Algorithm
+from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, scatter
+from fulltilt.batching.schedule import split_minibatches
+from fulltilt.config import Config
+from fulltilt.memory.account import Account
+from fulltilt.memory.offload import Residence
+from fulltilt.plan import Plan, RoleSettings, releases_memory
+from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.engine import Engine
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.stats import EngineStats
+from fulltilt.train.checkpoint import write_trainer
+from fulltilt.train.roles import Annotator, Policy, annotate_all
+from fulltilt.train.trainer import Trainer
+
+Metrics = dict[str, float]
+CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
+
+
+@dataclass(frozen=True)
+class WorkProgress:
+    """How far a call has come: micro-batches of a pass, or optimizer steps of an update."""
+
+    done: int
+    total: int
+
+
+Report = Callable[[WorkProgress], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    groups: tuple[Group, ...]  # in the order of the prompts
+    stats: EngineStats
+
+
+@dataclass(frozen=True, eq=False)
+class Annotated:
+    rows: list[Row]
+    pad_tokens: int  # computed beside the rows' own tokens
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The optimizer steps that a role made in one step of the run."""
+
+    updates: int
+    skipped: int  # those whose gradient was not finite: parameters were left unchanged
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class LogprobSum:
+    total: float
+    tokens: int
+
+
+class Residents:
+    """Moves the parameters of roles between device and host, so that only the roles at work are on the device. A role that was not added
+    is always on the device."""
+
+    def __init__(self) -> None:
+        self._residences: dict[str, Residence] = {}
+        self._changed: set[str] = set()
+
+    def add(self, role: str, model: torch.nn.Module, *, learns: bool) -> None:
+        self._residences[role] = Residence(model, role, learns=learns)
+
+    def need(self, *roles: str, update: bool = False) -> None:
+        """Bring these roles to the device, after all others have left it to make room. `update`: their parameters are about to change."""
+        for role, residence in self._residences.items():
+            if role not in roles:
+                residence.to_host(unchanged=role not in self._changed)
+                self._changed.discard(role)
+        for role in roles:
+            if role in self._residences:
+                if role == "actor" and not self._residences[role].on_device:
+                    # The actor stays through the rollout. Placed in memory that the KV cache has lent, it would keep the cache from it.
+                    torch.cuda.empty_cache()
+                self._residences[role].to_device()
+                self._changed |= {role} if update else set()
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        for residence in self._residences.values():
+            yield from residence.memory()
+
+
+LESS_IN_UPDATES = {
+    section: f'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", '
+    f"{section}.offload_activations = true or {section}.offload_optimizer = true"
+    for section, role in (("train", "actor"), ("critic", "critic"))
+}
+LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs"
+LESS_MEMORY = {
+    "update-actor": LESS_IN_UPDATES["train"],
+    "update-critic": LESS_IN_UPDATES["critic"],
+    "rollout": LESS_IN_ROLLOUT,
+    "eval": f"{LESS_IN_ROLLOUT}, or a smaller actor.forward_token_budget",
+    **{
+        phase: f"Lower {role}.forward_token_budget (a longer sample runs alone)"
+        for phase, role in (("old-logprob", "actor"), ("ref-logprob", "ref"), ("values", "critic"), ("reward", "reward_model"))
+    },
+}
+
+
+@contextlib.contextmanager
+def enough_memory(phase: str | None = None) -> Iterator[None]:
+    """Turn an out-of-memory error inside a phase into one that names the settings that would help."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
+        what = str(error).splitlines()[0]
+        # Without its traceback, which would keep alive everything that filled the memory.
+        raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
+
+
+@dataclass(eq=False)
+class Worker:
+    """One device with its roles, optimizers, engine and memory account."""
+
+    config: Config
+    algorithm: Algorithm
+    plan: Plan
+    settings: Mapping[str, RoleSettings]  # how each role runs, every `auto` resolved
+    roles: Mapping[str, Annotator]
+    trainers: Mapping[str, Trainer[Any]]  # of the roles that learn
+    engine: Engine | None  # None: nothing is sampled (SFT)
+    residents: Residents
+    account: Account
+    update_sizes: Mapping[str, MicroSizing]  # micro-batch sizes with gradients, one per role
+    forward_sizes: Mapping[str, MicroSizing]  # and without
+    export: Callable[[Path], None]  # writes the actor for others to load
+    export_bytes: int  # about
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around all calls of one phase: its memory is measured, and out-of-memory errors name the settings that would help."""
+        with enough_memory(name), self.account.phase(name):
+            yield
+
+    # -- rollout --------------------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]) -> Generated:
+        """One group for each prompt; `on_group` is given each group as soon as it is complete."""
+        assert self.engine
+        self.residents.need("actor")
+        groups = collect(self.engine, prompts, sampling, seed, on_group)
+        self.account.look()  # while the KV cache still exists
+        if releases_memory(self.config):
+            self.engine.release()
+        return Generated(groups, self.engine.stats())
+
+    def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
+        """Have the engine describe its progress after every `interval` seconds of generating."""
+        if self.engine and self.config.rollout.log_stats:
+            self.engine.report(say, interval)
+
+    def sync(self, version: int) -> None:
+        """Bring the engine to the trainer's weights, which have changed."""
+        assert self.engine
+        self.engine.sync(version)
+
+    # -- passes without gradient ----------------------------------------------------------------------------------------------------
+
+    def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> Annotated:
+        """The rows with the role's number for each trained token, as `field`."""
+        micro_batches = forward_micro_batches(rows, self.forward_sizes[role])
+        found = []
+        for numbers in self._passes(role, micro_batches):
+            found.append(numbers)
+            report(WorkProgress(len(found), len(micro_batches)))
+        return Annotated(scatter(rows, micro_batches, found, field), sum(micro.pad_tokens for micro in micro_batches))
+
+    def sum_logprobs(self, rows: Sequence[Row]) -> LogprobSum:
+        """Over all trained tokens of the rows, by the actor."""
+        total, tokens = 0.0, 0
+        for logprobs in self._passes("actor", forward_micro_batches(rows, self.forward_sizes["actor"])):
+            total += float(logprobs.sum(dtype=np.float64))
+            tokens += len(logprobs)
+        return LogprobSum(total, tokens)
+
+    def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
+        role = self.roles[name]
+        self.residents.need(self.owner(name))
+        with self.account.passes(role.head_bytes(micro_batches, learns=False)):
+            yield from annotate_all(role, micro_batches)
+
+    def owner(self, name: str) -> str:
+        """The role whose model a role runs: the reference role may be the actor without its adapters."""
+        ref = self.roles.get("ref")
+        return "actor" if name == "ref" and isinstance(ref, Policy) and ref.model is self.actor.model else name
+
+    @property
+    def actor(self) -> Policy:
+        actor = self.roles["actor"]
+        assert isinstance(actor, Policy)
+        return actor
+
+    # -- updates --------------------------------------------------------------------------------------------------------------------
+
+    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Updated:
+        """Every optimizer step that a role makes from these rows, after `updates_before` earlier ones. The first report is made before
+        any parameter changes."""
+        trainer, epochs = self.trainers[role], self.config.algorithm.epochs
+        alone = role == "actor" and self.algorithm.advantage_alone
+        self.residents.need(role, update=True)
+        trainer.optimizer.begin(updates_before)
+        found: list[Metrics] = []
+        micro_batches: list[MicroBatch] = []
+        for _ in range(epochs):
+            batches = self._minibatches(rows, self.update_sizes[role], advantage_alone=alone)
+            total = epochs * len(batches)
+            micro_batches += [micro for batch in batches for micro in batch.micro_batches]
+            for batch in batches:
+                with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
+                    metrics = trainer.accumulate(batch)
+                report(WorkProgress(len(found), total))
+                found.append(metrics | trainer.apply())
+                report(WorkProgress(len(found), total))
+        skipped = sum(metrics.pop(f"{role}/skipped_updates") for metrics in found)
+        computed = sum(len(micro.rows) for micro in micro_batches)
+        counts: Metrics = {
+            "skipped_updates": skipped,
+            "updates": len(found),
+            "micro_batches": len(micro_batches),
+            "pad_tokens": sum(micro.pad_tokens for micro in micro_batches),
+            **({"samples_left_out": len(rows) - computed // epochs} if alone else {}),
+        }
+        return Updated(len(found), int(skipped), mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()})
+
+    def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[MiniBatch]:
+        algorithm = self.algorithm
+        if not any(row.mask.any() for row in rows):
+            return []
+        split = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
+        make = partial(minibatch, aggregation=algorithm.aggregation, length_norm=algorithm.length_norm, micro=sizing)
+        return [make([rows[index] for index in part], advantage_alone=advantage_alone) for part in split]
+
+    def metrics(self) -> Metrics:
+        """Memory, measured since the last call."""
+        peak = self.account.peak_bytes
+        return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
+
+    # -- weights and checkpoints ----------------------------------------------------------------------------------------------------
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The actor's parameters by their names, one after another, for an engine that keeps a copy of its own."""
+        self.residents.need("actor")
+        yield from ((name, parameter.detach()) for name, parameter in self.actor.model.named_parameters())
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's state holds about the optimizers."""
+        counts = {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
+        return {**counts["actor"], "critic": counts.get("critic")}
+
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> Callable[[], None] | None:
+        """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
+        the rest may be left to the function that is returned, which reads nothing that training changes."""
+        tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return write_trainer(folder, tensors, self.export, beside=beside)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        return self.export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """The states of the roles that learn, beside the exported model."""
+        self.residents.need("actor", "critic")
+        found = self.trainers["actor"].optimizer.tensors()
+        if "critic" in self.trainers:
+            found |= {f"{CRITIC_TENSORS}{name}": tensor for name, tensor in self.trainers["critic"].optimizer.tensors().items()}
+        return found
+
+    def close(self) -> None:
+        if self.engine:
+            self.engine.close()
+
+
+def mean_of(found: Sequence[Metrics]) -> Metrics:
+    """The mean of each metric over the optimizer steps that have it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}
