@@ -191,7 +191,7 @@ def test_a_failed_reward_scores_what_was_asked(folder: Path) -> None:
 def test_a_step_in_which_every_reward_fails_changes_no_parameter(folder: Path) -> None:
     said = runs.train(folder, *PLAIN, "run.steps=2", "reward.function=reward.py:always_fails").said
     assert said.count("16 of 16 reward calls failed") == 2
-    assert said.count("no sample of this step can be trained on: the update of the actor is left out") == 2
+    assert said.count("no sample of this step can be trained on: the actor's update is left out") == 2
     for line in runs.metrics(folder):
         assert line["actor/updates"] == 0
         assert line["reward/excluded"] == 16

@@ -3,7 +3,7 @@
 Enters: prompts, rows and names of roles, phases and steps. Leaves: groups, annotated rows, metrics, and checkpoint files. Guaranteed: only
 records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. On one
 device a call is a plain call in the same process and a row is its own handle; on many devices the same calls go to processes. Callbacks
-(`on_group`, `report`) stay on the caller's side of the line: what they are given is a record.
+(`report`, `say`) stay on the caller's side of the line: what they are given is a record or text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, RoleSettings, releases_memory
 from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
-from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
@@ -47,12 +46,6 @@ class WorkProgress:
 
 
 Report = Callable[[WorkProgress], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Generated:
-    groups: tuple[Group, ...]  # in the order of the prompts
-    stats: EngineStats
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,15 +155,19 @@ class Worker:
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]) -> Generated:
-        """One group for each prompt; `on_group` is given each group as soon as it is complete."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
+        """One group for each prompt, each as soon as it is complete."""
         assert self.engine
         self.residents.need("actor")
-        groups = collect(self.engine, prompts, sampling, seed, on_group)
+        yield from self.engine.generate(prompts, sampling, seed)
         self.account.look()  # while the KV cache still exists
         if releases_memory(self.config):
             self.engine.release()
-        return Generated(groups, self.engine.stats())
+
+    def rollout_stats(self) -> EngineStats:
+        """The engine's statistics of the last `generate`."""
+        assert self.engine
+        return self.engine.stats()
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating."""

@@ -14,13 +14,13 @@ import numpy as np
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.cluster.worker import Generated, WorkProgress
+from fulltilt.cluster.worker import WorkProgress
 from fulltilt.config import Config
 from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
-from fulltilt.rollout.collect import Kept
+from fulltilt.rollout.collect import Kept, collect
 from fulltilt.rollout.sampler import Sampling
 
 
@@ -52,10 +52,10 @@ def greedy_sampling(config: Config) -> Sampling:
     return replace(training_sampling(config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
 
 
-def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generated:
+def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
     assert parts.reward
-    return parts.worker.generate(prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
+    return collect(parts.worker, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
 
 
 def show_progress(console: Console, progress: WorkProgress) -> None:

@@ -214,9 +214,9 @@ class Run:
         return filled, cursor
 
     def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
-        generated = sample_groups(self.parts, self.console, prompts, sampling, seed)
-        self._engine_stats += generated.stats
-        return generated.groups
+        groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
+        self._engine_stats += self.worker.rollout_stats()
+        return groups
 
     def _baselines(self, kept: Sequence[Kept]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
@@ -250,7 +250,7 @@ class Run:
 
         updated = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
         if not updated.updates:
-            self.console.warn(f"no sample of this step can be trained on: the update of the {role} is left out")
+            self.console.warn(f"no sample of this step can be trained on: the {role}'s update is left out")
         if updated.skipped:
             self.console.warn(
                 f"{updated.skipped} of {updated.updates} optimizer steps of the {role} had a gradient that is not finite: parameters were "

@@ -43,7 +43,7 @@ def _validate(config: Config, parts: RunParts, console: Console) -> Validated:
         return Validated({"val/loss": -found.total / max(1, found.tokens)})
     assert isinstance(parts.val_data, PromptSet)
     prompts = parts.val_data.prompts[: config.eval.max_prompts]
-    groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed).groups
+    groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed)
 
     def judge(rows: Sequence[Row]) -> list[Row]:
         report = partial(show_progress, console)

@@ -11,19 +11,24 @@ the step gets fewer groups instead of failing. Free of torch, as is all of this 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fulltilt.records import Group, Prompt, Score
 
 if TYPE_CHECKING:
-    from fulltilt.rollout.engine import Engine
     from fulltilt.rollout.sampler import Sampling
 
 
+class Generates(Protocol):
+    """An engine, or a worker in front of one."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]: ...
+
+
 def collect(
-    engine: Engine, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]
+    engine: Generates, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]
 ) -> tuple[Group, ...]:
     finished: dict[int, Group] = {}
     for group in engine.generate(prompts, sampling, seed):

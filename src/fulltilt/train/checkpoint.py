@@ -35,7 +35,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from fulltilt.memory.host import free_host_bytes
@@ -66,6 +68,11 @@ class Checkpoint:
 
     def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         return load_file(self.path / TENSORS, device=str(device))
+
+    def arrays(self, prefix: str) -> dict[str, np.ndarray]:
+        """The tensors whose names begin with `prefix`, without it; no other is read."""
+        with safe_open(self.path / TENSORS, framework="np") as file:
+            return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
 
     def state(self) -> dict[str, Any]:
         """What `save` was given, through JSON: tuples come back as lists, keys as strings."""
