@@ -48,12 +48,7 @@ class Tile:
 
 
 # Narrow, so that enough programs read the weight at once, and tall, which Hopper multiplies faster; wider where there are programs enough.
-TILES = (
-    Tile(64, 16, stages=8),
-    Tile(16, 32),
-    Tile(64, 32),
-    Tile(128, 64, step=64, stages=5),
-)
+TILES = (Tile(64, 16, stages=8), Tile(16, 32), Tile(64, 32), Tile(128, 64, step=64, stages=5))
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 

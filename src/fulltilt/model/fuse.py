@@ -432,8 +432,13 @@ def accumulated(weights: Sequence[torch.Tensor], wanted: Sequence[bool], of_out:
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    ready = take_ready(hidden_states, self)
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon) if ready is None else ready
+    """The norm, or its result if the layer before has computed it along with exactly these hidden states."""
+    ready = hidden_states.__dict__.pop(READY, None)
+    if ready is not None and not torch.is_grad_enabled():
+        norm, version, normed = ready
+        if norm is self and version == hidden_states._version:
+            return normed
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -496,14 +501,6 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
     setattr(hidden_states, READY, (following, hidden_states._version, normed))
     return hidden_states
 
-
-def take_ready(hidden_states: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor | None:
-    """This norm's result for exactly these hidden states, if the layer before has computed it along with them."""
-    ready = hidden_states.__dict__.pop(READY, None)
-    if ready is None or torch.is_grad_enabled():
-        return None
-    whose, version, normed = ready
-    return normed if whose is norm and version == hidden_states._version else None
 
 
 def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
