@@ -114,7 +114,7 @@ class TestEveryKnownFamily:
         layer = model.base_model.layers[1]
         for owner, group in ((layer.self_attn, fuse_file.QKV), (layer.mlp, fuse_file.GATE_UP)):
             assert len({getattr(owner, name).weight.untyped_storage().data_ptr() for name in group}) == 1
-        for joined in (joined for _, owner in fuse_file.owners(model.base_model) for joined in fuse_file.note_of(owner).joined):
+        for joined in (joined for _, owner in fuse_file.owners(model.base_model) for joined in fuse_file.state_of(owner).joined):
             joined.whole.fill_(7.0)
         moved = [p for n, p in model.named_parameters() if any(part in n for part in PROJECTIONS)]
         assert len(moved) == (16 if family == "qwen2" else 10)  # of two layers, with biases of q, k and v or without
@@ -177,7 +177,7 @@ class TestEveryKnownFamily:
         fused, plain = pair(model_folders(family))
         unfuse(fused)
         assert torch.equal(hidden(fused), hidden(plain))
-        assert all("forward" not in vars(module) and fuse_file.NOTE not in vars(module) for module in fused.modules())
+        assert all("forward" not in vars(module) and fuse_file.STATE not in vars(module) for module in fused.modules())
         assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in fused.parameters())
         assert check_fused(fused).left_alone == "fuse was not called"
         unfuse(fused)
@@ -241,8 +241,8 @@ def total_bytes(model: PreTrainedModel) -> int:
 def test_unknown_families_are_left_alone(family: str, model_folders) -> None:
     model, plain = make(model_folders(family)), make(model_folders(family))
     report = fuse(model)
-    assert report.family is None and "not of a family that is known" in report.left_alone and "not fused" in str(report)
-    assert all("forward" not in vars(module) and fuse_file.NOTE not in vars(module) for module in model.modules())
+    assert report.family is None and "not of a known family" in report.left_alone and "not fused" in str(report)
+    assert all("forward" not in vars(module) and fuse_file.STATE not in vars(module) for module in model.modules())
     assert torch.equal(hidden(model), hidden(plain))
     assert check_fused(model) == report
 
@@ -262,7 +262,7 @@ def test_a_known_family_with_something_unknown_is_left_alone_whole(change: str, 
     else:
         layer.self_attn.extra = torch.nn.Linear(2, 2)
     assert fuse(model).left_alone
-    assert all(fuse_file.NOTE not in vars(module) for module in model.modules())
+    assert all(fuse_file.STATE not in vars(module) for module in model.modules())
 
 
 def test_a_group_that_cannot_be_joined_runs_one_by_one(model_folders) -> None:

@@ -62,7 +62,7 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
         return keys.clone()
 
     def finish() -> torch.Tensor:
-        progress = files["sampling"].Progress.make(3, 2, device)
+        progress = files["sampling"].DecodeProgress.make(3, 2, device)
         progress.states.zero_()
         files["sampling"].finish(seeds, x[:, 0], seeds[:2], progress)
         return progress.states
@@ -70,7 +70,7 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
     return {
         "rms_norm": lambda: files["rms_norm"].rms_norm(x, x[0], 1e-6),
         "gated": lambda: files["gated"].gated(x),
-        "gated_pair": lambda: files["gated"].gated_pair(x, x),
+        "gated_pair": lambda: files["gated"].gated(x, up=x),
         "rotary": lambda: files["rotary"].rotary(heads, heads, x, x)[0],
         "paged_attention": lambda: attention.paged_attention(heads, *caches, table, lengths, scale=1.0, longest=9),
         "write_kv": write,

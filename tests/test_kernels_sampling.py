@@ -24,7 +24,7 @@ from fulltilt.kernels.sampling import (
     FULL,
     RUNNING,
     STOPPED,
-    Progress,
+    DecodeProgress,
     Workspace,
     _gumbel,
     _key,
@@ -436,7 +436,7 @@ def test_finish_step_by_step(op: Callable[..., None], mapped: bool, own_ends: bo
     device = DEVICE if op is finish else "cpu"
     generator = torch.Generator().manual_seed(3)
     slots = 150 if mapped is False else 9  # more than one program
-    progress = Progress.make(slots, 4, device)
+    progress = DecodeProgress.make(slots, 4, device)
     progress.states.copy_(torch.randint(0, 4, (slots,), generator=generator).clamp(max=1).sub(1))
     assert (progress.states == EMPTY).any() and (progress.states == RUNNING).any()
     progress.lengths.copy_(torch.randint(0, 3, (slots,), generator=generator))
@@ -459,7 +459,7 @@ def test_finish_step_by_step(op: Callable[..., None], mapped: bool, own_ends: bo
 
 
 def test_no_end_tokens_at_all() -> None:
-    progress = Progress.make(2, 3, DEVICE)
+    progress = DecodeProgress.make(2, 3, DEVICE)
     progress.states.fill_(RUNNING)
     progress.limits.fill_(1)
     drawn = (torch.tensor([5, 6], device=DEVICE), torch.zeros(2, device=DEVICE))
@@ -477,7 +477,7 @@ def test_a_graph_draws_what_single_steps_draw(options: dict[str, Any]) -> None:
     slots, vocabulary, steps = 48, 151936, 30
     logits = (random_logits(slots, vocabulary, 3.0)).bfloat16()
     seeds, ends = random_seeds(slots), torch.tensor([11, 12])
-    there, here = Progress.make(slots, steps, "cuda"), Progress.make(slots, steps, "cpu")
+    there, here = DecodeProgress.make(slots, steps, "cuda"), DecodeProgress.make(slots, steps, "cpu")
     for progress in (there, here):
         progress.states.fill_(RUNNING)
         progress.limits.copy_(torch.arange(slots) % 40 + 1)
@@ -485,7 +485,7 @@ def test_a_graph_draws_what_single_steps_draw(options: dict[str, Any]) -> None:
     space, device_ends = Workspace.make(slots, vocabulary, "cuda"), ends.cuda()
     out = (torch.empty(slots, dtype=torch.int64, device="cuda"), torch.empty(slots, device="cuda"))
     sample(*given, workspace=space, out=out, **options)
-    finish(out[0], out[1], device_ends, Progress.make(slots, steps, "cuda"))  # compiled; nobody runs in these slots
+    finish(out[0], out[1], device_ends, DecodeProgress.make(slots, steps, "cuda"))  # compiled; nobody runs in these slots
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -204,7 +204,7 @@ def test_what_short_documents_hide_is_refused(tmp_path: Path) -> None:
 def test_a_kind_of_layer_that_is_not_known_is_refused(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
     model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UnsupportedModel, match=r"layer 1 is of the kind chunked_attention"):
+    with pytest.raises(UnsupportedModel, match=r"layer 1 is of type chunked_attention"):
         verify(model)
 
 

@@ -461,7 +461,7 @@ def test_host_memory_that_the_system_does_not_give_is_the_users_to_mend() -> Non
         pytest.skip("the system does not tell")
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | PATH)
     assert child.returncode == 0, child.stderr
-    assert child.stdout.startswith("0.2 GiB of main memory could not be had for offload: Cannot allocate memory. Free main memory")
+    assert child.stdout.startswith("0.2 GiB of main memory could not be allocated for offload: Cannot allocate memory. Free main memory")
 
 
 def test_the_plan_counts_the_slots_that_a_streamed_optimizer_has_on_the_device() -> None:

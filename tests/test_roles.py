@@ -525,7 +525,7 @@ def test_a_reward_model_without_a_head_is_refused_before_the_actor_loads(judged:
     """The actor's weights are not even there."""
     hollow = shutil.copytree(judged / "model", tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
     options = (*ONE, f"model.path={hollow}")
-    with pytest.raises(UserError, match=r"^reward_model\.path: .* has no score head \(score\.weight\): it is no reward model"):
+    with pytest.raises(UserError, match=r"^reward_model\.path: .* has no score head \(score\.weight\): it is not a reward model"):
         runs.train(judged, *options, f"reward_model.path={model_folders('llama')}")
     assert not (judged / "run").exists()
 

@@ -173,7 +173,7 @@ def test_the_gradient_does_not_depend_on_packing(tmp_path: Path) -> None:
 
 
 def test_a_language_model_is_no_reward_model(model_folders) -> None:
-    with pytest.raises(UserError, match=r"reward_model\.path: .* has no score head \(score\.weight\): it is no reward model"):
+    with pytest.raises(UserError, match=r"reward_model\.path: .* has no score head \(score\.weight\): it is not a reward model"):
         scalar(model_folders("llama"))
 
 

@@ -20,7 +20,7 @@ from fulltilt.cluster.loading import Fusing, Models
 from fulltilt.config import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
 from fulltilt.kernels.linear import LOW, trial_bytes
 from fulltilt.kernels.paged_attention import workspace_numbers
-from fulltilt.kernels.sampling import Progress, Workspace
+from fulltilt.kernels.sampling import DecodeProgress, Workspace
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model import load
 from fulltilt.model.attention import LayerShape
@@ -115,7 +115,7 @@ def decode_bytes(config: Config, model: PreTrainedModel, layers: Mapping[int, La
     and on CUDA the kernels' workspaces, a layer's temporaries, and what captured graphs keep."""
     text, vocabulary = model.config.get_text_config(), len(Head.of(model).weight)
     blocks = -(-(longest + BURST) // config.rollout.block_tokens) + TABLE_STEP
-    found = 4 * rows * (vocabulary + blocks) + bytes_of(Progress.make(rows, BURST, "meta"))
+    found = 4 * rows * (vocabulary + blocks) + bytes_of(DecodeProgress.make(rows, BURST, "meta"))
     if device != "cuda":
         return found
     heads, itemsize, sizes = text.num_attention_heads, model.dtype.itemsize, sizes_up_to(rows)
@@ -132,7 +132,7 @@ def decode_bytes(config: Config, model: PreTrainedModel, layers: Mapping[int, La
     return found + of_attention + of_sampling + of_layer + of_graphs + of_trials
 
 
-def bytes_of(record: Progress | Workspace) -> int:
+def bytes_of(record: DecodeProgress | Workspace) -> int:
     return sum(tensor.nbytes for tensor in vars(record).values())
 
 

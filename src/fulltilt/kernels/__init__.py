@@ -1,4 +1,1 @@
-"""Kernels: one op per file, Triton beside its torch reference; `dispatch` decides which of them runs.
-
-A file loads where triton is not installed; on CPU its op runs the reference.
-"""
+"""Kernels: one op per file, Triton beside its torch reference. `dispatch` chooses; without Triton or on CPU the reference runs."""

@@ -1,10 +1,10 @@
-"""Which form of an op runs, its Triton kernel or its torch reference, and the one place that imports triton.
+"""Choice between an op's Triton kernel and its torch reference. This is the only file that imports triton.
 
 Enters: a tensor of the call. Leaves: whether the kernel runs. Guaranteed: CUDA tensors run the compiled kernel, or raise with the remedy;
 tensors elsewhere run the reference, except CPU tensors inside `interpreted()`, which run the kernel in Triton's interpreter.
 
-Triton makes a kernel for the interpreter or for the compiler when it is defined, by TRITON_INTERPRET as it is then: a process has one form
-of every kernel. Where neither form could run, triton is not imported and `jit` leaves functions as they are.
+Triton reads TRITON_INTERPRET when a kernel is defined, so a process has either compiled or interpreted kernels. Where neither could run,
+triton is not imported and `jit` leaves functions as they are.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ try:
 except ImportError:
     triton = tl = None
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what kernels of layers take; float64 is for references
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # types that kernels of layers take; float64 runs the reference
 _interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """triton.jit, with options or without; where triton is not imported, the function as it is, which nobody calls."""
+    """triton.jit, with or without options. Where triton is not imported, the function unchanged: it is never called there."""
     if triton is None:
         return function or (lambda undecorated: undecorated)
     return triton.jit(function, **options)
@@ -50,7 +50,7 @@ def runs_triton(x: torch.Tensor) -> bool:
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Inside, ops on CPU tensors run their kernels in Triton's interpreter, a thousand times slower than the references: for tests."""
+    """Run kernels of CPU tensors in Triton's interpreter, a thousand times slower than the references: for tests."""
     if not INTERPRETED:
         raise RuntimeError("kernels were not made for the interpreter: set TRITON_INTERPRET=1 before fulltilt is imported")
     if triton is None:

@@ -1,8 +1,8 @@
-"""The product of an activated gate and its partner, as in the feed-forward part of Llama (SiLU) and Gemma (GELU by tanh), in one kernel.
+"""The gated product of feed-forward layers in one kernel, with SiLU (Llama) or tanh-approximated GELU (Gemma) as the activation.
 
-Enters: gate and up projections, side by side in one tensor [T, 2 I] or apart as two [T, I] with a dense last axis. Leaves:
-activation(gate) * up [T, I], contiguous. Guaranteed: transformers' rounding: the activation is computed in float32 and rounded to the
-type of the inputs, then the product; forward and backward.
+Enters: gate and up projections, side by side in one tensor [T, 2 I] or as two tensors [T, I] with a dense last axis. Leaves:
+activation(gate) * up [T, I], contiguous. Guaranteed: transformers' rounding, forward and backward: the activation is computed in float32
+and rounded to the type of the inputs, then the product.
 """
 
 from __future__ import annotations
@@ -15,59 +15,42 @@ import torch.nn.functional as F
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-BLOCK = 1024  # numbers of a program: 16 bytes of bfloat16 for each thread of 4 warps
+BLOCK = 1024  # numbers per program: 16 bytes of bfloat16 for each thread of 4 warps
 
 
-def gated(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """activation(gate) * up of a tensor [..., 2 I] that holds the gate first."""
-    assert activation in ACTIVATIONS and gate_up.shape[-1] % 2 == 0
-    if gate_up.dtype not in FLOATS or not runs_triton(gate_up):
-        return gated_reference(gate_up, activation)
-    if torch.is_grad_enabled() and gate_up.requires_grad:
-        return _Gated.apply(gate_up, None, activation)  # type: ignore[no-any-return, no-untyped-call]
-    gate, up = gate_up.chunk(2, dim=-1)
-    return forward(gate, up, activation)
-
-
-def gated_pair(gate: torch.Tensor, up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """The same for two tensors [..., I]: for projections that do not run as one product."""
-    assert activation in ACTIVATIONS and gate.shape == up.shape and gate.dtype == up.dtype
+def gated(gate: torch.Tensor, activation: str = "silu", up: torch.Tensor | None = None) -> torch.Tensor:
+    """activation(gate) * up [..., I]. Where `up` is None, `gate` holds both [..., 2 I], the gate first."""
+    assert activation in ACTIVATIONS and (gate.shape[-1] % 2 == 0 if up is None else gate.shape == up.shape and gate.dtype == up.dtype)
     if gate.dtype not in FLOATS or not runs_triton(gate):
-        return activate(gate, activation) * up
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _Gated.apply(gate, up, activation)  # type: ignore[no-any-return, no-untyped-call]
-    return forward(gate, up, activation)
+        return gated_reference(gate, activation, up)
+    if torch.is_grad_enabled() and (gate.requires_grad or (up is not None and up.requires_grad)):
+        return _Gated.apply(gate, up, activation)
+    first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return forward(first, second, activation)
 
 
-def gated_reference(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation) * up
-
-
-def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
-    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+def gated_reference(gate: torch.Tensor, activation: str = "silu", up: torch.Tensor | None = None) -> torch.Tensor:
+    first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return (F.silu(first) if activation == "silu" else F.gelu(first, approximate="tanh")) * second
 
 
 @jit
-def _sigmoid(x: tl.tensor) -> tl.tensor:
+def _sigmoid(x) -> tl.tensor:
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))
 
 
 @jit
-def _silu(x: tl.tensor) -> tl.tensor:
-    return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; where the exponential overflows the result is rightly zero
+def _silu(x) -> tl.tensor:
+    return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; where the exponential overflows, zero is the right result
 
 
 @jit
-def _gelu_angle(x: tl.tensor) -> tl.tensor:
+def _gelu_angle(x) -> tl.tensor:
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)  # (1 + tanh z) / 2 = sigmoid(2 z); this is 2 z
 
 
 @jit
-def _forward_kernel(
-    gate: tl.tensor, up: tl.tensor, out: tl.tensor, width: tl.tensor, gate_stride: tl.tensor, up_stride: tl.tensor,
-    GELU: tl.constexpr, BLOCK: tl.constexpr,
-) -> None:  # fmt: skip
+def _forward_kernel(gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -83,9 +66,7 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    of_out: tl.tensor, gate: tl.tensor, up: tl.tensor, of_gate: tl.tensor, of_up: tl.tensor, width: tl.tensor,
-    gate_stride: tl.tensor, up_stride: tl.tensor, of_gate_stride: tl.tensor, of_up_stride: tl.tensor,
-    GELU: tl.constexpr, BLOCK: tl.constexpr,
+    of_out, gate, up, of_gate, of_up, width, gate_stride, up_stride, of_gate_stride, of_up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -109,7 +90,7 @@ def _backward_kernel(
 
 
 def row_stride(x: torch.Tensor) -> int:
-    """How far rows lie apart. Leading axes must be as dense as those of a slice of the last one."""
+    """The stride between rows. Leading axes must be as dense as those of a slice of the last one."""
     assert x.stride(-1) == 1 or x.shape[-1] == 1, "the last axis must be dense"
     rows = x.flatten(0, -2)
     assert not x.numel() or rows.data_ptr() == x.data_ptr(), "leading axes do not form rows of one stride"
@@ -117,7 +98,7 @@ def row_stride(x: torch.Tensor) -> int:
 
 
 def grid(x: torch.Tensor) -> tuple[int, int]:
-    """Rows on the first axis, the only one that may be longer than 65,535."""
+    """A launch grid with rows on the first axis, the only one that may be longer than 65,535."""
     return x.numel() // x.shape[-1], triton.cdiv(x.shape[-1], BLOCK)
 
 
@@ -132,7 +113,7 @@ def forward(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tens
 
 
 class _Gated(torch.autograd.Function):
-    """Of one tensor that holds both, or of two: the gradient comes back in the same form, so that nothing is put together twice."""
+    """Takes one tensor that holds both projections, or two tensors. Gradients have the same form, so that nothing is concatenated."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor | None, activation: str) -> torch.Tensor:
@@ -154,23 +135,3 @@ class _Gated(torch.autograd.Function):
                 row_stride(of_up), GELU=ctx.activation == "gelu_tanh", BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
         return gradients[0], gradients[1] if len(gradients) == 2 else None, None
-
-
-def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """Device time of a call, replayed from a graph over copies that together exceed the L2 cache where that is feasible; `torch_us` is the
-    reference's. `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, width in {"0.5B": 4864, "1.5B": 8960, "7B": 18944}.items():
-        for tokens in (1, 64, 512, 1024):
-            count = tokens * width * dtype.itemsize * 3
-            copies = min(64, max(2, 200 * 2**20 // count))
-            inputs = [torch.randn(tokens, 2 * width, device=device, dtype=dtype) for _ in range(copies)]
-            times = [
-                triton.testing.do_bench_cudagraph(lambda op=op, inputs=inputs: [op(x) for x in inputs]) * 1e3 / copies
-                for op in (gated, gated_reference)
-            ]
-            found.append(
-                {"op": "gated", "shape": shape, "tokens": tokens, "us": times[0], "torch_us": times[1], "bytes": count,
-                 "fraction": count / (times[0] * 1e-6) / 4.3e12}
-            )  # fmt: skip
-    return found

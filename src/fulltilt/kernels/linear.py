@@ -2,23 +2,20 @@
 
 Enters: x [..., inner], a weight [outer, inner] and perhaps a bias [outer]. Leaves: x @ weight.T + bias.
 
-Guaranteed on CUDA in bfloat16 and float16, where no gradient is wanted: a row's result has the same bits among few rows as among
-thousands, so that decoding a handful of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many
-rows, where it adds up the inner axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for
-few rows, up to as many as decode at once, there are several ways (`ways`): cuBLAS as it is, cuBLAS told not to split, a kernel of our own
-in several sizes, more rows than are needed. Which of them is taken is found out once for each number of rows and shape of weight: those
-that give other bits than many rows are out, and of the others the fastest is taken. Which one that is changes no number.
+Guaranteed on CUDA in bfloat16 and float16, without gradients: a row's result has the same bits among few rows as among thousands, so
+decoding a handful of samples computes what training computes for the same tokens. cuBLAS keeps that promise for many rows, where it adds up
+the inner axis in order; for few rows it may split the axis to fill the processors, which rounds differently. So for up to `MANY` rows there
+are several ways to multiply (`ways`): cuBLAS as it is, cuBLAS told not to split, cuBLAS with more rows than needed, a kernel of our own in
+several sizes. Each number of rows and shape of weight tries them once: ways that give other bits than many rows are dropped, and the
+fastest of the rest is used. The choice changes no number.
 
-Elsewhere it is torch's own product.
-
-For the backward pass there is `add_product`, a product that is added to what is there.
+Elsewhere `linear` is torch's own product. The backward pass uses `add_product`, which adds a product to an existing tensor.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -29,19 +26,19 @@ import torch.nn.functional as F
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
 MANY = 1024  # rows above which cuBLAS adds in order (compared up to 16,384)
-COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # of rows that have a way; others are padded to the next
-JUDGES = 2048  # rows of the product that the others are compared with
-PADDED = (448, 512, 768, MANY, JUDGES)  # rows that fewer are padded to, to compare
+COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # row counts that are tried; others are padded to the next one
+JUDGES = 2048  # rows of the product that all ways are compared with
+PADDED = (448, 512, 768, MANY, JUDGES)  # row counts that fewer rows may be padded to
 FEW = 384  # rows up to which our kernel can be the fastest
 LOW = (torch.bfloat16, torch.float16)
-TRIALS = 4  # runs of a way that are timed
-FLUSHED = 64 << 20  # bytes written before each, more than the cache holds: in a model other weights have passed since
-FLUSHES = 6  # so many times, which takes the device longer than the host takes to start the product
+TRIALS = 4  # timed runs of each way
+FLUSHED = 64 << 20  # bytes written before each run, more than the cache holds: in a model other weights evict this one between uses
+FLUSHES = 6  # repeats of that write, so that the device is busy for longer than the host needs to start the product
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of the kernel computes at a time, and how."""
+    """Size of the block that one program of the kernel computes, and its launch options."""
 
     rows: int
     columns: int
@@ -51,20 +48,14 @@ class Tile:
 
 
 # Narrow, so that enough programs read the weight at once, and tall, which Hopper multiplies faster; wider where there are programs enough.
-TILES = (
-    Tile(64, 16, stages=8),
-    Tile(16, 32),
-    Tile(64, 32),
-    Tile(128, 64, step=64, stages=5),
-)
+TILES = (Tile(64, 16, stages=8), Tile(16, 32), Tile(64, 32), Tile(128, 64, step=64, stages=5))
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
 @jit
 def _product(
-    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor, outer: tl.tensor, inner: tl.tensor,
-    x_row: tl.tensor, weight_row: tl.tensor, out_row: tl.tensor,
+    x, weight, bias, out, rows, outer, inner, x_row, weight_row, out_row,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some rows and columns of the result, the inner axis from its beginning to its end."""
@@ -87,14 +78,10 @@ def _product(
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < outer)[None, :])
 
 
-def linear_reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return F.linear(x, weight, bias)
-
-
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rows = x.numel() // x.shape[-1]
     if not 0 < rows <= MANY or x.dtype not in LOW or torch.is_grad_enabled() or not runs_triton(x):
-        return linear_reference(x, weight, bias)
+        return F.linear(x, weight, bias)
     flat = x.reshape(rows, x.shape[-1])
     whole = next(count for count in COUNTS if count >= rows)
     found = way_for(whole, weight, bias)(flat if whole == rows else with_rows(flat, whole), weight, bias)
@@ -117,8 +104,8 @@ _found: dict[tuple[Any, ...], Product] = {}
 
 
 def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
-    """The fastest that gives the bits of many rows. Inside a capture nothing can be tried, and of a weight that is not finite no bits are
-    to be had: there it is one that does for certain."""
+    """The fastest way that gives the bits of many rows. Inside a graph capture, or with a weight that is not finite, nothing can be tried:
+    there it is padding to many rows, which is always right."""
     key = (rows, weight.shape, weight.stride(), weight.dtype, weight.device, bias is not None)
     if key not in _found:
         found = None if torch.cuda.is_current_stream_capturing() else fastest(ways(rows), rows, weight, bias)
@@ -129,7 +116,7 @@ def way_for(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> Produ
 
 
 def ways(rows: int) -> dict[str, Product]:
-    """By name. The last is what the others are compared with."""
+    """All ways to multiply, by name. The last one is what the others are compared with."""
     kernels = {f"kernel {tile}": partial(few_rows, tile=tile) for tile in TILES if rows <= FEW and tile.rows < 2 * max(rows, 64)}
     padded = {f"cuBLAS, {count} rows": partial(among, rows=count) for count in PADDED if count > rows}
     return {"cuBLAS": F.linear, "cuBLAS, not split": unsplit_product, **kernels, **padded}
@@ -150,7 +137,7 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
                 times[name] = milliseconds(lambda way=way: way(x, weight, bias), weight.device)  # type: ignore[misc]
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of the compiler, or of a kernel that wants more than this device has: another way will do
+        except Exception as error:  # the compiler failed, or the kernel needs more than this device has: use another way
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
             warnings.warn(f"products of few rows cannot run by {name} on this device, and take another way: {reason}", stacklevel=2)
     assert times, "no product gives the same bits twice"
@@ -158,12 +145,12 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
 
 
 def trial_bytes(inner: int, outer: int, itemsize: int) -> int:
-    """That `fastest` holds at most."""
+    """The most memory that `fastest` uses."""
     return FLUSHED + itemsize * JUDGES * (3 * inner + 3 * outer)
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """With the weight out of the cache, and without the host's part."""
+    """Device time of a run that finds the weight evicted from the cache, without the host's time."""
     flushed, found = torch.empty(FLUSHED, dtype=torch.uint8, device=device), []
     for _ in range(TRIALS):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -178,33 +165,27 @@ def milliseconds(run: Callable[[], Any], device: torch.device) -> float:
 
 
 def with_rows(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """So many rows, whatever is in those that are added: no row of a product depends on another."""
+    """Pad x to `rows` rows. The added rows stay uninitialised: no row of a product depends on another."""
     wide = x.new_empty(rows, x.shape[1])
     wide[: len(x)].copy_(x)
     return wide
 
 
 def among(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """As if there were so many rows."""
+    """The product computed with `rows` rows."""
     return F.linear(with_rows(x, rows), weight, bias)[: len(x)]
 
 
 def unsplit_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    with unsplit(x.dtype):
-        return F.linear(x, weight, bias)
-
-
-@contextmanager
-def unsplit(dtype: torch.dtype) -> Iterator[None]:
-    """Products of cuBLAS are not split along their inner axis. Only its newer interface can be told so."""
+    """cuBLAS's product, not split along the inner axis. Only cuBLAS's newer interface has this setting."""
     matmul: Any = torch.backends.cuda.matmul
-    name = f"allow_{'bf16' if dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    name = f"allow_{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
     library = torch.backends.cuda.preferred_blas_library()
     reduced, split = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
     torch.backends.cuda.preferred_blas_library("cublaslt")
     setattr(matmul, name, (False, False))
     try:
-        yield
+        return F.linear(x, weight, bias)
     finally:
         setattr(matmul, name, (reduced, split))
         torch.backends.cuda.preferred_blas_library(library)
@@ -226,7 +207,7 @@ def few_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = 
 
 @cache
 def shared_bytes(device: torch.device) -> int:
-    """Of a processor, for one program."""
+    """Shared memory that one program can use on a multiprocessor."""
     if device.type != "cuda":
         return 227 << 10  # an H100's
     properties: Any = torch.cuda.get_device_properties(device)

@@ -2,10 +2,8 @@
 
 Enters: queries [T, heads, width], keys and values [T, key heads, width], the attention output, its gradient, and the logarithms of the sums
 of exponentials [heads, T] that flash attention leaves; on the host, the lengths of the documents. Leaves: the gradients of queries, keys
-and values, contiguous.
-
-Guaranteed: each gradient is added up in one program in a fixed order, in float32, the query heads that share a key head included: nothing
-is added by atomics, and the same call gives the same bits again. No number beyond a document's own tokens is used, even if it is NaN.
+and values, contiguous. Guaranteed: each gradient is added up in one program in a fixed order, in float32, over all query heads that share a
+key head: there are no atomics, and the same call gives the same bits again. Numbers outside a document are never used, even if NaN.
 """
 
 from __future__ import annotations
@@ -19,23 +17,22 @@ from fulltilt.kernels.dispatch import jit, runs_triton, tl
 from fulltilt.kernels.paged_attention import LOG2_E, padded
 
 TILE = 64  # tokens that a program collects gradients for, and that it reads at a time
-WIDEST = 128  # heads that two accumulators of a program have room for
-MOST_PROGRAMS = 2**16 - 1  # of a grid's second axis
+WIDEST = 128  # head width that two accumulators of a program have room for
+MOST_PROGRAMS = 2**16 - 1  # limit of a grid's second axis
 
 
 def takes(q: torch.Tensor, documents: int) -> bool:
-    """Whether the kernels run for these contiguous queries: places within a document are 32 bits wide, and so many programs can be asked
-    for, a tile of a document each. On other chips than Hopper nobody has measured them, and they need more registers there than a thread
-    has."""
+    """Whether the kernels can run for these contiguous queries: positions are 32 bits wide, and the grid has one program per tile of a
+    document. They run on Hopper only: on other chips they were not measured, and need more registers than a thread has."""
     if q.is_cuda and torch.cuda.get_device_capability(q.device)[0] != 9:
         return False
     return q.shape[2] <= WIDEST and q.numel() < 2**31 and len(q) // TILE + documents <= MOST_PROGRAMS
 
 
 def parts_of(lengths: Sequence[int]) -> np.ndarray:
-    """int32 [2, programs, 4]: for keys and for queries, of each program the document's first token, where in the document its own tokens
-    begin, the document's length, and where the document would begin if all before it were filled up to whole tiles. Those with the most to
-    read come first: of keys the first of a document, of queries the last."""
+    """The work of each program, int32 [2, programs, 4], for keys and for queries: the document's first token, the position of the program's
+    first token in the document, the document's length, and where the document would begin if all before it were padded to whole tiles.
+    Programs with the most to read come first: the first keys of a document, and the last queries."""
     long = np.asarray(lengths, np.int64)
     counts = -(-long // TILE)
     first, filled = np.cumsum(long) - long, (np.cumsum(counts) - counts) * TILE
@@ -47,7 +44,7 @@ def parts_of(lengths: Sequence[int]) -> np.ndarray:
 
 
 @jit
-def _part(parts: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _part(parts, index) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     first, begin = tl.load(parts + 4 * index).to(tl.int64), tl.load(parts + 4 * index + 1)
     length, filled = tl.load(parts + 4 * index + 2), tl.load(parts + 4 * index + 3)
     return first, tl.multiple_of(begin, 64), length, tl.multiple_of(filled, 64)
@@ -55,12 +52,11 @@ def _part(parts: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.
 
 @jit
 def _delta(
-    out: tl.tensor, of_out: tl.tensor, norms: tl.tensor, deltas: tl.tensor, exponents: tl.tensor, parts: tl.tensor, tokens: tl.tensor,
-    row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
+    out, of_out, norms, deltas, exponents, parts, tokens, row, out_row, out_head, of_row, of_head,
     WIDTH: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program: of some tokens of a document and one head, the product of the output and its gradient, and the norm as a power of two,
-    at places filled up to whole tiles: there they are aligned, and beyond the document they make weights of zero."""
+    """One program: for some tokens of a document and one head, the product of the output and its gradient, and the norm as a power of two.
+    Documents are padded to whole tiles in the results: that aligns them, and beyond the document gives weights of zero."""
     first, begin, length, filled = _part(parts, tl.program_id(0))
     head, at, columns = tl.program_id(1), begin + tl.arange(0, TILE), tl.arange(0, PADDED)
     source, there = first + at, at < length
@@ -75,8 +71,7 @@ def _delta(
 
 @jit
 def _absorb_queries(
-    keys: tl.tensor, values: tl.tensor, q: tl.tensor, of_out: tl.tensor, exponents: tl.tensor, deltas: tl.tensor, at: tl.tensor,
-    begin: tl.tensor, length: tl.tensor, q_row: tl.tensor, of_row: tl.tensor, of_keys: tl.tensor, of_values: tl.tensor, inner: tl.tensor,
+    keys, values, q, of_out, exponents, deltas, at, begin, length, q_row, of_row, of_keys, of_values, inner,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The tile of queries from `begin` on; where it is not masked, all of them see all the keys."""
@@ -100,9 +95,7 @@ def _absorb_queries(
 
 @jit
 def _backward_keys(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, of_out: tl.tensor, exponents: tl.tensor, deltas: tl.tensor, of_k: tl.tensor, of_v: tl.tensor,
-    parts: tl.tensor, row: tl.tensor, scale: tl.tensor, inner: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor,
-    k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
+    q, k, v, of_out, exponents, deltas, of_k, of_v, parts, row, scale, inner, q_row, q_head, k_row, k_head, v_row, v_head, of_row, of_head,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some keys of one head of one document, and all queries that see them, one head after the other."""
@@ -151,8 +144,7 @@ def _backward_keys(
 
 @jit
 def _absorb_keys(
-    queries: tl.tensor, given: tl.tensor, k: tl.tensor, v: tl.tensor, exponent: tl.tensor, delta: tl.tensor, at: tl.tensor,
-    begin: tl.tensor, length: tl.tensor, k_row: tl.tensor, v_row: tl.tensor, of_queries: tl.tensor, inner: tl.tensor,
+    queries, given, k, v, exponent, delta, at, begin, length, k_row, v_row, of_queries, inner,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The tile of keys from `begin` on; where it is not masked, all queries see all of them."""
@@ -174,9 +166,7 @@ def _absorb_keys(
 
 @jit
 def _backward_queries(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, of_out: tl.tensor, exponents: tl.tensor, deltas: tl.tensor, of_q: tl.tensor, parts: tl.tensor,
-    row: tl.tensor, scale: tl.tensor, inner: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_row: tl.tensor, v_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
+    q, k, v, of_out, exponents, deltas, of_q, parts, row, scale, inner, q_row, q_head, k_row, k_head, v_row, v_head, of_row, of_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some queries of one head of one document, and all keys that they see."""
@@ -215,13 +205,13 @@ def packed_backward(
     of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor, *,
     scale: float, window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values. `parts` is what `parts_of` finds for the documents' lengths, on the device."""
+    """Gradients of queries, keys and values. `parts` is the result of `parts_of` for the documents' lengths, on the device."""
     tokens, heads, width = q.shape
     key_heads = k.shape[1]
     assert all(states.stride(2) == 1 for states in (of_out, q, k, v, out)) and norms.is_contiguous() and norms.shape == (heads, tokens)
     assert parts.dtype == torch.int32 and parts.is_contiguous() and parts.shape[2] == 4
     assert takes(q, documents=0) and parts.shape[1] <= MOST_PROGRAMS
-    assert runs_triton(q), "where Triton does not run, packed attention is torch's, and so is its gradient"
+    assert runs_triton(q), "without Triton, packed attention and its gradient are torch's"
     of_q, of_k, of_v = (torch.empty(states.shape, dtype=states.dtype, device=states.device) for states in (q, k, v))
     programs = parts.shape[1]
     if not programs:
@@ -237,20 +227,3 @@ def packed_backward(
     _backward_keys[(key_heads, programs)](*given, of_k, of_v, parts[0], row, scale, scale * LOG2_E, *strides, KEY_HEADS=key_heads, **shared)
     _backward_queries[(heads, programs)](*given, of_q, parts[1], row, scale, scale * LOG2_E, *strides, HEADS=heads, **shared)
     return of_q, of_k, of_v
-
-
-def packed_attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], *, scale: float, window: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and logarithms of sums of exponentials [heads, T], document by document, in float32 or better; for autograd."""
-    wide, group = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
-    outputs, norms, first = [], [], 0
-    for length in lengths:
-        mine = slice(first, first + length)
-        scores = torch.einsum("qhw,khw->hqk", q[mine].to(wide), k[mine].to(wide).repeat_interleave(group, 1)) * scale
-        gap = torch.arange(length, device=q.device)[:, None] - torch.arange(length, device=q.device)
-        scores = scores.masked_fill(~((gap >= 0) if window is None else (gap >= 0) & (gap < window)), -torch.inf)
-        outputs.append(torch.einsum("hqk,khw->qhw", scores.softmax(-1), v[mine].to(wide).repeat_interleave(group, 1)))
-        norms.append(scores.logsumexp(-1))
-        first += length
-    return torch.cat(outputs).to(q.dtype), torch.cat(norms, 1)

@@ -1,20 +1,20 @@
 """Attention of one new token per sequence over a paged cache of keys and values, and the writing of that cache.
 
-Enters: queries [B, heads, width]; the caches of one layer [slots, key heads, width], where slot = block * block_tokens + place; which
-blocks each sequence owns, and its length with the new token. A cache is given twice: as a tensor, which the torch reference reads and
-shapes are checked against, and as a base, an int64 tensor [1] on the device that holds the address of its first number. The kernels follow
-the base alone: a captured CUDA graph goes on working after the cache has moved, once the new address is written into the base.
+Enters: queries [B, heads, width]; the caches of one layer [slots, key heads, width], where slot = block * block_tokens + place; the blocks
+of each sequence, and its length with the new token. A cache is given twice: as a tensor, which the torch reference reads and shapes are
+checked against, and as a base, an int64 tensor [1] on the device that holds the cache's address. Kernels follow only the base: a captured
+CUDA graph keeps working after the cache has moved, once the new address is written into the base.
 
-Leaves: the attention output [B, heads, width]; for the writers, the cache filled at the given slots.
+Leaves: the attention output [B, heads, width]; the writers fill the cache at the given slots.
 
 Guaranteed:
-- a sequence of length 0 (the empty rows of a padded batch) reads no block and gives zeros; a slot of -1 writes nothing;
-- what lies in the cache beyond a sequence's length, or in the table beyond its blocks, is never used, even if it is NaN;
-- nothing waits for the device, and how a call is launched depends only on shapes and on `longest`, a bound that the host knows: calls can
-  be captured. Run each shape once before capture, so that nothing is compiled meanwhile;
+- a sequence of length 0 (an empty row of a padded batch) reads no block and gives zeros; a slot of -1 writes nothing;
+- cache contents beyond a sequence's length, and table entries beyond its blocks, are never used, even if they are NaN;
+- nothing waits for the device, and a launch depends only on shapes and on `longest`, a bound that the host knows: calls can be captured.
+  Run each shape once before capture, so that nothing is compiled meanwhile;
 - in bfloat16 and float16, a sequence that is not split (`Launch.whole`) gives, bit for bit, what torch's flash attention gives for the
   last token of the same document in training, on the GPUs where that was compared (docs/performance.md);
-- into how many splits a sequence is divided changes the result by rounding only. Scores and sums are float32.
+- the number of splits of a sequence changes the result by rounding only. Scores and sums are float32.
 
 Blocks of the table must cover each length, and every block number in use must lie inside the cache: neither is checked on the device.
 """
@@ -22,39 +22,35 @@ Blocks of the table must cover each length, and every block number in use must l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import numpy as np
 import torch
 
-from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+from fulltilt.kernels.dispatch import jit, runs_triton, tl
+from fulltilt.kernels.rotary import rotary_reference
 
 CHECK_BASES = False  # compare base and cache on CUDA too, which waits for the device; on CPU they are always compared
 LOG2_E = math.log2(math.e)
 
-PROCESSORS = 132  # of an H100 or H200; where the device has another number, that one is used
+PROCESSORS = 132  # multiprocessors of an H100 or H200; other devices report their own number
 ENOUGH = 256  # programs that keep 132 processors busy without splitting sequences
 WANTED = 768  # programs to aim for where sequences are split to fill the processors
 MOST_SPLITS = 64
-FEWEST_TOKENS = 128  # of a split: below this, starting a program costs more than the reading it takes over
+FEWEST_TOKENS = 128  # per split: below this, starting another program costs more than it saves
 WHOLE = 1024  # tokens up to which a sequence is never split, so that it is summed as in training
-LONG = 2048  # the same in a full batch, where splits only serve the longest sequences: the batch ends when its longest program does
-
-
-# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: no reason to compile twice.
+LONG = 2048  # the same in a full batch, where only the longest sequences are split: the batch ends when its longest program does
+# Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: that must not compile a kernel twice.
 BASES = ("key_base", "value_base")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How `paged_attention` is laid out on the device. Any values give the same result up to rounding."""
+    """Launch parameters of `paged_attention`. Any values give the same result up to rounding."""
 
-    splits: int  # parts a sequence is divided into, at most
-    fewest: int  # tokens in a part, at least
+    splits: int  # most parts that a sequence is divided into
+    fewest: int  # fewest tokens in a part
     tile: int  # tokens read at a time
     whole: int = 0  # tokens up to which a sequence is one part
     warps: int = 1
@@ -63,9 +59,9 @@ class Launch:
 
 @cache
 def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: int, processors: int = PROCESSORS) -> Launch:
-    """From shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
+    """Launch parameters from shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
     # The tiles of flash attention's forward pass on this chip, and one warp, which holds a row's scores as flash's warps do: sums then have
-    # its order. Four warps read 1.02 to 1.1 times as fast, and sum in another order. Float32 has no flash to agree with.
+    # its order. Four warps read 1.02 to 1.1 times as fast, but sum in another order. No flash attention exists for float32.
     tile = (128 if width <= 64 else 64) if itemsize == 2 else max(16, min(64, 8192 // padded(width)))
     programs = batch * key_heads
     if programs * PROCESSORS >= ENOUGH * processors:
@@ -84,9 +80,9 @@ def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsi
 
 @jit()
 def _share(
-    length: tl.tensor, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """Tokens of a sequence that are attended to, and how many of them one split takes."""
+    length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """Number of tokens that are attended to, and how many of them one split takes."""
     span = tl.maximum(length, 0)
     if WINDOW > 0:
         span = tl.minimum(span, WINDOW)
@@ -96,9 +92,7 @@ def _share(
 
 @jit(do_not_specialize_on_alignment=BASES)
 def _attend(
-    q: tl.tensor, out: tl.tensor, sums: tl.tensor, norms: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, table: tl.tensor,
-    lengths: tl.tensor, inner: tl.tensor, outer: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor,
-    out_head: tl.tensor, table_row: tl.tensor,
+    q, out, sums, norms, key_base, value_base, table, lengths, inner, outer, q_row, q_head, out_row, out_head, table_row,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -178,9 +172,8 @@ def _attend(
 
 @jit()
 def _combine(
-    out: tl.tensor, sums: tl.tensor, norms: tl.tensor, lengths: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr,
-    TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    out, sums, norms, lengths, out_row, out_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+    FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: the splits of one head of one sequence, weighted by their sums of exponentials. Single splits are in place already."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -199,16 +192,15 @@ def _combine(
 
 
 @jit()
-def _cache_row(base: tl.tensor, slot: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """Where the keys or values of a token lie, given where its cache does."""
+def _cache_row(base, slot, states, ROW: tl.constexpr) -> tl.tensor:
+    """The address of a token's keys or values in the cache at `base`."""
     cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
     return tl.multiple_of(cached, 16) + slot * ROW
 
 
 @jit(do_not_specialize_on_alignment=BASES)
 def _write(
-    k: tl.tensor, v: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, slots: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
-    v_row: tl.tensor, v_head: tl.tensor,
+    k, v, key_base, value_base, slots, k_row, k_head, v_row, v_head,
     KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: one token."""
@@ -226,9 +218,7 @@ def _write(
 
 
 @jit()
-def _turned(
-    states: tl.tensor, kept: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def _turned(states, kept, cos, sin, columns, HALF: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """The rotated halves of some heads. Rounds where transformers does: products to the type of cos before they are added."""
     first = tl.load(states, mask=kept, other=0.0).to(tl.float32)
     second = tl.load(states + HALF, mask=kept, other=0.0).to(tl.float32)
@@ -245,9 +235,7 @@ def _turned(
 
 @jit(do_not_specialize_on_alignment=BASES)
 def _rotate_and_write(
-    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, key_base: tl.tensor,
-    value_base: tl.tensor, slots: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor,
-    v_head: tl.tensor, cos_row: tl.tensor, sin_row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    q, k, v, cos, sin, out, key_base, value_base, slots, q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, out_row, out_head,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED_QUERIES: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr, PADDED_HALF: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -364,14 +352,10 @@ def write_kv_reference(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor
 
 
 def write_kv(
-    k: torch.Tensor,  # [T, key heads, width], the last dimension dense
-    v: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_base: torch.Tensor,
-    value_base: torch.Tensor,
-    slots: torch.Tensor,  # int64 [T], no slot twice; -1: not written
-) -> None:
+    k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, key_base: torch.Tensor,
+    value_base: torch.Tensor, slots: torch.Tensor,
+) -> None:  # fmt: skip
+    """Write keys and values [T, key heads, width], the last dimension dense, to `slots` int64 [T], no slot twice; -1: not written."""
     tokens, key_heads, width = k.shape
     check_caches(k, key_cache, value_cache, key_base, value_base)
     check_new(k, v, key_cache, slots)
@@ -389,32 +373,22 @@ def rotate_and_write_reference(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
     value_cache: torch.Tensor, slots: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    def rotated(states: torch.Tensor) -> torch.Tensor:
-        first, second = states.chunk(2, dim=-1)
-        return (states * cos[:, None]) + (torch.cat((-second, first), dim=-1) * sin[:, None])
-
-    write_kv_reference(rotated(k).to(k.dtype), v, key_cache, value_cache, slots)
-    return rotated(q).to(q.dtype)
+    rotated_q, rotated_k = rotary_reference(q, k, cos, sin)
+    write_kv_reference(rotated_k.to(k.dtype), v, key_cache, value_cache, slots)
+    return rotated_q.to(q.dtype)
 
 
 def rotate_and_write(
-    q: torch.Tensor,  # [T, heads, width]; q, k and v may be views of one tensor, the last dimension dense
-    k: torch.Tensor,  # [T, key heads, width]
-    v: torch.Tensor,
-    cos: torch.Tensor,  # [T, width], as transformers gives them: both halves alike, the scaling of attention included
-    sin: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_base: torch.Tensor,
-    value_base: torch.Tensor,
-    slots: torch.Tensor,  # int64 [T], no slot twice; -1: not written, though the query is rotated
-    *,
-    out: torch.Tensor | None = None,  # not a view of q
-) -> torch.Tensor:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
+    value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Rotated queries [T, heads, width]; rotated keys and plain values go to the cache. Bit for bit what transformers computes in bfloat16.
 
-    One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own). At decoding batches each moves less
-    than a microsecond's worth of memory, so what is saved is launches.
+    q, k and v may be views of one tensor, the last dimension dense, but `out` is no view of q. cos and sin [T, width] are as transformers
+    gives them: both halves equal, attention scaling included. `slots` are as in `write_kv`; the query of slot -1 is rotated too.
+
+    One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own): in decoding batches each kernel runs
+    for less than a microsecond, so launches are the cost.
     """
     tokens, heads, width = q.shape
     check_caches(q, key_cache, value_cache, key_base, value_base)
@@ -440,7 +414,7 @@ def rotate_and_write(
 
 
 def base_of(states: torch.Tensor) -> torch.Tensor:
-    """A base that points at a cache. The engine keeps one for each layer and writes a new address into it when the cache moves."""
+    """A base that points at a cache. The engine keeps one per layer and writes the new address into it when the cache moves."""
     return torch.tensor([states.data_ptr()], dtype=torch.int64, device=states.device)
 
 
@@ -467,7 +441,7 @@ def processors_of(device: torch.device) -> int:
 
 
 def partial_results(parts: int, width: int, workspace: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The splits' results [parts, width] and the logarithms of their sums of exponentials [parts], flat, side by side."""
+    """Memory for the splits' results [parts, width] and the logarithms of their sums of exponentials [parts], both flat."""
     needed = parts * (width + 1)
     if workspace is None:
         workspace = torch.empty(needed, dtype=torch.float32, device=device)
@@ -481,128 +455,10 @@ def power_of_two(number: int) -> int:
 
 
 def padded(number: int) -> int:
-    """Tensor cores take no side below 16, Triton none that is not a power of two."""
+    """The next power of two, which Triton needs, and at least 16, which tensor cores need."""
     return max(16, power_of_two(number))
 
 
 def warps_for(numbers: int) -> int:
-    """Eight numbers of two bytes each thread, within reason."""
+    """One to eight warps, so that each thread moves about eight numbers of two bytes."""
     return max(1, min(8, power_of_two(numbers) // 256))
-
-
-BANDWIDTH = 4.3e12  # bytes/s of a large copy on an H200
-SHAPES = {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}  # Qwen2.5: heads, key heads, width
-BATCHES = (1, 8, 32, 128, 512, 1024)
-CONTEXTS = (500, 2000, 8000)
-LAYERS = 24  # a graph visits as many caches as a model has layers, so that the second-level cache helps no more than it does in a model
-
-
-def bench(device: str | torch.device = "cuda", *, sweep: bool = False, tight: bool = True) -> dict[str, dict[str, Any]]:
-    """Microseconds, bytes and share of the H200's bandwidth of each op at each shape, bfloat16, inside CUDA graphs.
-
-    `tight`: the host knows the longest context; otherwise the bound is 9,216 whatever the contexts are. `sweep`: each shape under other
-    launches too, with the best named. "mixed" has lognormal lengths up to 8,192, as at the end of a long rollout.
-    """
-    device = torch.device(device)
-    pool = torch.empty(min(32 << 30, torch.cuda.mem_get_info(device)[0] // 2) // 2, dtype=torch.bfloat16, device=device).normal_()
-    results: dict[str, dict[str, Any]] = {}
-    for model, shape in SHAPES.items():
-        for batch in BATCHES:
-            results[f"{model} rotate_and_write tokens={batch}"] = bench_write(pool, shape, batch)
-            mixed = torch.distributions.LogNormal(7.0, 0.9).sample((batch,)).clamp(100, 8192).int().to(device)
-            for name, lengths in [*((str(context), torch.full_like(mixed, context)) for context in CONTEXTS), ("mixed", mixed)]:
-                longest = int(lengths.max()) if tight else 9216
-                measured = bench_attention(pool, shape, lengths, longest, sweep)
-                if measured is not None:
-                    results[f"{model} attention batch={batch} context={name}"] = measured
-    return results
-
-
-def bench_attention(
-    pool: torch.Tensor, shape: tuple[int, int, int], lengths: torch.Tensor, longest: int, sweep: bool
-) -> dict[str, Any] | None:
-    heads, key_heads, width = shape
-    batch, device = len(lengths), pool.device
-    columns, most = -(-longest // 16), -(-int(lengths.max()) // 16)
-    numbers = batch * most * 16 * key_heads * width  # of one cache
-    layers = min(LAYERS, len(pool) // (2 * numbers))
-    if layers == 0:
-        return None
-    caches = pool[: layers * 2 * numbers].view(layers, 2, -1, key_heads, width)
-    bases = torch.tensor([[states.data_ptr() for states in layer] for layer in caches], dtype=torch.int64, device=device)
-    table = torch.zeros(batch, columns, dtype=torch.int32, device=device)
-    table[:, :most] = torch.randperm(batch * most, device=device).view(batch, most)
-    q = torch.randn(batch, heads, width, dtype=pool.dtype, device=device)
-    out = torch.empty_like(q)
-    chosen = launch_for(batch, key_heads, width, 2, longest, processors_of(device))
-
-    def calls(launch: Launch) -> Iterator[Callable[[], Any]]:
-        workspace = torch.empty(batch * heads * launch.splits * (width + 1), device=device)
-        for (keys, values), base in zip(caches, bases, strict=True):
-            yield partial(
-                paged_attention, q, keys, values, base[:1], base[1:], table, lengths,
-                scale=width**-0.5, longest=longest, out=out, workspace=workspace, launch=launch,
-            )  # fmt: skip
-
-    moved = int(lengths.sum()) * 2 * key_heads * width * 2 + 2 * q.nbytes + (int(lengths.sum()) // 16) * 4
-    found = figures(microseconds(list(calls(chosen))), moved) | {"launch": str(chosen), "layers": layers}
-    if sweep:
-        times = {}
-        for launch in other_launches(chosen):
-            with suppress(triton.runtime.errors.OutOfResources):
-                times[str(launch)] = microseconds(list(calls(launch)))
-        best = min(times, key=lambda name: times[name])
-        found |= {"best": best, "best_microseconds": times[best], "sweep": times}
-    return found
-
-
-def bench_write(pool: torch.Tensor, shape: tuple[int, int, int], tokens: int) -> dict[str, Any]:
-    heads, key_heads, width = shape
-    caches = pool[: LAYERS * 2 * 16 * tokens * key_heads * width].view(LAYERS, 2, -1, key_heads, width)
-    bases = torch.tensor([[states.data_ptr() for states in layer] for layer in caches], dtype=torch.int64, device=pool.device)
-    slots = torch.randperm(16 * tokens, device=pool.device)[:tokens]
-    fused = torch.randn(tokens, heads + 2 * key_heads, width, dtype=pool.dtype, device=pool.device)
-    q, k, v = fused.split((heads, key_heads, key_heads), dim=1)
-    cos, sin = torch.randn(2, tokens, width, dtype=pool.dtype, device=pool.device).unbind()
-    out = torch.empty_like(q)
-    calls = [
-        partial(rotate_and_write, q, k, v, cos, sin, keys, values, base[:1], base[1:], slots, out=out)
-        for (keys, values), base in zip(caches, bases, strict=True)
-    ]
-    return figures(microseconds(calls), 2 * fused.nbytes + 2 * cos.nbytes)
-
-
-def other_launches(chosen: Launch) -> list[Launch]:
-    splits = {(chosen.splits, chosen.fewest)} | {(count, 128 if count > 4 else LONG) for count in (1, 2, 4, 8, 16, 32, 64)}
-    tiles = [(tile, warps, stages) for tile in (32, 64, 128) for warps in (2, 4) for stages in (3, 5, 7)]
-    return [
-        Launch(count, fewest, tile, chosen.whole, warps=warps, stages=stages)
-        for count, fewest in sorted(splits)
-        for tile, warps, stages in (tiles if count == chosen.splits else [(chosen.tile, chosen.warps, chosen.stages)])
-    ]
-
-
-def figures(time: float, moved: int) -> dict[str, Any]:
-    return {"microseconds": time, "bytes": moved, "fraction": moved / BANDWIDTH / (time * 1e-6)}
-
-
-def microseconds(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> float:
-    """Of one call, when all are run one after another in a CUDA graph. The second-level cache is emptied before each round."""
-    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    calls[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    rounds = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        flush.zero_()  # long enough for the host to queue the graph behind it: its launch is not measured
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        rounds.append(begin.elapsed_time(end) * 1e3 / len(calls))
-    return sorted(rounds)[len(rounds) // 2]

@@ -2,19 +2,14 @@
 
 Enters: rows [T, H] (or [T, heads, H]; views of a wider tensor are allowed if the last axis is dense), a weight [H] of the same type, and
 perhaps a residual of the rows' shape. Leaves: the normed rows, contiguous; with a residual also the sum, which is what was normed.
-Guaranteed: float32 inside and rounding where transformers rounds (the sum to the type of the rows; Llama rounds before the weight, Gemma
-after it); a row's result depends on that row and on H alone, not on how many rows there are; the weight's gradient is summed in float32
+Guaranteed: float32 inside and rounding where transformers' Llama rounds (the sum and the normed rows to the type of the rows, before the
+weight); a row's result depends on that row and on H alone, not on how many rows there are; the weight's gradient is summed in float32
 over partial sums whose order follows from the shape, so it is the same every time.
-
-transformers has two forms of the op, told apart by two flags:
-
-    Llama, Qwen, Mistral   weight * normed.to(dtype)                       offset=0, wide_weight=False
-    Gemma                  (normed * (1 + weight.float())).to(dtype)       offset=1, wide_weight=True
 """
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -24,65 +19,32 @@ WIDEST = 32768  # a row is held in registers
 PROGRAMS = 528  # of the backward pass, about: four for each multiprocessor of an H200. A constant, so that sums do not depend on the device
 
 
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: None = None, offset: float = 0.0, wide_weight: bool = False
-) -> torch.Tensor: ...
-
-
-@overload
-def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor, offset: float = 0.0, wide_weight: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-
-
-def rms_norm(
-    x: torch.Tensor,  # [..., H]
-    weight: torch.Tensor,  # [H]
-    eps: float,
-    residual: torch.Tensor | None = None,  # of x's shape
-    offset: float = 0.0,
-    wide_weight: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Any:
     """The normed rows; with a residual: (normed rows of x + residual, x + residual)."""
     if x.dtype not in FLOATS or not runs_triton(x):
-        return rms_norm_reference(x, weight, eps, residual, offset, wide_weight)
+        return rms_norm_reference(x, weight, eps, residual)
     assert weight.dtype == x.dtype and weight.shape == x.shape[-1:] and weight.is_contiguous()
     assert residual is None or (residual.shape == x.shape and residual.dtype == x.dtype)
     assert x.shape[-1] <= WIDEST, f"rows of {x.shape[-1]} numbers do not fit into registers"
-    wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual))
-    if wants_gradient:
-        return _RmsNorm.apply(x, weight, residual, eps, offset, wide_weight)  # type: ignore[no-any-return, no-untyped-call]
-    normed, total, _ = forward(x, weight, residual, eps, offset, wide_weight, keep_scale=False)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, residual)):
+        return _RmsNorm.apply(x, weight, residual, eps)
+    normed, total, _ = forward(x, weight, residual, eps, keep_scale=False)
     return normed if residual is None else (normed, total)
 
 
-def rms_norm_reference(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    residual: torch.Tensor | None = None,
-    offset: float = 0.0,
-    wide_weight: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """As transformers' modules compute it, operation by operation."""
+def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> Any:
+    """The operations of transformers' module, one by one."""
     total = x if residual is None else residual + x
     wide = total.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    if wide_weight:  # noqa: SIM108
-        normed = (wide * (offset + weight.float())).to(x.dtype)
-    else:
-        normed = (weight + offset if offset else weight) * wide.to(x.dtype)
+    normed = weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
     return normed if residual is None else (normed, total)
 
 
 # Unspecialised: no kernel is compiled anew for a batch of another size, which could fall into the capture of a graph.
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, scale: tl.tensor, rows: tl.tensor,
-    heads: tl.tensor, width: tl.tensor, eps: tl.tensor, offset: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor,
-    residual_stride: tl.tensor, residual_head_stride: tl.tensor,
-    HAS_RESIDUAL: tl.constexpr, KEEP_SCALE: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, normed, total, scale, rows, heads, width, eps, x_stride, x_head_stride, residual_stride, residual_head_stride,
+    HAS_RESIDUAL: tl.constexpr, KEEP_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
@@ -98,26 +60,19 @@ def _forward_kernel(
     root = tl.rsqrt(tl.sum(wide * wide, axis=1) / width + eps)
     if KEEP_SCALE:
         tl.store(scale + row, root, mask=row < rows)
-    wide = wide * root[:, None]
-    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    if not WIDE_WEIGHT:
-        wide = wide.to(normed.dtype.element_ty).to(tl.float32)
-        gain = gain.to(normed.dtype.element_ty).to(tl.float32)
+    wide = (wide * root[:, None]).to(normed.dtype.element_ty).to(tl.float32)
+    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     tl.store(normed + dense, (wide * gain).to(normed.dtype.element_ty), mask=inside)
 
 
 @jit(do_not_specialize=["rows", "loops"])
 def _backward_kernel(
-    of_normed: tl.tensor, of_total: tl.tensor, total: tl.tensor, weight: tl.tensor, scale: tl.tensor, of_x: tl.tensor,
-    partial: tl.tensor, rows: tl.tensor, heads: tl.tensor, width: tl.tensor, offset: tl.tensor, loops: tl.tensor,
-    total_stride: tl.tensor, total_head_stride: tl.tensor,
-    HAS_TOTAL: tl.constexpr, OF_WEIGHT: tl.constexpr, WIDE_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    of_normed, of_total, total, weight, scale, of_x, partial, rows, heads, width, loops, total_stride, total_head_stride,
+    HAS_TOTAL: tl.constexpr, OF_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
-    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    if not WIDE_WEIGHT:
-        gain = gain.to(of_x.dtype.element_ty).to(tl.float32)
+    gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     of_weight = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
     for step in range(loops):
         row = (program * loops + step) * ROWS + tl.arange(0, ROWS)
@@ -128,12 +83,8 @@ def _backward_kernel(
         root = tl.load(scale + row, mask=row < rows, other=0.0)[:, None]
         gradient = tl.load(of_normed + dense, mask=inside, other=0.0).to(tl.float32)
         wide = value * root
-        if WIDE_WEIGHT:
-            of_weight += gradient * wide
-            gradient = gradient * gain
-        else:
-            of_weight += gradient * wide.to(of_x.dtype.element_ty).to(tl.float32)
-            gradient = (gradient * gain).to(of_x.dtype.element_ty).to(tl.float32)
+        of_weight += gradient * wide.to(of_x.dtype.element_ty).to(tl.float32)
+        gradient = (gradient * gain).to(of_x.dtype.element_ty).to(tl.float32)
         # d(x r)/dx with r = (mean x^2 + eps)^-1/2:  r (g - x r^2 mean(g x))
         result = root * (gradient - wide * root * (tl.sum(gradient * value, axis=1) / width)[:, None])
         result = result.to(of_x.dtype.element_ty)
@@ -167,9 +118,9 @@ def at_most_three(x: torch.Tensor) -> torch.Tensor:
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, offset: float, wide_weight: bool, keep_scale: bool
+    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, keep_scale: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Normed rows, what was normed, and the factor of each row where the backward pass will want it."""
+    """Normed rows, what was normed, and the factor of each row where the backward pass needs it."""
     width = x.shape[-1]
     rows = x.numel() // width
     normed = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -180,21 +131,18 @@ def forward(
         heads, *apart = strides(flat, other)
         per_program, block, warps = block_shape(width)
         _forward_kernel[(triton.cdiv(rows, per_program),)](
-            flat, other, weight, normed, total, normed if scale is None else scale, rows, heads, width, eps, offset,
-            *apart, HAS_RESIDUAL=residual is not None, KEEP_SCALE=keep_scale, WIDE_WEIGHT=wide_weight,
-            ROWS=per_program, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+            flat, other, weight, normed, total, normed if scale is None else scale, rows, heads, width, eps, *apart,
+            HAS_RESIDUAL=residual is not None, KEEP_SCALE=keep_scale, ROWS=per_program, BLOCK=block, num_warps=warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return normed, total, scale
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float, offset: float, wide_weight: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        normed, total, scale = forward(x, weight, residual, eps, offset, wide_weight, keep_scale=True)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, eps: float) -> Any:
+        normed, total, scale = forward(x, weight, residual, eps, keep_scale=True)
         ctx.save_for_backward(total, weight, scale)
-        ctx.offset, ctx.wide_weight = offset, wide_weight
         ctx.set_materialize_grads(False)
         return normed if residual is None else (normed, total)
 
@@ -203,7 +151,7 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, of_normed: torch.Tensor | None, of_total: torch.Tensor | None = None) -> tuple[torch.Tensor | None, ...]:
         total, weight, scale = ctx.saved_tensors
         if of_normed is None:
-            return of_total, None, of_total, None, None, None
+            return of_total, None, of_total, None
         of_x = torch.empty_like(total, memory_format=torch.contiguous_format)
         of_normed = of_normed.contiguous()
         of_total = None if of_total is None else of_total.contiguous()
@@ -218,37 +166,9 @@ class _RmsNorm(torch.autograd.Function):
             heads, *apart = strides(flat)
             _backward_kernel[(programs,)](
                 of_normed, of_normed if of_total is None else of_total, flat, weight, scale, of_x, scale if partial is None else partial,
-                rows, heads, width, ctx.offset, loops, *apart, HAS_TOTAL=of_total is not None, OF_WEIGHT=partial is not None,
-                WIDE_WEIGHT=ctx.wide_weight, ROWS=per_program, BLOCK=block, num_warps=warps, enable_fp_fusion=False,
+                rows, heads, width, loops, *apart, HAS_TOTAL=of_total is not None, OF_WEIGHT=partial is not None, ROWS=per_program,
+                BLOCK=block, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip
         of_weight = None if partial is None else partial.sum(0).to(weight.dtype)
         of_residual = of_x if ctx.needs_input_grad[2] else None
-        return of_x, of_weight, of_residual, None, None, None
-
-
-def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """Device time of a call, replayed from a graph over copies that together exceed the L2 cache where that is feasible; `torch_us` is the
-    reference's. `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, width in {"0.5B": 896, "1.5B": 1536, "7B": 3584}.items():
-        weight = torch.randn(width, device=device, dtype=dtype)
-        for tokens in (1, 64, 512, 1024):
-            for residual in (False, True):
-                count = tokens * width * dtype.itemsize * (4 if residual else 2) + width * dtype.itemsize
-                copies = min(64, max(2, 200 * 2**20 // count))
-                inputs = [torch.randn(2, tokens, width, device=device, dtype=dtype).unbind() for _ in range(copies)]
-                times = [
-                    triton.testing.do_bench_cudagraph(
-                        lambda op=op, inputs=inputs, residual=residual, weight=weight: [
-                            op(x, weight, 1e-6, other if residual else None) for x, other in inputs
-                        ]
-                    )
-                    * 1e3
-                    / copies
-                    for op in (rms_norm, rms_norm_reference)
-                ]
-                found.append(
-                    {"op": "add_rms_norm" if residual else "rms_norm", "shape": shape, "tokens": tokens, "us": times[0],
-                     "torch_us": times[1], "bytes": count, "fraction": count / (times[0] * 1e-6) / 4.3e12}
-                )  # fmt: skip
-    return found
+        return of_x, of_weight, of_residual, None

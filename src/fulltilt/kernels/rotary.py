@@ -2,7 +2,7 @@
 
 Enters: queries [T, heads, width] and keys [T, key heads, width] (views of a fused projection are allowed if the last axis is dense), and
 the cosines and sines [T, width] of the tokens' positions, all of one type. Leaves: rotated queries and keys, contiguous.
-Guaranteed: transformers' half-split form (`apply_rotary_pos_emb` of Llama and its kin) with its rounding: each product, then the sum.
+Guaranteed: transformers' half-split form (`apply_rotary_pos_emb` of Llama and similar ones) with its rounding: each product, then the sum.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
 
-HEADS = 8  # of a program
+HEADS = 8  # heads per program
 
 
 def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines get no gradient."""
+    """Rotated queries and keys. Cosines and sines get no gradient."""
     if q.dtype not in FLOATS or not runs_triton(q):
         return rotary_reference(q, k, cos, sin)
     assert q.ndim == k.ndim == 3 and cos.ndim == sin.ndim == 2 and q.shape[2] == k.shape[2] == cos.shape[1] == sin.shape[1]
     assert len(q) == len(k) == len(cos) == len(sin) and q.shape[2] % 2 == 0
     assert q.dtype == k.dtype == cos.dtype == sin.dtype
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-        return _Rotary.apply(q, k, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+        return _Rotary.apply(q, k, cos, sin)
     return rotate(q, k, cos, sin, backward=False)
 
 
@@ -40,8 +40,7 @@ def rotary_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: t
 
 @jit
 def _rotate_heads(
-    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, token: tl.tensor, first: tl.tensor, heads: tl.tensor,
-    half: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
+    x, out, cos, sin, token, first, heads, half, x_stride, x_head_stride, cos_stride, sin_stride,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ) -> None:  # fmt: skip
     head = first + tl.arange(0, HEADS)[:, None]
@@ -55,7 +54,7 @@ def _rotate_heads(
     low_sin = tl.load(sin + token * sin_stride + column, mask=there, other=0.0).to(tl.float32)
     high_sin = tl.load(sin + token * sin_stride + half + column, mask=there, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty
-    # Forward: low' = low cos - high sin, high' = high cos + low sin. The gradient goes through the transpose of that.
+    # Forward: low' = low cos - high sin, high' = high cos + low sin. The gradient is multiplied by the transpose of that.
     if BACKWARD:
         low_beside = (high * high_sin).to(kind).to(tl.float32)
         high_beside = (-low * low_sin).to(kind).to(tl.float32)
@@ -71,9 +70,7 @@ def _rotate_heads(
 
 @jit
 def _rotary_kernel(
-    q: tl.tensor, k: tl.tensor, q_out: tl.tensor, k_out: tl.tensor, cos: tl.tensor, sin: tl.tensor, q_heads: tl.tensor,
-    k_heads: tl.tensor, half: tl.tensor, q_stride: tl.tensor, q_head_stride: tl.tensor, k_stride: tl.tensor,
-    k_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
+    q, k, q_out, k_out, cos, sin, q_heads, k_heads, half, q_stride, q_head_stride, k_stride, k_head_stride, cos_stride, sin_stride,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -117,28 +114,3 @@ class _Rotary(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         of_q, of_k = (states if states.stride(-1) == 1 else states.contiguous() for states in (of_q, of_k))
         return *rotate(of_q, of_k, cos, sin, backward=True), None, None
-
-
-def bench(device: torch.device | str = "cuda", dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
-    """Device time of a call on views of a fused projection, replayed from a graph over copies that together exceed the L2 cache where that
-    is feasible; `torch_us` is the reference's. `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, (heads, key_heads, width) in {"0.5B": (14, 2, 64), "1.5B": (12, 2, 128), "7B": (28, 4, 128)}.items():
-        for tokens in (1, 64, 512, 1024):
-            count = tokens * width * dtype.itemsize * (2 * (heads + key_heads) + 2)
-            copies = min(64, max(2, 200 * 2**20 // count))
-            angles = torch.randn(tokens, width, device=device)
-            cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-            whole = [torch.randn(tokens, heads + 2 * key_heads, width, device=device, dtype=dtype) for _ in range(copies)]
-            inputs = [(qkv[:, :heads], qkv[:, heads : heads + key_heads]) for qkv in whole]
-            times = [
-                triton.testing.do_bench_cudagraph(lambda op=op, inputs=inputs, cos=cos, sin=sin: [op(q, k, cos, sin) for q, k in inputs])
-                * 1e3
-                / copies
-                for op in (rotary, rotary_reference)
-            ]
-            found.append(
-                {"op": "rotary", "shape": shape, "tokens": tokens, "us": times[0], "torch_us": times[1], "bytes": count,
-                 "fraction": count / (times[0] * 1e-6) / 4.3e12}
-            )  # fmt: skip
-    return found

@@ -1,60 +1,55 @@
-"""Drawing tokens from logits, their log-probs, and what a drawn token ends.
+"""Drawing tokens from logits with their log-probs, and recording each drawn token in its slot.
 
-Enters: logits [rows, vocabulary] (bfloat16, float16 or float32), the 64-bit seed of each sample and its place in the response. Leaves: a
-token int64 and its log-prob float32 for each draw (`sample`); flags, lengths and recorded tokens brought up to date (`finish`).
+Enters: logits [rows, vocabulary] (bfloat16, float16 or float32), the 64-bit seed of each sample and its position in the response. Leaves: a
+token int64 and its log-prob float32 for each draw (`sample`); updated states, lengths and recorded tokens (`finish`).
 
 Guaranteed:
-- the log-prob is of the full softmax at the temperature, in float32, whatever top-k and top-p cut away;
-- the noise is a function of (seed, position, vocabulary entry) alone: a token does not depend on what else is in the batch. Its words are
-  the same on every device; logarithms and sums differ in the last bits, so a token differs only where two candidates tie within those;
-- everything happens on the device: no allocation when `Workspace` and `out` are given, no look of the host, shapes fixed: capturable;
-- NaN among the logits shows as a NaN log-prob beside a token inside the vocabulary.
+- the log-prob is that of the full softmax at the temperature, in float32, whatever top-k and top-p cut away;
+- the noise is a function of (seed, position, vocabulary entry) alone: a token does not depend on what else is in the batch. Random words
+  are the same on every device; logarithms and sums differ in the last bits, so a token differs only where two candidates tie within those;
+- everything runs on the device, without allocation when `Workspace` and `out` are given and with fixed shapes: it can be captured;
+- NaN among the logits gives a NaN log-prob and a token inside the vocabulary.
 
-How a token is drawn. Gumbel-max in two levels: the vocabulary is cut into blocks of `BLOCK` entries; argmax(log mass + Gumbel) over the
-blocks, then argmax(logit + Gumbel) inside the winner. That is the softmax exactly, since the largest of a block's perturbed logits is
-itself Gumbel around the block's log mass. It needs noise for the blocks and one block's entries (1,173 numbers where the vocabulary has
-151,936), so a pass over the logits with one exponential an entry is all there is to do; hashes and logarithms for every entry would take
-three times as long as that pass.
+How a token is drawn: Gumbel-max in two levels. The vocabulary is cut into blocks of `BLOCK` entries; argmax(log mass + Gumbel) over the
+blocks, then argmax(logit + Gumbel) inside the winner. That is exactly the softmax, since the largest of a block's perturbed logits is
+itself Gumbel-distributed around the block's log mass. It needs noise for the blocks and one block's entries only (1,173 numbers for a
+vocabulary of 151,936), so the cost is one pass over the logits with one exponential per entry; hashes and logarithms for every entry would
+take three times as long.
 
-top-k, then top-p among what is left, keep a prefix of the entries sorted by logit (equal ones by index). The prefix is never searched for:
-`CANDIDATES` tokens are drawn from the full softmax, and a second pass tells how many entries and how much mass come before each. The first
-that lies in the prefix is the token, with exactly the probability that the restricted softmax gives it. Where none does (the share that is
-cut, to the power of CANDIDATES), further ones are drawn from what lies before the best rejected one, which ends fast and always.
+top-k, then top-p among the rest, keep a prefix of the entries sorted by logit (equal ones by index). The prefix is never searched for:
+`CANDIDATES` tokens are drawn from the full softmax, and a second pass counts the entries and the mass before each. The first candidate in
+the prefix is the token, with exactly the probability that the restricted softmax gives it. Where none is (the probability of that is the
+share that is cut, to the power of CANDIDATES), more are drawn from the entries before the best rejected one, which ends fast and always.
 
-Reads of the logits: plain and greedy, 1 and one block. With top-k or top-p, at most 2 and CANDIDATES blocks for all but those few rows, and
-less by the blocks whose largest logit lies below all candidates; `Workspace.reads` counts blocks. Only top-k and top-p together need the
-mass of the k likeliest as well; it is searched in the blocks whose largest logit can be among them (about k of them, a few times), and
-counted too.
+Reads of the logits: plain and greedy read all of them once and one block twice. With top-k or top-p all but those few rows read them at
+most twice, and CANDIDATES blocks again; blocks whose largest logit lies below all candidates are skipped. Only top-k and top-p together
+also need the mass of the k likeliest entries; it is searched in the blocks that can hold them (about k blocks, a few times).
+`Workspace.reads` counts blocks.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
-BLOCK = 1024  # entries of a block: part of what the noise means, not a tuning
-CANDIDATES = 4  # likewise
+BLOCK = 1024  # entries of a block. Changing it changes what is drawn
+CANDIDATES = 4  # tokens drawn at first with top-k or top-p. Changing it changes what is drawn
 ROUNDS = 64  # 6 bits of the noise's counter
-ENTRY_BITS = 25  # vocabularies up to 33 million; bit 25 says whether an entry or a block is meant
+ENTRY_BITS = 25  # vocabularies up to 33 million; bit 25 tells noise of entries from noise of blocks
 WAYS = 16  # thresholds tried at a time in the search for the k-th largest logit
 
-EMPTY, RUNNING, STOPPED, FULL = -1, 0, 1, 2  # of a slot: nobody in it, decoding, ended by an end token, ended by its length
+EMPTY, RUNNING, STOPPED, FULL = -1, 0, 1, 2  # states of a slot: unused, decoding, ended by an end token, ended by its length
 
-CHUNK_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 25}  # of logits that the reference handles at a time
+CHUNK_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits that the reference handles at a time
 
 
 @dataclass(frozen=True, eq=False)
 class Workspace:
-    """What the passes of `sample` hand to one another. One serves any number of draws up to `rows`; a graph keeps its addresses."""
+    """Memory between the passes of `sample`, for any number of draws up to `rows`. A captured graph keeps its addresses."""
 
     maxima: torch.Tensor  # float32 [rows, blocks]: largest scaled logit
     masses: torch.Tensor  # float32 [rows, blocks]: log of the sum of exp(scaled logit)
@@ -68,9 +63,9 @@ class Workspace:
 
     @staticmethod
     def make(rows: int, vocabulary: int, device: torch.device | str, *, restricted: bool = True) -> Workspace:
-        """Without `restricted`, only for draws from the full softmax."""
+        """`restricted`: also for draws with top-k or top-p."""
         blocks, more = -(-vocabulary // BLOCK), rows if restricted else 0
-        numbers = lambda *size, dtype=torch.float32: torch.empty(size, dtype=dtype, device=device)  # noqa: E731
+        numbers = partial(torch.empty, dtype=torch.float32, device=device)
         return Workspace(
             maxima=numbers(rows, blocks),
             masses=numbers(rows, blocks),
@@ -85,25 +80,16 @@ class Workspace:
 
 
 def sample(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-    top_k: int | torch.Tensor = 0,
-    top_p: float | torch.Tensor = 1.0,
-    *,
-    rows: torch.Tensor | None = None,
-    scale: float = 1.0,
-    cap: float | None = None,
-    workspace: Workspace | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0, top_p: float | torch.Tensor = 1.0, *, rows: torch.Tensor | None = None, scale: float = 1.0,
+    cap: float | None = None, workspace: Workspace | None = None, out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens int64 [S] and their log-probs float32 [S].
 
-    `seeds` int64 [S] (the bits of a uint64) and `positions` int32 or int64 [S] (tokens drawn so far) name the noise. `rows` int64 [S] says
-    which row of the logits each draws from, when several draw from one. Temperature, top-k and top-p are numbers, or float32, int32 and
-    float32 [S], which a captured graph reads anew; temperature 0 is greedy (its log-prob is at temperature 1), top-k 0 and top-p 1 cut
-    nothing. `scale` and `cap` are the model's `LogitShape`: what is drawn from is cap * tanh(logits * scale / cap).
+    `seeds` int64 [S] (the bits of a uint64) and `positions` int32 or int64 [S] (tokens drawn so far) determine the noise. `rows` int64 [S]
+    is the row of the logits that each draw reads, where several draws read one row. Temperature, top-k and top-p are numbers, or float32,
+    int32 and float32 [S], which a captured graph reads anew; temperature 0 is greedy (its log-prob is at temperature 1), top-k 0 and top-p
+    1 cut nothing. `scale` and `cap` are the model's `LogitShape`: tokens are drawn from cap * tanh(logits * scale / cap).
     """
     draws = len(seeds)
     assert logits.dim() == 2 and logits.stride(1) == 1 and 0 < logits.shape[1] <= 1 << ENTRY_BITS
@@ -115,10 +101,7 @@ def sample(
     by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < logits.shape[1]
     by_p = isinstance(top_p, torch.Tensor) or top_p < 1.0
     space = workspace or Workspace.make(draws, logits.shape[1], logits.device, restricted=by_k or by_p)
-    tokens, logprobs = out or (
-        torch.empty(draws, dtype=torch.int64, device=logits.device),
-        torch.empty(draws, dtype=torch.float32, device=logits.device),
-    )
+    tokens, logprobs = out or _results(draws, logits.device)
     blocks = space.maxima.shape[1]
     assert len(space.maxima) >= draws and blocks == -(-logits.shape[1] // BLOCK)
     if draws == 0:
@@ -140,11 +123,10 @@ def sample(
         logits, *shape, seeds, positions, space.maxima, space.masses, space.candidates, space.values, space.normalisers,
         CANDIDATES=CANDIDATES, PADDED=padded, num_warps=4, **fixed,
     )  # fmt: skip
-    each_k, each_p = isinstance(top_k, torch.Tensor), isinstance(top_p, torch.Tensor)
     if by_k and by_p:
         _kept_kernel[(draws,)](
             logits, *shape, k, space.maxima, space.normalisers, space.kept, space.reads,
-            TOP_KS=each_k, WAYS=WAYS, PADDED=padded, num_warps=4, **fixed,
+            TOP_KS=isinstance(top_k, torch.Tensor), WAYS=WAYS, PADDED=padded, num_warps=4, **fixed,
         )  # fmt: skip
     group = max(1, group // 2)  # it holds more numbers for each entry
     tiles = triton.cdiv(blocks, group)
@@ -156,14 +138,18 @@ def sample(
         logits, *shape, seeds, positions, k, p,
         space.maxima, space.normalisers, space.candidates, space.values, space.before_mass, space.before_count, space.kept, space.reads,
         tokens, logprobs, tiles,
-        BY_K=by_k, BY_P=by_p, TOP_KS=each_k, TOP_PS=each_p,
+        BY_K=by_k, BY_P=by_p, TOP_KS=isinstance(top_k, torch.Tensor), TOP_PS=isinstance(top_p, torch.Tensor),
         CANDIDATES=CANDIDATES, ROUNDS=ROUNDS, GROUP=4, PADDED=padded, PADDED_TILES=triton.next_power_of_2(tiles), num_warps=4, **fixed,
     )  # fmt: skip
     return tokens, logprobs
 
 
+def _results(draws: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(draws, dtype=torch.int64, device=device), torch.empty(draws, dtype=torch.float32, device=device)
+
+
 def _tile(draws: int, blocks: int) -> tuple[int, int]:
-    """Blocks of logits and warps of a program of the passes: every multiprocessor busy first, then few and large programs."""
+    """Blocks of logits per program, and its warps: enough programs to fill every multiprocessor, then as large as possible."""
     if draws * blocks < 1 << 10:
         return 1, 4
     return (4, 4) if draws * blocks < 1 << 14 else (8, 8)
@@ -173,10 +159,8 @@ def _tile(draws: int, blocks: int) -> tuple[int, int]:
 
 
 def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two words (int32, their bits) of the key of each sample's noise at its place in the response.
-
-    SplitMix64 on the bits of int64 numbers: equal seeds one position apart, or neighbouring seeds, have nothing in common.
-    """
+    """The key of each sample's noise at its position, as two 32-bit words in int32: SplitMix64 on the bits of int64 numbers, so that
+    neighbouring positions or seeds have nothing in common."""
     value = seeds + (positions.long() + 1) * _signed(0x9E3779B97F4A7C15, 64)
     value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
     value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
@@ -190,11 +174,11 @@ def noise_words(low: torch.Tensor, high: torch.Tensor, counter: torch.Tensor) ->
 
 
 def gumbel(low: torch.Tensor, high: torch.Tensor, entries: torch.Tensor, turn: int, *, of_blocks: bool) -> torch.Tensor:
-    """Gumbel noise float32 of vocabulary entries or of blocks of them, in one turn of drawing.
+    """Gumbel noise float32 of vocabulary entries or of blocks, for one turn of drawing.
 
     A word w gives v = (w + 1/2) / 2^32, and -log(-log(1 - v)). Large noise, which decides draws, comes from small v, where float32 keeps
-    all 32 bits: it reaches 22.9, so what has a probability of 2^-32 in its block still gets it. Small noise comes from v near 1 and
-    decides nothing: v stops at the float below 1, noise at -2.8.
+    all 32 bits: it reaches 22.9, so an entry with a probability of 2^-32 in its block is still drawn that often. Small noise comes from v
+    near 1 and decides nothing: v stops at the float below 1, noise at -2.8.
     """
     counter = entries + _signed((turn << ENTRY_BITS + 1) + (int(of_blocks) << ENTRY_BITS), 32)
     word = noise_words(low, high, counter.int()).long() & 0xFFFFFFFF
@@ -222,24 +206,13 @@ def _low_word(value: torch.Tensor) -> torch.Tensor:
 
 
 def sample_reference(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: float | torch.Tensor = 1.0,
-    top_k: int | torch.Tensor = 0,
-    top_p: float | torch.Tensor = 1.0,
-    *,
-    rows: torch.Tensor | None = None,
-    scale: float = 1.0,
-    cap: float | None = None,
-    out: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`sample` in plain torch, on any device; also what runs on CPU."""
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: float | torch.Tensor = 1.0,
+    top_k: int | torch.Tensor = 0, top_p: float | torch.Tensor = 1.0, *, rows: torch.Tensor | None = None, scale: float = 1.0,
+    cap: float | None = None, out: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """`sample` in plain torch, on any device. CPU tensors always use it."""
     draws = len(seeds)
-    tokens, logprobs = out or (
-        torch.empty(draws, dtype=torch.int64, device=logits.device),
-        torch.empty(draws, dtype=torch.float32, device=logits.device),
-    )
+    tokens, logprobs = out or _results(draws, logits.device)
     by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < logits.shape[1]
     by_p = isinstance(top_p, torch.Tensor) or top_p < 1.0
     size = max(1, CHUNK_NUMBERS[logits.device.type] // logits.shape[1])
@@ -301,7 +274,7 @@ def _restricted(
     top_k: torch.Tensor | None,
     top_p: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The first of the candidates that top-k [S] and top-p [S] keep, drawn until every row has one."""
+    """The first candidate that top-k [S] and top-p [S] keep. Candidates are drawn until every row has one."""
     vocabulary = scaled.shape[1]
     entries = torch.arange(vocabulary, device=scaled.device)
     kept = torch.ones(len(scaled), device=scaled.device)
@@ -349,14 +322,14 @@ def _restricted(
 
 
 @jit
-def _mix(value: tl.tensor) -> tl.tensor:
+def _mix(value) -> tl.tensor:
     value = (value ^ (value >> 16)) * 0x7FEB352D
     value = (value ^ (value >> 15)) * 0x846CA68B
     return value ^ (value >> 16)
 
 
 @jit
-def _key(seeds: tl.tensor, positions: tl.tensor, draw: tl.tensor) -> tl.tensor:
+def _key(seeds, positions, draw) -> tl.tensor:
     seed = tl.load(seeds + draw).to(tl.uint64, bitcast=True)
     place = tl.load(positions + draw).to(tl.int64).to(tl.uint64, bitcast=True)
     value = seed + (place + 1) * 0x9E3779B97F4A7C15
@@ -367,7 +340,7 @@ def _key(seeds: tl.tensor, positions: tl.tensor, draw: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _gumbel(low: tl.tensor, high: tl.tensor, entries: tl.tensor, turn: tl.tensor, OF_BLOCKS: tl.constexpr) -> tl.tensor:
+def _gumbel(low, high, entries, turn, OF_BLOCKS: tl.constexpr) -> tl.tensor:
     counter = entries.to(tl.uint32) + turn * 67108864 + OF_BLOCKS * 33554432
     word = _mix(_mix(counter ^ low) ^ high)
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
@@ -379,30 +352,28 @@ def _gumbel(low: tl.tensor, high: tl.tensor, entries: tl.tensor, turn: tl.tensor
 
 
 @jit
-def _number(source: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
-    """A number of a draw: its own, or the one of all."""
+def _number(source, draw, EACH: tl.constexpr) -> tl.tensor:
+    """A draw's own number, or the one that all draws share."""
     return tl.load(source + draw).to(tl.float32) if EACH else source
 
 
 @jit
-def _sharpness(temperature: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
+def _sharpness(temperature, draw, EACH: tl.constexpr) -> tl.tensor:
     """The factor on a draw's logits, and whether it is greedy."""
     heat = _number(temperature, draw, EACH) + 0.0
     return tl.where(heat > 0.0, tl.div_rn(1.0, tl.where(heat > 0.0, heat, 1.0)), 1.0), heat <= 0.0
 
 
 @jit
-def _row(logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, draw: tl.tensor, HAS_ROWS: tl.constexpr) -> tl.tensor:
-    """Where a draw's logits begin."""
+def _row(logits, rows, stride, draw, HAS_ROWS: tl.constexpr) -> tl.tensor:
+    """The address of a draw's logits."""
     source = tl.load(rows + draw) if HAS_ROWS else draw
     return logits + source.to(tl.int64) * stride
 
 
 @jit
-def _read(
-    row: tl.tensor, entries: tl.tensor, mask: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Logits as they are drawn from; -inf outside the mask. The same bits in every kernel, since they are compared across."""
+def _read(row, entries, mask, sharpness, scale, cap, CAPPED: tl.constexpr) -> tl.tensor:
+    """Logits after scale, cap and temperature; -inf outside the mask. The bits are the same in every kernel, which compare them."""
     values = tl.load(row + entries, mask=mask, other=0.0).to(tl.float32) * scale
     if CAPPED:
         values = cap * (1.0 - 2.0 / (tl.exp(values * (2.0 / cap)) + 1.0))
@@ -411,9 +382,8 @@ def _read(
 
 @jit
 def _blocks_kernel(
-    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, masses: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, maxima, masses,
+    HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """First pass: maximum and log mass of every block."""
     draw = tl.program_id(1)
@@ -431,11 +401,9 @@ def _blocks_kernel(
 
 @jit
 def _inside(
-    row: tl.tensor, block: tl.tensor, vocabulary: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, low: tl.tensor,
-    high: tl.tensor, turn: tl.tensor, greedy: tl.tensor, above: tl.tensor, above_entry: tl.tensor, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    row, block, vocabulary, sharpness, scale, cap, low, high, turn, greedy, above, above_entry, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """A draw inside a block, among what lies before (above, above_entry): the entry and its scaled logit."""
+    """A draw inside a block, among entries before (above, above_entry): the entry and its scaled logit."""
     place = tl.arange(0, BLOCK)
     entries = block * BLOCK + place
     values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
@@ -447,12 +415,11 @@ def _inside(
 
 @jit
 def _draw_kernel(
-    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, maxima: tl.tensor, masses: tl.tensor, tokens: tl.tensor,
-    numbers: tl.tensor, normalisers: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, PADDED: tl.constexpr,
+    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, seeds, positions, maxima, masses, tokens, numbers, normalisers,
+    HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
+    PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Draws from the full softmax. One: its log-prob goes to `numbers`. Several: their scaled logits, and the normaliser beside."""
+    """Draws from the full softmax. `numbers` gets the log-prob of one draw, or the scaled logits of several, with the normaliser apart."""
     draw = tl.program_id(0)
     sharpness, greedy = _sharpness(temperature, draw, TEMPERATURES)
     row = _row(logits, rows, stride, draw, HAS_ROWS)
@@ -482,12 +449,11 @@ def _draw_kernel(
 
 @jit
 def _before_kernel(
-    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor,
-    before_mass: tl.tensor, before_count: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, GROUP: tl.constexpr,
+    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, maxima, normalisers, candidates, candidate_values, before_mass,
+    before_count, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
+    GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Second pass: what comes before each candidate, by tiles of GROUP blocks. Blocks below all candidates are not read."""
+    """Second pass: mass and number of entries before each candidate, per tile of GROUP blocks. Blocks below all candidates are skipped."""
     draw = tl.program_id(1)
     sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
@@ -513,10 +479,8 @@ def _before_kernel(
 
 
 @jit
-def _keeps(
-    count: tl.tensor, mass: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, kept: tl.tensor, BY_K: tl.constexpr, BY_P: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Whether an entry with so many larger ones, and so much mass before it, lies in the prefix."""
+def _keeps(count, mass, top_k, top_p, kept, BY_K: tl.constexpr, BY_P: tl.constexpr) -> tl.tensor:
+    """Whether an entry with `count` larger ones, and `mass` before it, lies in the prefix."""
     keep = count >= 0
     if BY_K:
         keep = keep & ((top_k <= 0.0) | (count < top_k))
@@ -527,15 +491,13 @@ def _keeps(
 
 @jit
 def _settle_kernel(
-    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, maxima: tl.tensor,
-    normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor, before_mass: tl.tensor, before_count: tl.tensor,
-    kept_masses: tl.tensor, reads: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, tiles: tl.tensor, BY_K: tl.constexpr,
-    BY_P: tl.constexpr, TOP_KS: tl.constexpr, TOP_PS: tl.constexpr, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
+    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, seeds, positions, top_ks, top_ps, maxima, normalisers, candidates,
+    candidate_values, before_mass, before_count, kept_masses, reads, tokens, logprobs, tiles,
+    BY_K: tl.constexpr, BY_P: tl.constexpr, TOP_KS: tl.constexpr, TOP_PS: tl.constexpr, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROUNDS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     PADDED_TILES: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The first candidate in the prefix; where there is none, more are drawn from what lies before the best rejected one."""
+    """The first candidate in the prefix; where there is none, more are drawn from the entries before the best rejected one."""
     draw = tl.program_id(0)
     top_k = _number(top_ks, draw, TOP_KS)
     top_p = _number(top_ps, draw, TOP_PS)
@@ -619,17 +581,16 @@ def _settle_kernel(
 
 
 @jit
-def _order(bits: tl.tensor) -> tl.tensor:
-    """The bits of a float as a whole number that grows with it, and back."""
+def _order(bits) -> tl.tensor:
+    """Maps the bits of a float to an integer of the same order, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def _kept_kernel(
-    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, top_ks: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, kept_masses: tl.tensor,
-    reads: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, TOP_KS: tl.constexpr,
-    WAYS: tl.constexpr, PADDED: tl.constexpr,
+    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, top_ks, maxima, normalisers, kept_masses, reads,
+    HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, TOP_KS: tl.constexpr, WAYS: tl.constexpr,
+    PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """The probability of the k likeliest entries and those that equal the k-th, by search for the k-th largest logit."""
     draw = tl.program_id(0)
@@ -687,11 +648,11 @@ def _kept_kernel(
 
 
 @dataclass(frozen=True, eq=False)
-class Progress:
-    """Where each slot stands. All on the device; a captured graph keeps the addresses, the host reads and fills them between graphs.
+class DecodeProgress:
+    """State of every slot, on the device. A captured graph keeps the addresses; the host reads and fills them between graphs.
 
-    `tokens` and `logprobs` are rings: token number n of a response lies in column n % capacity, so the host must have taken a column before
-    it comes round again.
+    `tokens` and `logprobs` are rings: token number n of a response is in column n % capacity, so the host must read a column before it is
+    written again.
     """
 
     states: torch.Tensor  # int32 [slots]: EMPTY, RUNNING, STOPPED or FULL
@@ -703,9 +664,9 @@ class Progress:
     logprobs: torch.Tensor  # float32 [slots, capacity]
 
     @staticmethod
-    def make(slots: int, capacity: int, device: torch.device | str) -> Progress:
-        zeros = lambda *size, dtype: torch.zeros(size, dtype=dtype, device=device)  # noqa: E731
-        return Progress(
+    def make(slots: int, capacity: int, device: torch.device | str) -> DecodeProgress:
+        zeros = partial(torch.zeros, device=device)
+        return DecodeProgress(
             states=torch.full((slots,), EMPTY, dtype=torch.int32, device=device),
             lengths=zeros(slots, dtype=torch.int32),
             limits=zeros(slots, dtype=torch.int32),
@@ -717,13 +678,13 @@ class Progress:
 
 
 def finish(
-    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: Progress, slots: torch.Tensor | None = None
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor | None = None
 ) -> None:
-    """Record the drawn token of each row in its slot and say whether the slot goes on. Slots that do not run are left alone.
+    """Record the drawn token of each row in its slot and update the slot's state. Slots that are not RUNNING are left alone.
 
-    `tokens` int64 [S] and `logprobs` float32 [S] are from `sample`; row i is of slot i, or of `slots[i]` (int64 [S], each at most once;
-    negative: of none). `end_tokens` int64 [E] for all, or [slots, E] for each (-1 fills up). An end token is recorded and stops, also when
-    it is the last that fits.
+    `tokens` int64 [S] and `logprobs` float32 [S] are from `sample`; row i belongs to slot i, or to `slots[i]` (int64 [S], each at most
+    once; negative: no slot). `end_tokens`: int64 [E] for all slots, or [slots, E] padded with -1. An end token is recorded too, and stops
+    its slot (STOPPED) even where it is the last token that fits.
     """
     if not runs_triton(tokens):
         return finish_reference(tokens, logprobs, end_tokens, progress, slots)
@@ -742,7 +703,7 @@ def finish(
 
 
 def finish_reference(
-    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: Progress, slots: torch.Tensor | None = None
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor | None = None
 ) -> None:
     """`finish` in plain torch."""
     slot = torch.arange(len(tokens), device=tokens.device) if slots is None else slots
@@ -763,10 +724,8 @@ def finish_reference(
 
 @jit
 def _finish_kernel(
-    drawn: tl.tensor, drawn_logprobs: tl.tensor, end_tokens: tl.tensor, slots: tl.tensor, states: tl.tensor, lengths: tl.tensor,
-    limits: tl.tensor, positions: tl.tensor, inputs: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, count: tl.tensor,
-    slot_count: tl.tensor, capacity: tl.tensor, ends: tl.tensor, end_stride: tl.tensor, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    STOPPED: tl.constexpr, FULL: tl.constexpr, RUNNING: tl.constexpr,
+    drawn, drawn_logprobs, end_tokens, slots, states, lengths, limits, positions, inputs, tokens, logprobs, count, slot_count, capacity,
+    ends, end_stride, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, STOPPED: tl.constexpr, FULL: tl.constexpr, RUNNING: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < count
@@ -787,67 +746,3 @@ def _finish_kernel(
     tl.store(lengths + slot, length + 1, mask=run)
     tl.store(positions + slot, position + 1, mask=run)
     tl.store(states + slot, tl.where(stopped != 0, STOPPED, tl.where(length + 1 >= limit, FULL, RUNNING)), mask=run)
-
-
-# -- how fast -------------------------------------------------------------------------------------------------------------------------
-
-
-def bench(
-    device: str | torch.device = "cuda", vocabulary: int = 151936, batches: tuple[int, ...] = (1, 32, 256, 512, 1024)
-) -> dict[str, dict[str, float]]:
-    """Microseconds of `sample` and `finish` as a captured graph replays them, bytes of logits that must be read, and the fraction of
-    4.3 TB/s that this is. Flat logits (spread 1) are the worst case of top-k and top-p, in which every block is read again."""
-    device = torch.device(device)
-    results: dict[str, dict[str, float]] = {}
-    cases: dict[str, dict[str, Any]] = {
-        "plain": {}, "greedy": {"temperature": 0.0}, "top_p=0.95": {"top_p": 0.95}, "top_k=50": {"top_k": 50},
-        "top_k=20,top_p=0.8": {"top_k": 20, "top_p": 0.8},
-    }  # fmt: skip
-    for rows in batches:
-        seeds = torch.randint(-(2**62), 2**62, (rows,), device=device)
-        positions = torch.arange(rows, device=device, dtype=torch.int32)
-        space = Workspace.make(rows, vocabulary, device)
-        out = (torch.empty(rows, dtype=torch.int64, device=device), torch.empty(rows, device=device))
-        for dtype, spread in itertools.product((torch.bfloat16, torch.float32), (1.0, 4.0)):
-            size = rows * vocabulary * dtype.itemsize
-            count = max(2, min(64, 2**28 // size))  # enough copies that none is left in the L2 cache when its turn comes again
-            copies = [torch.randn(rows, vocabulary, device=device).mul_(spread).to(dtype) for _ in range(count)]
-            for name, options in cases.items():
-                calls = [partial(sample, copy, seeds, positions, workspace=space, out=out, **options) for copy in copies]
-                seconds = _seconds(calls, device)
-                result = {"us": seconds * 1e6, "bytes": size, "fraction": size / seconds / 4.3e12}
-                if "top" in name and device.type == "cuda":
-                    result["reads"] = 1 + float(space.reads.float().mean()) / space.maxima.shape[1]
-                results[f"{name} B={rows} {str(dtype).removeprefix('torch.')} spread={spread:g}"] = result
-        progress = Progress.make(rows, 64, device)
-        progress.states.fill_(RUNNING)
-        progress.limits.fill_(1 << 30)
-        ends = torch.tensor([vocabulary + 1, vocabulary + 2], device=device)
-        seconds = _seconds([partial(finish, out[0], out[1], ends, progress)] * 16, device)
-        results[f"finish B={rows}"] = {"us": seconds * 1e6, "bytes": rows * 72, "fraction": rows * 72 / seconds / 4.3e12}
-    return results
-
-
-def _seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 10) -> float:
-    """Median time of a call; on a GPU, inside a graph of all of them."""
-    times: list[float] = []
-    calls[0]()
-    if device.type == "cpu":
-        for call in calls:
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return statistics.median(times)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / len(calls))
-    return statistics.median(times)

@@ -4,23 +4,22 @@ Enters: hidden states [R, width], weight [vocabulary, width], perhaps a bias, ta
 log-prob of each target and, where it is asked for, the entropy of each row, in float32 (float64 when the hidden states are).
 
 Guaranteed:
-- products are added up in float32 or better and never rounded before the softmax has been read; what is rounded to the type of the hidden
-  states is the gradient of the products, once;
-- no more than `Rows` says exists at a time, forward and backward;
+- products are added up in float32 or better and never rounded before the softmax; only their gradient is rounded to the type of the hidden
+  states, once;
+- no more rows than `Rows` allows exist at a time, forward and backward;
 - the gradient of the weight is added to its float32 accumulator (`main_grad`), inside the matrix product, where the weight has one;
 - entropy "value" computes and saves nothing for a backward pass, "none" does not compute it.
 
-Who does what on CUDA. cuBLAS makes all products: one in the forward pass and three in the backward pass, where the logits are made again
-(or not, with `keep`). What a number of the logits costs beside them: forward, one read of its 4 bytes (`_read_kernel`); backward, one read
-and one write of the rounded gradient (`_gradient_kernel`). Each product that adds to the weight's gradient reads and writes all of that
-accumulator, so that its rows (`Rows.gradient`) are as many as memory allows; the logits, at twice the bytes, are made in smaller pieces.
+Cost on CUDA: cuBLAS computes all products, one in the forward pass and three in the backward pass, which computes the logits again (unless
+`keep`). Beside the products each logit costs one read of its 4 bytes forward (`_read_kernel`), and backward one read and one write of the
+rounded gradient (`_gradient_kernel`). Each product that adds to the weight's gradient reads and writes the whole accumulator, so it runs on
+as many rows as memory allows (`Rows.gradient`); logits take twice the bytes and are computed in smaller pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -36,31 +35,31 @@ BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thre
 class Rows:
     """How many rows exist at a time."""
 
-    forward: int  # of logits, in the forward pass
-    logits: int  # of logits, in the backward pass
-    gradient: int  # of their gradient, which both products of the backward pass read
+    forward: int  # rows of logits, in the forward pass
+    logits: int  # rows of logits, in the backward pass
+    gradient: int  # rows of their gradient, which both products of the backward pass read
 
 
 @dataclass(frozen=True)
 class Call:
-    """What stays the same for all rows. The softmax is of product * scale * sharpness, or cap * tanh(product * scale / cap) * sharpness."""
+    """Settings of one call. The softmax is of product * scale * sharpness, or cap * tanh(product * scale / cap) * sharpness."""
 
     sharpness: float  # 1 / temperature
     scale: float
     cap: float | None
     rows: Rows
     entropy: Entropy = "gradient"
-    keep: bool = False  # the products of the forward pass until the backward pass, which makes them again otherwise
+    keep: bool = False  # keep the forward pass's products for the backward pass, which computes them again otherwise
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """What the backward pass knows of each row."""
+    """Inputs of the backward pass, one number per row."""
 
     targets: torch.Tensor  # int64 [R]
     normaliser: torch.Tensor  # log of the softmax's sum [R]
     entropy: torch.Tensor | None  # [R], where its gradient is wanted
-    of_logprobs: torch.Tensor | None  # gradients of the results [R], where there are any
+    of_logprobs: torch.Tensor | None  # gradients of the results [R], where a loss uses them
     of_entropy: torch.Tensor | None
 
     def __getitem__(self, rows: slice) -> Tokens:
@@ -75,12 +74,12 @@ def token_logprobs(
     learns = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     if call.keep and not learns:
         call = replace(call, keep=False)
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, call)  # type: ignore[no-any-return, no-untyped-call]
+    return _TokenLogprobs.apply(hidden, weight, bias, targets, call)
 
 
 def linear_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """All of hidden @ weight.T + bias in float32 or better; differentiable, with the weight's gradient where the fused op puts it."""
-    return _Product.apply(hidden, weight, bias)  # type: ignore[no-any-return, no-untyped-call]
+    """hidden @ weight.T + bias in float32 or better, differentiable; the weight's gradient goes to its accumulator as in the fused op."""
+    return _Product.apply(hidden, weight, bias)
 
 
 # ---- products ----------------------------------------------------------------------------------------------------------------------
@@ -106,7 +105,7 @@ def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None =
 
 
 class Gradients:
-    """Of hidden states, weight and bias, collected part by part from the gradient of their product."""
+    """Gradients of hidden states, weight and bias, collected part by part from the gradient of their product."""
 
     def __init__(self, needed: tuple[bool, ...], hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
@@ -121,7 +120,7 @@ class Gradients:
     def add(self, part: slice, of_product: torch.Tensor) -> None:
         """`of_product` has the type of the hidden states."""
         if self._of_hidden is not None:
-            # In float32 first: the sum over a vocabulary is split among processors, whose parts must not meet in bfloat16.
+            # In float32 first: the sum over a vocabulary is split among processors, and its parts must not be added in bfloat16.
             self._of_hidden[part] = multiply(of_product, self._weight)
         if self._of_weight is not None:
             add_product(self._of_weight, of_product.t(), self._hidden[part])
@@ -129,7 +128,7 @@ class Gradients:
             self._of_bias += of_product.sum(0, dtype=self._of_bias.dtype)
 
     def results(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """For autograd, which must not see what is in the accumulator already."""
+        """Gradients for autograd, which must not get what the accumulator already has."""
         of_weight = None if self._of_weight is None or self._accumulated else self._of_weight.to(self._weight.dtype)
         of_bias = None if self._of_bias is None or self._bias is None else self._of_bias.to(self._bias.dtype)
         return self._of_hidden, of_weight, of_bias
@@ -139,7 +138,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(hidden)
-        ctx.parameters = weight, bias  # themselves: what a saved tensor comes back as may have lost its accumulator
+        ctx.parameters = weight, bias  # the objects themselves: a saved tensor may come back without its accumulator
         return product(hidden, weight, bias)
 
     @staticmethod
@@ -200,7 +199,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def wide_space(hidden: torch.Tensor, weight: torch.Tensor, most: int) -> torch.Tensor:
-    """Room for the logits of the rows, or of so many at a time."""
+    """Memory for the logits of the rows, at most `most` at a time."""
     wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return torch.empty(min(len(hidden), most), len(weight), dtype=wide, device=hidden.device)
 
@@ -242,7 +241,7 @@ def turn(logits: torch.Tensor, tokens: Tokens, call: Call, out: torch.Tensor) ->
 
 
 def factors(call: Call) -> tuple[float, float]:
-    """Of the product, and of what comes out of tanh."""
+    """Factors on the product, and on the result of tanh."""
     return (call.scale * call.sharpness, 1.0) if call.cap is None else (call.scale / call.cap, call.cap * call.sharpness)
 
 
@@ -282,7 +281,7 @@ def gradient_reference(logits: torch.Tensor, tokens: Tokens, call: Call) -> torc
 
 
 def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """What the softmax is of, as a tensor of its own, and its slope; tanh' = 1 - tanh^2."""
+    """The softmax's input as a new tensor, and its derivative by the product; tanh' = 1 - tanh^2."""
     inner, outer = factors(call)
     values = logits * inner
     if call.cap is None:
@@ -295,17 +294,17 @@ def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor |
 
 
 @jit
-def _tanh(x: tl.tensor) -> tl.tensor:
+def _tanh(x) -> tl.tensor:
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # as in `sampling`; right where the exponential is 0 or overflows
 
 
 @jit
 def _read_kernel(
-    logits: tl.tensor, targets: tl.tensor, logprobs: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, stride: tl.tensor,
-    vocabulary: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, logprobs, normaliser, entropy, stride, vocabulary, inner, outer,
+    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program, one row, read once. Each lane keeps, of its own columns: the largest value m, the mass sum e^(x - m), and the moment
-    sum e^(x - m) (x - m). Lanes meet at the end only, so that no step waits for another thread."""
+    """One program, one row, read once. Each lane keeps for its own columns the largest value m, the mass sum e^(x - m), and the moment
+    sum e^(x - m) (x - m). Lanes are combined only at the end, so that no step waits for another thread."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     lane = tl.arange(0, BLOCK)
@@ -345,11 +344,10 @@ def _read_kernel(
 
 @jit
 def _gradient_kernel(
-    logits: tl.tensor, targets: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, of_logprobs: tl.tensor, of_entropy: tl.tensor,
-    out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor, inner: tl.tensor,
-    outer: tl.tensor, CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits, targets, normaliser, entropy, of_logprobs, of_entropy, out, stride, out_stride, vocabulary, blocks, inner, outer,
+    CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program, one block of one row; the blocks of a row lie beside one another."""
+    """One program: one block of one row. Programs of a row are neighbours."""
     program = tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     column = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
@@ -369,46 +367,3 @@ def _gradient_kernel(
         of_target = tl.load(of_logprobs + row)
         gradient += of_target * (tl.where(column == tl.load(targets + row), 1.0, 0.0) - p)
     tl.store(out + row * out_stride + column, (gradient * slope).to(out.dtype.element_ty), mask=inside)
-
-
-def bench(tokens: int = 16_384, vocabulary: int = 151_936, rows: Rows = Rows(1536, 512, 2176)) -> list[dict[str, Any]]:  # noqa: B008
-    """Milliseconds of the op in bfloat16 on CUDA, at widths of Qwen2.5; `tflops` counts one product forward and two backward, none again.
-    For the two kernels, `fraction` is bytes / time / 4.3 TB/s."""
-    found = []
-    for shape, width in {"0.5B": 896, "1.5B": 1536, "7B": 3584}.items():
-        hidden = torch.randn(tokens, width, device="cuda").bfloat16().requires_grad_()
-        weight = torch.nn.Parameter((torch.randn(vocabulary, width, device="cuda") * 3 / width**0.5).bfloat16())
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
-        targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
-        modes: tuple[tuple[Entropy, bool], ...] = (("none", False), ("value", False), ("gradient", False), ("gradient", True))
-        for entropy, keep in modes:
-            run = partial(run_once, hidden, weight, targets, Call(1.0, 1.0, None, rows, entropy, keep))
-            for op, products in (("forward", 1), ("forward and backward", 3)):
-                ms = triton.testing.do_bench(torch.no_grad()(run) if products == 1 else run)
-                tflops = 2 * products * tokens * vocabulary * width / ms / 1e9
-                found.append({"op": op, "shape": shape, "entropy": entropy, "keep": keep, "ms": ms, "tflops": tflops})
-    return found + bench_kernels(vocabulary, rows)
-
-
-def run_once(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, call: Call) -> None:
-    """Backward too, where gradients are on."""
-    results = token_logprobs(hidden, weight, None, targets, call)
-    learns = [result for result in results if result is not None and result.requires_grad]
-    if learns:
-        torch.autograd.backward(learns, [torch.ones_like(result) for result in learns])
-
-
-def bench_kernels(vocabulary: int, rows: Rows) -> list[dict[str, Any]]:
-    logits = torch.randn(rows.forward, vocabulary, device="cuda")
-    targets = torch.randint(0, vocabulary, (rows.forward,), device="cuda")
-    logprobs, normaliser, entropy = torch.zeros(3, rows.forward, device="cuda").unbind()
-    out = torch.empty(rows.logits, vocabulary, device="cuda", dtype=torch.bfloat16)
-    call, some = Call(1.0, 1.0, None, rows), slice(rows.logits)
-    tokens = Tokens(targets, normaliser, entropy, logprobs, logprobs)[some]
-    runs: dict[str, tuple[int, Any]] = {
-        "read": (4 * logits.numel(), lambda: read(logits, targets, call, logprobs, normaliser, None)),
-        "read, entropy": (4 * logits.numel(), lambda: read(logits, targets, call, logprobs, normaliser, entropy)),
-        "gradient": (6 * out.numel(), lambda: turn(logits[some], tokens, call, out)),
-    }
-    times = {name: triton.testing.do_bench(run) for name, (_, run) in runs.items()}
-    return [{"op": name, "ms": times[name], "fraction": count / times[name] / 4.3e9} for name, (count, _) in runs.items()]

@@ -1,24 +1,24 @@
-"""Who holds how much memory, by kind and by phase, measured.
+"""Memory account: how much memory each kind of tensor takes in each phase, measured.
 
-Enters: for each kind, functions that name its tensors at the moment they are asked (caches come and go, offloaded tensors move); phases
-as they begin and end, and the passes inside them. Leaves: a `Reading` for each phase, and the metrics `memory_gib/...` of docs/metrics.md.
+Enters: for each kind, functions that list its current tensors (caches come and go, offloaded tensors move); phases as they begin and end,
+and the passes inside them. Leaves: a `Reading` for each phase, and the metrics `memory_gib/...` of docs/metrics.md.
 
-Guaranteed: a storage is counted once, whole, as the first of KINDS that names it (a float32 parameter is its own master; joined weights are
-views of one storage); what is on the host beside a CUDA device is counted apart. Of each kind a phase says the most that a look has found:
-when its passes ended, when asked to look, and when it ended itself, for gradients and caches are gone by then. On CUDA the rest comes from
-torch's allocator, which counts when memory is asked for and not when a kernel runs: nothing waits for the device. `other` is what the
-allocator has handed out at the end less the known kinds. On a CPU torch counts nothing, so peak, activations and `other` are left out
-rather than guessed; the process's resident bytes are said for what they are. A look costs two microseconds for every known tensor.
+Guaranteed: a storage is counted once, whole, for the first of KINDS that lists it (a float32 parameter is its own master; joined weights
+are views of one storage); host memory of a CUDA run is counted apart. A phase reports the most of each kind that was found when its passes
+ended, when `look` was called, and at its end, since gradients and caches may be gone by then. On CUDA the rest comes from torch's
+allocator, which counts when memory is requested and not when a kernel runs: nothing waits for the device. `other` is the allocated memory
+at the end minus the known kinds. On a CPU torch counts nothing, so peak, activations and `other` are left out rather than guessed; the
+process's resident bytes are reported. A look takes two microseconds per known tensor.
 
     account = Account(device, {"parameters": [lambda: weights_of(model)], "gradients": [lambda: gradients_of(model)]})
     with account.phase("update-actor"):
-        with account.passes():  # forward and backward alone: what they take and give back is called activations
+        with account.passes():  # forward and backward only: memory that they take and give back counts as activations
             trainer.accumulate(batch)
         trainer.apply()
-    account.metrics()  # of the phases that ended since it was last asked
+    account.metrics()  # of the phases that ended since the last call
 
-On CUDA an account resets the allocator's peaks at every border, so `torch.cuda.max_memory_allocated` and `max_memory_reserved` say less
-than before: `peak_bytes` and `peak_reserved_bytes` are those of the process.
+On CUDA an account resets the allocator's peaks at every border between phases and passes, so use `peak_bytes` and `peak_reserved_bytes`
+instead of `torch.cuda.max_memory_allocated` and `max_memory_reserved` for the peaks of the process.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ import torch
 from fulltilt.observe.health import MEMORY
 from fulltilt.observe.metrics import TIMING_NAMES
 
-# Activations are named where they are offloaded, for the host's sake; what is on the device of them, the allocator tells.
+# Activations are listed where they are offloaded, for their host memory; the allocator measures those on the device.
 Kind = Literal["parameters", "gradients", "optimizer", "kv", "activations"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Source = Callable[[], Iterable[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of each kind."""
+class HeldBytes:
+    """Bytes of each kind of tensor."""
 
     device: Mapping[str, int]
-    host: Mapping[str, int]  # beside a CUDA device: offloaded
+    host: Mapping[str, int]  # of a CUDA run: offloaded
 
-    def most(self, other: Held | None) -> Held:
+    def most(self, other: HeldBytes | None) -> HeldBytes:
         """The larger number of each kind."""
         if other is None:
             return self
         device = {kind: max(count, other.device[kind]) for kind, count in self.device.items()}
-        return Held(device, {kind: max(count, other.host[kind]) for kind, count in self.host.items()})
+        return HeldBytes(device, {kind: max(count, other.host[kind]) for kind, count in self.host.items()})
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Of one phase, in bytes. None: not to be known here."""
+    """Memory of one phase, in bytes. None: not measurable on this device."""
 
-    held: Held  # the most of each kind that a look has found
+    held: HeldBytes  # the most of each kind that was found
     other: int | None = None  # of no known kind, on the device, at the end
-    reserved: int | None = None  # taken from the device, handed out or not, at the end
+    reserved: int | None = None  # taken from the device by the allocator, in use or not, at the end
     peak: int | None = None
-    activations: int | None = None  # the most that passes took beyond what was there before or after them, the head's share included
+    activations: int | None = None  # the most that passes took beyond what was allocated before or after them, with the head's share
     head: int | None = None  # the head's largest temporaries, by its own count
 
     def after(self, earlier: Reading) -> Reading:
-        """Of a phase that came twice in a step."""
+        """The reading of a phase that ran twice in a step."""
         return replace(
             self,
             held=self.held.most(earlier.held),
@@ -80,34 +80,34 @@ class Reading:
     def numbers(self) -> dict[str, int | None]:
         on_host = sum(self.held.host.values()) if self.peak is not None else None
         passing = {"peak": self.peak, "activations": self.activations, "head": self.head}
-        return {**self.held.device, "other": self.other, "host": on_host, **passing}  # activations on the device: as the allocator counts
+        return {**self.held.device, "other": self.other, "host": on_host, **passing}  # activations: the allocator's number
 
 
 @dataclass(eq=False)
 class Span:
-    """A stretch of work that is being measured."""
+    """A phase, or the passes inside one, while it is measured."""
 
-    begin: int  # allocated when it began
-    end: int = 0  # and when it ended
-    peak: int = 0  # the most allocated in between
-    held: Held | None = None  # the most that looks have found so far, of a phase
-    activations: int | None = None  # of the passes in it
+    begin: int  # bytes allocated at its beginning
+    end: int = 0  # and at its end
+    peak: int = 0  # and most in between
+    held: HeldBytes | None = None  # the most found so far
+    activations: int | None = None
     head: int | None = None
 
 
 class Account:
     def __init__(self, device: torch.device, sources: Mapping[Kind, Sequence[Source]]) -> None:
-        """`sources`: a kind that is not there is not reported."""
+        """`sources`: a kind without an entry is not reported."""
         self.device = device
         self._sources = {kind: tuple(sources[kind]) for kind in KINDS if kind in sources}
         self._counted = device.type == "cuda"
         self._peak = self._peak_reserved = 0
         self._spans: list[Span] = []  # open, the innermost last
         self._phases: list[Span] = []  # those of them that are phases
-        self._readings: dict[str, Reading] = {}  # of phases that ended since they were last asked for
+        self._readings: dict[str, Reading] = {}  # of phases that ended since the last `take`
 
-    def held(self) -> Held:
-        """Bytes of the tensors that are there now, each storage once."""
+    def held(self) -> HeldBytes:
+        """Bytes of the tensors that exist now, each storage once."""
         on_device: dict[str, int] = dict.fromkeys(self._sources, 0)
         on_host = dict(on_device)
         seen: set[int] = set()
@@ -119,29 +119,29 @@ class Account:
                     seen.add(address)
                     side = on_device if tensor.device.type == self.device.type else on_host
                     side[kind] += storage.nbytes()
-        return Held(on_device, on_host)
+        return HeldBytes(on_device, on_host)
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most that was ever allocated on the device; None on a CPU."""
+        """The most memory that was ever allocated on the device; None on a CPU."""
         self._mark()
         return self._peak if self._counted else None
 
     @property
     def peak_reserved_bytes(self) -> int | None:
-        """The most that the allocator ever had from the device, handed out or not; None on a CPU."""
+        """The most memory that the allocator ever took from the device, in use or not; None on a CPU."""
         self._mark()
         return self._peak_reserved if self._counted else None
 
     def look(self) -> None:
-        """Before what a phase holds is given back inside it."""
+        """Count what is held now. Call it before a phase frees tensors."""
         held = self.held()
         for phase in self._phases:
             phase.held = held.most(phase.held)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures a phase, unless it fails. Phases may nest: an inner one's peak is the outer one's too."""
+        """Measure a phase, unless it fails. Phases may nest: an inner one's peak counts for the outer one too."""
         assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
         with self._span() as span:
             self._phases.append(span)
@@ -154,9 +154,9 @@ class Account:
 
     @contextmanager
     def passes(self, head_bytes: int | None = None) -> Iterator[None]:
-        """Around passes through a model and nothing else: what moves to or from the device for them belongs outside, or it is counted as
-        activations. Gradients that are made in them stay, and are not. What is held is looked at when they end. `head_bytes`: the largest
-        temporaries of the head in these passes, by its own count, for no border can be drawn around its backward pass from here."""
+        """Measure passes through a model and nothing else: memory that moves to or from the device inside would count as activations.
+        Gradients, which stay, do not. Held tensors are counted at the end. `head_bytes`: the largest temporaries of the head in these
+        passes, by its own count, since its backward pass cannot be measured separately from here."""
         assert self._phases, "passes are part of a phase"
         with self._span() as span:
             yield
@@ -167,12 +167,12 @@ class Account:
         phase.head = larger(phase.head, head_bytes)
 
     def take(self) -> dict[str, Reading]:
-        """The phases that ended since they were last asked for, in the order in which they first ended."""
+        """Readings of the phases that ended since the last call, in the order in which they first ended."""
         readings, self._readings = self._readings, {}
         return readings
 
     def metrics(self) -> dict[str, float]:
-        """The same under the names of docs/metrics.md, in GiB. What ended after the last step's line is in this one."""
+        """`take` under the names of docs/metrics.md, in GiB. Phases that end after a step's metrics are written count for the next step."""
         readings = self.take()
         found: dict[str, int | None] = {
             f"{TIMING_NAMES[phase]}/{name}": count for phase, reading in readings.items() for name, count in reading.numbers().items()
@@ -192,7 +192,7 @@ class Account:
             self._spans.pop()
 
     def _mark(self) -> int:
-        """A border: every open span learns the peak since the last one. Returns what is allocated now."""
+        """Give every open span the peak since the last mark. Returns the bytes allocated now."""
         if not self._counted:
             return 0
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
@@ -222,13 +222,13 @@ class Account:
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, and the few buffers that a model has."""
+    """Parameters and buffers of a model."""
     yield from model.parameters()
     yield from model.buffers()
 
 
 def gradients_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Accumulators and what autograd has left, as far as they are there."""
+    """Accumulators and autograd's own gradients, as far as they exist."""
     for parameter in model.parameters():
         for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
             if gradient is not None:
@@ -236,7 +236,7 @@ def gradients_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def process_bytes() -> int | None:
-    """Of this process in the computer's own memory, now; None where the system does not tell."""
+    """Main memory that this process uses now; None where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

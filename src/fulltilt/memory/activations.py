@@ -1,22 +1,20 @@
-"""Saved activations on the host between the forward and the backward pass.
+"""Offload of activations: saved tensors are on the host between the forward and the backward pass.
 
-Enters: a loaded model on its device, after fusing and recompute. Leaves: the same model, whose decoder layers send what they save for the
-backward pass to host memory as soon as they have run, and a handle that counts and undoes. With recompute, what is left to save goes:
-inputs of layers, and kept results of products and attention. The backward pass finds everything back on the device, fetched a layer ahead.
+Enters: a loaded model on its device, after fusing and recompute. Leaves: the same model, whose decoder layers send the tensors that they
+save for the backward pass to host memory as soon as they have run, and a handle that counts and undoes. With recompute these are the inputs
+of layers, and kept results of products and attention. The backward pass fetches them one layer ahead.
 
-Guaranteed: tensors come back with their bits, shape, strides and alignment. A storage goes once for a layer, however many views of it were
-saved. Parameters, what all layers are given (rotary angles, bounds of documents), small tensors and the last layer, which is needed first,
-stay. The host waits for nothing: copies run on a stream of their own, and streams wait for each other. While one layer runs at most `ahead`
-others are on their way out, and at most one is fetched before its time, so device memory is bounded although the host runs ahead of the
-device; between the passes the last layer alone is there. Host memory is pinned once, in pages that serve micro-batches of any size.
-Without a gradient nothing changes.
-
-On CPU the same code copies within main memory, for tests: it saves nothing there.
+Guaranteed: tensors come back with their bits, shape, strides and alignment. A storage is copied once per layer, however many views of it
+were saved. Parameters, arguments that all layers share (rotary angles, bounds of documents), small tensors and the last layer, which is
+needed first, stay on the device. The host waits for nothing: copies run on a stream of their own, and streams wait for each other. While a
+layer runs, at most `ahead` others are being copied out and at most one is fetched early, so device memory is bounded although the host runs
+ahead of the device; between the passes only the last layer's tensors are on the device. Host memory is pinned once, in pages that serve
+micro-batches of any size. Without gradients nothing changes. On CPU the same code copies within main memory, for tests: it saves nothing.
 
     handle = offload_activations(model)
     handle.device_bytes, handle.host_bytes, handle.sent_bytes
     handle.remove()
-    saved_bytes(run)  # what autograd keeps for the backward pass of what run() returns
+    saved_bytes(run)  # bytes that autograd keeps for the backward pass of run()'s result
 """
 
 from __future__ import annotations
@@ -29,18 +27,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
 from fulltilt.memory.offload import Lane, Mark, host_memory, now, wait
-from fulltilt.memory.recompute import KEEPER, Forward, Forwards, decoder_layers
+from fulltilt.memory.recompute import Forward, Forwards, decoder_layers, saving_to
 
-SMALLEST = 1 << 20  # bytes of a storage that is worth a copy
+SMALLEST = 1 << 20  # smaller storages are not worth a copy
 PAGE = 16 << 20  # bytes of host memory that belong to one layer at a time
-ALIGNED = 512  # torch's allocator aligns to it; kernels choose their form by alignment, so what comes back has the same
+ALIGNED = 512  # torch's allocator aligns to it; kernels choose their form by alignment, so fetched tensors have the same
 
 
 def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, ahead: int = 1, page: int = PAGE) -> ActivationOffload:
-    """Send what the model's layers save to the host. `ahead`: layers that may be on their way while the next one runs."""
+    """Send the tensors that the model's layers save to the host. `ahead`: layers that may still be copied while the next one runs."""
     assert smallest >= 1 and ahead >= 0 and page % ALIGNED == 0
     layers = decoder_layers(model)
     offload = ActivationOffload(next(layers[0].parameters()).device, smallest, ahead, page)
@@ -51,38 +48,37 @@ def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, ahe
 
 
 class ActivationOffload:
-    """The handle: what the layers of one model share."""
+    """The handle, shared by the layers of one model."""
 
     def __init__(self, device: torch.device, smallest: int, ahead: int, page: int) -> None:
         self.device, self.smallest, self.ahead = device, smallest, ahead
         self.lane, self.pages, self.forwards = Lane(device), HostPages(device, page), Forwards()
         self.sent_bytes = 0  # since the beginning
-        self.host_bytes = 0  # now, as are those on the device: of what layers have saved
-        self.device_bytes = 0
-        self._waiting: deque[Saved] = deque()  # on the way to the host, and still on the device
-        self._latest: weakref.ref[Saved] | None = None
+        self.host_bytes = self.device_bytes = 0  # saved tensors that are on the host and on the device now
+        self._waiting: deque[SavedByLayer] = deque()  # being copied to the host, and still on the device
+        self._latest: weakref.ref[SavedByLayer] | None = None
         self._given: dict[int, set[int]] = {}  # id of an argument of this pass -> addresses of the storages in it
 
     def remove(self) -> None:
-        """The model as it was. Passes under way go on to their end."""
+        """Restore the model. Passes under way are completed."""
         self.forwards.remove()
         self._let_go(0)
 
-    def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> Saved:
+    def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> SavedByLayer:
         if first:
-            self._let_go(0)  # of a pass that broke off
+            self._let_go(0)  # from a pass that was aborted
             self._latest = None
             self._given.clear()
         stays = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         for value in given:
-            if id(value) not in self._given:  # whoever called the layers holds it for as long as the pass lasts
+            if id(value) not in self._given:  # the caller holds it for as long as the pass lasts
                 self._given[id(value)] = {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)}
             stays |= self._given[id(value)]
-        return Saved(self, stays, leaves=not last)
+        return SavedByLayer(self, stays, leaves=not last)
 
-    def close(self, saved: Saved) -> None:
-        """The layer has run: send what it saved, and let go of what has been sent."""
-        if not saved.parcels:  # a layer whose call was put off to one behind it
+    def close(self, saved: SavedByLayer) -> None:
+        """After the layer has run: send its saved tensors, and release those that have been sent."""
+        if not saved.parcels:  # a layer whose call was deferred to a later one
             return
         saved.before = self._latest() if self._latest else None
         self._latest = weakref.ref(saved)
@@ -91,14 +87,14 @@ class ActivationOffload:
         self._let_go(self.ahead if saved.leaves else 0)
 
     def _let_go(self, allowed: int) -> None:
-        """The computation waits for copies until no more than so many layers are under way."""
+        """Make the compute stream wait for copies until at most `allowed` layers are being copied."""
         while len(self._waiting) > allowed:
             self._waiting.popleft().let_go()
 
 
 @dataclass(eq=False)
 class OffloadedForward:
-    """The forward of one layer: its own where no gradient is wanted."""
+    """The forward of one layer; without gradients, the layer's own."""
 
     own: Forward
     offload: ActivationOffload
@@ -111,22 +107,18 @@ class OffloadedForward:
         if not torch.is_grad_enabled():
             return self.own(hidden_states, *args, **kwargs)
         saved = self.offload.begin(self.parameters, [*args, *kwargs.values()], first=self.first, last=self.last)
-        token = KEEPER.set(saved)
-        try:
-            with saved_tensors_hooks(saved.put, saved.take):
-                out = self.own(hidden_states, *args, **kwargs)
-        finally:
-            KEEPER.reset(token)
+        with saving_to(saved):
+            out = self.own(hidden_states, *args, **kwargs)
         self.offload.close(saved)
         return out
 
 
-# ---- what a layer saves ------------------------------------------------------------------------------------------------------------
+# ---- tensors that a layer saves ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A saved tensor: where it lies in its parcel."""
+    """A saved tensor, as a view of its parcel."""
 
     parcel: Parcel
     dtype: torch.dtype
@@ -136,14 +128,14 @@ class View:
 
 
 class Parcel:
-    """One storage of a layer. Views hold it; it lives until the last of their nodes has run backward."""
+    """One storage of a layer. Views hold it until the last of their nodes has run backward."""
 
-    def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
+    def __init__(self, saved: SavedByLayer, tensor: torch.Tensor) -> None:
         self.saved = saved
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.begin, self.end = self.storage.nbytes(), 0  # bytes that views cover
-        self.origin = 0  # which byte of the storage stands first in the one that is here now
-        self.place: int | None = None  # of its bytes among those that its layer has on the host
+        self.origin = 0  # which byte of the original storage is the first one of the current storage
+        self.place: int | None = None  # offset of its bytes in its layer's host memory
 
     def cover(self, offset: int, size: int) -> None:
         self.begin, self.end = min(self.begin, offset // ALIGNED * ALIGNED), max(self.end, offset + size)
@@ -155,7 +147,7 @@ class Parcel:
     def bytes_here(self) -> torch.Tensor:
         assert self.storage is not None
         here = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload]
-        return here[self.begin - self.origin : self.end - self.origin]  # type: ignore[no-any-return]
+        return here[self.begin - self.origin : self.end - self.origin]
 
     def count(self, sign: int) -> None:
         if self.storage is not None:
@@ -171,24 +163,24 @@ class Parcel:
         self.count(+1)
 
     def __del__(self) -> None:
-        # Its memory goes back to the computation, which must not write there before copies from and to it are over.
+        # Its memory goes back to the compute stream, which must not write there before copies from and to it are done.
         if self.saved.closed and self.storage is not None:
             self.saved.settle()
             self.count(-1)
 
 
-class Saved:
-    """All that one layer has saved in one pass: the unit of copying. The hooks of autograd, and the keeper of selective recompute."""
+class SavedByLayer:
+    """All tensors that one layer has saved in one pass, which are copied together. A `Keeper`."""
 
     def __init__(self, offload: ActivationOffload, stays: set[int], *, leaves: bool) -> None:
         self.offload, self.leaves = offload, leaves
         self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()  # by address in the forward pass
-        self.before: Saved | None = None
+        self.before: SavedByLayer | None = None
         self.closed = self.opened = False
         self._stays = stays
         self._pages: list[torch.Tensor] = []
         self._on_host = 0
-        self._pending: Mark = None  # when its copies are done, until the computation has been told to wait for that
+        self._pending: Mark = None  # end of its copies, until the compute stream waits for that
 
     def put(self, tensor: torch.Tensor) -> Any:
         address = tensor.untyped_storage().data_ptr() if movable(tensor, self.offload.device) else 0
@@ -211,7 +203,7 @@ class Saved:
         return here.set_(parcel.storage, (held.offset - parcel.origin) // held.dtype.itemsize, held.shape, held.stride)
 
     def close(self) -> None:
-        """Start on the way to the host what leaves."""
+        """Start copying to the host."""
         offload, self.closed, self._stays = self.offload, True, set()
         parcels = list(self.parcels.values())
         for parcel in parcels:
@@ -228,7 +220,7 @@ class Saved:
         offload.host_bytes += self._on_host
 
     def let_go(self) -> None:
-        """What is on the host leaves the device, as soon as the copies are over."""
+        """Release the device memory of tensors that are on the host, once the copies are done."""
         if self.opened:
             return
         self.settle()
@@ -237,7 +229,7 @@ class Saved:
                 parcel.let_go()
 
     def open(self) -> None:
-        """The layer's backward pass begins: what it saved is here, and what the layer before it saved is on its way."""
+        """When the layer's backward pass begins: have its tensors on the device, and start fetching those of the layer before it."""
         if self.opened:
             return
         self.opened = True
@@ -253,19 +245,19 @@ class Saved:
         if missing:
             for parcel in missing:
                 parcel.make_room()
-            # The room was the computation's until now: copies come behind all that it has been asked for.
+            # The memory was the compute stream's until now: copies come after all of its queued work.
             pairs = [(part, page) for parcel in missing for page, part in self._pieces(parcel)]
             self._pending = self.offload.lane.copy(pairs, [now(self.offload.device)])
             self._leave_host()
 
     def settle(self) -> None:
-        """From here on the computation may use, change or free the memory that was copied from or to."""
+        """From here on the compute stream may use, change or free the memory that was copied from or to."""
         if self._pending is not None:
             wait(self.offload.device, self._pending)
             self._pending = None
 
     def _pieces(self, parcel: Parcel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The bytes of a parcel piece by piece: on the host, on the device."""
+        """The bytes of a parcel, page by page: on the host, and on the device."""
         size, done = self.offload.pages.size, 0
         here = parcel.bytes_here()
         assert parcel.place is not None
@@ -276,13 +268,13 @@ class Saved:
             done += count
 
     def _leave_host(self) -> None:
-        """Others may take the pages at once: they are written by the lane alone, behind what it has been asked for so far."""
+        """Give the pages back. Others may take them at once: only the lane writes them, after all copies queued so far."""
         self.offload.pages.give(self._pages)
         self.offload.host_bytes -= self._on_host
         self._pages, self._on_host = [], 0
 
     def __del__(self) -> None:
-        self._leave_host()  # of a pass that broke off
+        self._leave_host()  # after an aborted pass
 
 
 def movable(tensor: torch.Tensor, device: torch.device) -> bool:
@@ -303,12 +295,12 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 class HostPages:
-    """Host memory in pages of one size. It grows to the most that was ever needed at once; after that nothing is allocated."""
+    """Host memory in pages of one size. It grows to the most that was ever needed at once."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.size, self.allocated_bytes, self._device = size, 0, device
         self._free: list[torch.Tensor] = []
-        self._taken: list[torch.Tensor] = []  # from the system, free or not
+        self._taken: list[torch.Tensor] = []  # allocations, free or in use
 
     def memory(self) -> Iterator[torch.Tensor]:
         yield from self._taken
@@ -330,40 +322,37 @@ class HostPages:
 
 
 def saved_bytes(run: Callable[[], Any]) -> int:
-    """Bytes that autograd holds for the backward pass of what `run` returns, results that selective recompute keeps included: every
-    storage once, whole; parameters not. What an offloading model sends away is not seen: its handle counts that."""
-    tally = Tally()
-    token = KEEPER.set(tally)
-    try:
-        with saved_tensors_hooks(tally.put, tally.take):
-            result = run()
-        total = tally.total()
-    finally:
-        KEEPER.reset(token)
-    del result  # it held the graph, and the graph what was counted
+    """Bytes that autograd holds for the backward pass of `run`'s result, including results that selective recompute keeps: every storage
+    once, whole, without parameters. Tensors that an offloading model sends away are counted by its handle instead."""
+    counter = SavedCounter()
+    with saving_to(counter):
+        result = run()
+    total = counter.total()
+    del result  # it held the graph, which held the counted tensors
     return total
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class SavedTensor:
     tensor: torch.Tensor
     of_parameter: bool
 
 
-class Tally:
-    def __init__(self) -> None:
-        self._held: weakref.WeakSet[Held] = weakref.WeakSet()
+class SavedCounter:
+    """A `Keeper` that counts the tensors still held."""
 
-    def put(self, tensor: torch.Tensor) -> Held:
-        held = Held(tensor.detach(), any(isinstance(of, torch.nn.Parameter) for of in (tensor, tensor._base)))
+    def __init__(self) -> None:
+        self._held: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
+
+    def put(self, tensor: torch.Tensor) -> SavedTensor:
+        held = SavedTensor(tensor.detach(), any(isinstance(of, torch.nn.Parameter) for of in (tensor, tensor._base)))
         self._held.add(held)
         return held
 
-    def take(self, held: Held) -> torch.Tensor:
+    def take(self, held: SavedTensor) -> torch.Tensor:
         return held.tensor
 
     def total(self) -> int:
-        storages = {held: held.tensor.untyped_storage() for held in self._held}
-        parameters = {storage.data_ptr() for held, storage in storages.items() if held.of_parameter}
-        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages.values()}
+        sizes = {held.tensor.untyped_storage().data_ptr(): held.tensor.untyped_storage().nbytes() for held in self._held}
+        parameters = {held.tensor.untyped_storage().data_ptr() for held in self._held if held.of_parameter}
         return sum(size for address, size in sizes.items() if address not in parameters)

@@ -1,7 +1,7 @@
-"""Main memory that this process can have.
+"""Free main memory of this process.
 
-Enters: the system's own files. Leaves: bytes. Guaranteed: nothing but the standard library is imported, so `fulltilt doctor` can ask when
-all else is broken, and says what a run goes by.
+Enters: the system's own files. Leaves: bytes. Guaranteed: only the standard library is imported, so `fulltilt doctor` can report the number
+that runs use even when everything else is broken.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import os
 from pathlib import Path
 
-# What a control group's folder tells, in the kernel's two versions of them: limit, use, and in memory.stat the files among that.
+# Files of a control group, in the kernel's two versions: limit, use, and the names of cached files in memory.stat.
 GROUP_FILES = {
     "sys/fs/cgroup": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
@@ -18,14 +18,14 @@ GROUP_FILES = {
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:
-    """Main memory that can be had: of the computer, and of the groups of processes that this one is in, a container's say. What files are
-    kept there for the next reader counts as free, since the system gives it up first. `root`: where the system's own files are."""
-    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where a system does not tell: half of what there is
+    """Main memory that is free in the computer and in this process's control groups (such as a container's). Cached files count as free,
+    since the system drops them first. `root`: where the system's own files are."""
+    known = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]  # where the system does not say: half of all memory
     with contextlib.suppress(OSError, KeyError):
         known = [1024 * numbers_of(root / "proc/meminfo")["MemAvailable:"]]
     for folder, (limit, used, files) in GROUP_FILES.items():
         for group in groups(root, folder):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # no limit is no number, or one that no computer has
+            with contextlib.suppress(OSError, ValueError, KeyError):  # "no limit" is not a number, or a huge one
                 stat = numbers_of(group / "memory.stat")
                 taken = int((group / used).read_text()) - sum(stat[name] for name in files)
                 known.append(int((group / limit).read_text()) - taken)
@@ -33,7 +33,7 @@ def free_host_bytes(root: Path = Path("/")) -> int:
 
 
 def groups(root: Path, folder: str) -> set[Path]:
-    """The control groups of this process: its own, those around it, and the outermost that is seen from here."""
+    """The control groups of this process: its own, those that contain it, and the outermost visible one."""
     found, kind = {root / folder}, "memory" if folder.endswith("memory") else ""
     with contextlib.suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -1,20 +1,20 @@
-"""Tensors that live in main memory while the device does not need them.
+"""Offload of parameters and optimizer states: they are in main memory while the device does not need them.
 
-Enters: a role's model, or what an optimizer keeps for each parameter. Leaves: the same tensors, on the device when they are used.
+Enters: a role's model, or the states that an optimizer keeps per parameter. Leaves: the same tensors, on the device when they are used.
 
-`Residence` moves the parameters of a role. The device's memory is given back, yet every Parameter stays the object it was and every view of
-it a view: only the storage is emptied and filled. What each role's can mean on one device:
-  ref, reward model   nothing changes them: one copy out for the whole run, leaving is giving memory back;
-  critic              goes out again after an update;
-  actor               may leave only while another role works. With CUDA graphs it may not leave at all: graphs read parameters by address,
-                      memory that was given back may belong to another tensor by the time they return, and a reservation would gain nothing.
+`Residence` moves the parameters of a role. Device memory is given back, but every Parameter stays the same object and every view of it a
+view: only the storage is emptied and filled. What this means on one device:
+  ref, reward model   they never change: one copy to the host for the whole run, later only device memory is given back;
+  critic              copied out again after an update;
+  actor               may leave only while another role works, and not at all with CUDA graphs: graphs read parameters by address, and
+                      memory that was given back may belong to another tensor later. Reserving it would save nothing.
 
-`States` holds what an optimizer keeps beside the parameters: on the device, or on the host and streamed in buckets through memory that is
-taken once, so that the next bucket comes in and the last one goes out while one is computed on.
+`States` holds an optimizer's states: on the device, or on the host and streamed in buckets through memory that is allocated once, so that
+the next bucket comes in and the previous one goes out while one is computed on.
 
-Guaranteed: values come back bit for bit; host memory is of the exact size (torch's own pinned memory is rounded up to a power of two) and
-is taken once; nothing is used before its copy has arrived, nor overwritten before its copy has left; all memory of a streamed pass is
-there before its first bucket. Copies run on streams of their own; on a CPU the same code copies within main memory.
+Guaranteed: values come back bit for bit; host memory has the exact size (torch's own pinned memory is rounded up to a power of two) and is
+allocated once; nothing is used before its copy has arrived, nor overwritten before its copy has left; all memory of a streamed pass is
+allocated before its first bucket. Copies run on streams of their own; on a CPU the same code copies within main memory.
 
     residence = Residence(ref.model, "ref", learns=False)
     residence.to_host()
@@ -35,36 +35,35 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.model.fuse import NOTE, fuse
+from fulltilt.model.fuse import fuse, is_fused
 from fulltilt.records import UserError
 
-ALIGN = 256  # bytes: where tensors begin in a joined memory, and where buckets are cut
+ALIGN = 256  # bytes: alignment of tensors in one memory, and of buckets
 PORTABLE = 1  # cudaHostRegisterPortable
 MORE_MEMORY = "Free main memory, raise the container's memory limit, or switch an offload knob off"
-Mark = torch.cuda.Event | None  # a moment in a stream; None: it has come already
+Mark = torch.cuda.Event | None  # a point in a stream; None: already reached
 
 
 @dataclass(frozen=True)
 class OffloadSetting:
-    """What of an optimizer is not on the device all the time."""
+    """Which parts of an optimizer are not on the device all the time."""
 
     optimizer: bool = False  # masters and moments are on the host, and streamed through the device in a step
-    grads: bool = False  # accumulated gradients are there only from a mini-batch's first pass to the end of its step
-    bucket_bytes: int = 256 << 20  # of the masters and moments that are on the device together
-    buckets: int = 3  # one comes in, one is computed on, one goes out
+    grads: bool = False  # accumulated gradients exist only from a mini-batch's first pass to the end of its step
+    bucket_bytes: int = 256 << 20  # size of a bucket of masters and moments
+    buckets: int = 3  # on the device at a time: one comes in, one is computed on, one goes out
 
 
 ON_DEVICE = OffloadSetting()
 
 
 def why_not(device: str) -> str | None:
-    """Why no offload at all can take effect on a device of this type."""
+    """Why offload can have no effect on a device of this type."""
     return None if device == "cuda" else "the run is on the CPU: its memory is the host's already"
 
 
 def why_not_params(role: str, device: str, *, cuda_graphs: bool = False, alone: bool = False, shared: bool = False) -> str | None:
-    """Why a role's parameters cannot leave the device. `alone`: no other role has a model of its own that works while this one waits.
-    `shared`: the model is another role's too."""
+    """Why a role's parameters cannot leave the device. `alone`: no other role has its own model. `shared`: the model is the actor's."""
     if reason := why_not(device):
         return reason
     if shared:
@@ -83,48 +82,46 @@ def why_not_params(role: str, device: str, *, cuda_graphs: bool = False, alone: 
 
 
 class Pages(mmap.mmap):
-    """Pages straight from the system. A class of our own, because its instances are told of their end before the pages are gone."""
+    """Pages from the system. A class of our own, so that a finalizer runs before the pages are unmapped."""
 
 
 def host_memory(count: int, device: torch.device) -> torch.Tensor:
-    """`count` bytes of zeros in main memory [count], which a CUDA device reads and writes by itself."""
-    if not count or not hasattr(mmap, "MADV_DONTFORK"):  # not on Linux: right, but copies hold up the program
+    """`count` bytes of zeros in main memory [count], pinned for a CUDA device."""
+    if not count or not hasattr(mmap, "MADV_DONTFORK"):  # not on Linux: correct, but copies block the program
         return torch.zeros(count, dtype=torch.uint8)
-    free = free_host_bytes()
-    if count > free:  # the system would end the process when the pages are touched
-        raise UserError(
-            f"{count / 2**30:.1f} GiB of main memory are needed for offload, and {free / 2**30:.1f} GiB are free. {MORE_MEMORY}"
-        )
+    free, needed = free_host_bytes(), f"{count / 2**30:.1f} GiB of main memory"
+    if count > free:  # the system would kill the process when the pages are touched
+        raise UserError(f"{needed} are needed for offload, and {free / 2**30:.1f} GiB are free. {MORE_MEMORY}")
     try:
         pages = Pages(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise UserError(f"{count / 2**30:.1f} GiB of main memory could not be had for offload: {error.strerror}. {MORE_MEMORY}") from error
-    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # a fork would make the program's pages others than the device's
+        raise UserError(f"{needed} could not be allocated for offload: {error.strerror}. {MORE_MEMORY}") from error
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # after a fork the program's pages would no longer be the device's
         with contextlib.suppress(OSError):
             pages.madvise(advice)
     memory = torch.frombuffer(pages, dtype=torch.uint8)
-    memory.zero_()  # all threads touch the pages; the driver would touch them one by one
+    memory.zero_()  # touches the pages from all threads; the driver would touch them one by one
     if device.type == "cuda":
         failed = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), count, PORTABLE))
         if failed:
-            raise UserError(f"{count / 2**30:.1f} GiB of main memory could not be pinned for offload (CUDA error {failed}). {MORE_MEMORY}")
-        weakref.finalize(pages, unpin, memory.data_ptr()).atexit = False  # at the end of the process the system does it
+            raise UserError(f"{needed} could not be pinned for offload (CUDA error {failed}). {MORE_MEMORY}")
+        weakref.finalize(pages, unpin, memory.data_ptr()).atexit = False  # at exit the system does it
     return memory
 
 
 def unpin(address: int) -> None:
-    torch.cuda.synchronize()  # a copy may be under way
+    torch.cuda.synchronize()  # a copy may be running
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 class Lane:
-    """A stream of copies beside the compute stream. On a CPU copies are made where they are asked for."""
+    """A stream of copies beside the compute stream. On a CPU copies run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], after: Iterable[Mark]) -> Mark:
-        """Copy each (target, source) once `after` has come. Does not wait: the result is the moment at which all are done."""
+        """Queue a copy of each (target, source) after the marks. Does not wait; returns the mark at which all copies are done."""
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
@@ -138,18 +135,18 @@ class Lane:
         return self._stream.record_event()
 
     def uses(self, tensor: torch.Tensor) -> None:
-        """Its memory is given to nobody else, once it is given back, until the copies asked for so far are done."""
+        """Once freed, its memory is not reused until the copies queued so far are done."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
 
 def now(device: torch.device) -> Mark:
-    """When all that was asked of the compute stream so far is done."""
+    """The mark after all work queued in the compute stream so far."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 def wait(device: torch.device, mark: Mark) -> None:
-    """The compute stream goes on when the moment has come; the program goes on at once."""
+    """Make the compute stream wait for the mark. The program itself does not wait."""
     if mark is not None:
         torch.cuda.current_stream(device).wait_event(mark)
 
@@ -162,23 +159,23 @@ def aligned(count: int) -> int:
 
 
 class Residence:
-    """Where the parameters of a role's model live: on the device when made.
+    """Moves the parameters of a role's model, which are on the device at first.
 
-    `learns`: they change on the device, so they are copied out whenever they leave. A model whose layers are fused is joined again when it
-    comes back, for its addresses are new. Running a model that is away fails at once.
+    `learns`: they change on the device, so they are copied out whenever they leave. Fused layers are joined again when the model comes
+    back, since its addresses are new. Running a model that is away fails at once.
     """
 
     def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
         self.role, self.learns, self.on_device = role, learns, True
         self._model = model
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in model.parameters() if tensor.numel()}
-        assert all(storage.resizable() for storage in storages.values()), "a parameter lies in memory that cannot be given back"
+        assert all(storage.resizable() for storage in storages.values()), "a parameter is in memory that cannot be given back"
         self.device = next(model.parameters()).device
         self._device_flats = [torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage) for storage in storages.values()]  # type: ignore[call-overload]
         self.nbytes = sum(len(flat) for flat in self._device_flats)
         self._host = host_memory(sum(aligned(len(flat)) for flat in self._device_flats), self.device)
-        rooms = self._host.split([aligned(len(flat)) for flat in self._device_flats])
-        self._host_flats = [room[: len(flat)] for room, flat in zip(rooms, self._device_flats, strict=True)]
+        parts = self._host.split([aligned(len(flat)) for flat in self._device_flats])
+        self._host_flats = [part[: len(flat)] for part, flat in zip(parts, self._device_flats, strict=True)]
         self._out, self._in = Lane(self.device), Lane(self.device)
         self._copied = self._in_use = False
         self._left: Mark = None
@@ -188,10 +185,8 @@ class Residence:
 
     @contextmanager
     def needed(self, *, unchanged: bool = False) -> Iterator[None]:
-        """Around a phase in which the role works: there from the first line to the last, then away. Does not nest.
-
-        `unchanged`: the phase only reads, so a role that learns need not be copied out after it.
-        """
+        """Have the parameters on the device inside the context, around a phase in which the role works. Does not nest. `unchanged`: the
+        phase only reads, so a role that learns need not be copied out after it."""
         assert not self._in_use, f"the {self.role} is in use already"
         self.to_device()
         self._in_use = True
@@ -203,7 +198,7 @@ class Residence:
 
     @torch.no_grad()
     def to_host(self, *, unchanged: bool = False) -> None:
-        """Give the device's memory back. What goes out does so beside the computing that follows."""
+        """Give the device memory back. Copies run beside the computation that follows."""
         if not self.on_device:
             return
         wait(self.device, self._arrived)
@@ -216,7 +211,7 @@ class Residence:
 
     @torch.no_grad()
     def fetch(self) -> None:
-        """Take the device's memory and begin to fill it. For a phase earlier than `to_device`, where there is room."""
+        """Allocate the device memory and start filling it. May be called a phase before `to_device`, where memory allows."""
         if self.on_device:
             return
         try:
@@ -230,12 +225,12 @@ class Residence:
         join_again(self._model)
 
     def to_device(self) -> None:
-        """All that is computed from here on finds the parameters there."""
+        """Have the parameters on the device for all computation from here on."""
         self.fetch()
         wait(self.device, self._arrived)
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """What it holds on the host."""
+        """Its host memory."""
         yield self._host
 
     def _give_back(self) -> None:
@@ -248,19 +243,19 @@ class Residence:
 
 
 def bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The transformer inside a model with whatever head."""
+    """The transformer inside a model with any head."""
     return next(([module.base_model] for module in model.modules() if isinstance(module, PreTrainedModel)), [])
 
 
 def join_again(model: torch.nn.Module) -> None:
-    """Fused layers keep the addresses of their joined weights. These are still slices of one storage; the storage has moved."""
+    """Tell fused layers the new addresses of their joined weights, which are still slices of one storage."""
     for body in bodies(model):
-        if NOTE in vars(body):
-            fuse(body)  # type: ignore[arg-type]
+        if is_fused(body):
+            fuse(body)
 
 
 def absent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's numbers are away on the host."""
+    """Whether the tensor's values are on the host, its device memory given back."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
@@ -269,7 +264,7 @@ def absent(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is kept for one tensor: of each kind `count` numbers."""
+    """States of one tensor: `count` numbers of each kind."""
 
     name: str
     count: int
@@ -283,7 +278,7 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some numbers of an entry, where they can be computed on: all of them, unless they are streamed."""
+    """Numbers of an entry that are on the device together: all of them, unless they are streamed."""
 
     name: str
     numbers: slice
@@ -291,11 +286,11 @@ class Part:
 
 
 class Layout:
-    """Where entries lie: each kind in one memory, an entry at the same place in each, those with most kinds first, so that every kind fills
-    the beginning of its memory. A bucket is the same stretch of each. Knows no memory; a plan can make one from a model without weights."""
+    """Placement of entries: one memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind
+    fills the beginning of its memory. A bucket is the same range of each memory. Allocates nothing: a plan can use it without weights."""
 
     def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None = None) -> None:
-        """`bucket_bytes`: of all kinds together; None: one bucket for everything."""
+        """`bucket_bytes`: for all kinds together; None: one bucket for everything."""
         self.entries = sorted(entries, key=lambda entry: -len(entry.kinds))
         self.kinds = self.entries[0].kinds if self.entries else ()
         self.places: dict[str, int] = {}
@@ -307,7 +302,7 @@ class Layout:
             self.extents |= dict.fromkeys(entry.kinds, end)
         assert self.extents.keys() == set(self.kinds), "every entry's kinds are among the first one's"
         wanted = end if bucket_bytes is None else bucket_bytes // max(1, len(self.kinds)) // ALIGN * ALIGN
-        self.width = min(max(wanted, ALIGN), end)  # bytes of a bucket, of each kind
+        self.width = min(max(wanted, ALIGN), end)  # bytes of a bucket in each kind's memory
         self.count = -(-end // self.width) if end else 0
 
     @property
@@ -315,7 +310,7 @@ class Layout:
         return sum(self.extents.values())
 
     def stretch(self, number: int, kind: str) -> slice:
-        """Of the bucket in the kind's memory."""
+        """The bucket's range in the kind's memory."""
         end = self.extents[kind]
         return slice(min(number * self.width, end), min((number + 1) * self.width, end))
 
@@ -332,7 +327,7 @@ class States:
     """Memory for a layout: on the device, or on the host with `slots` buckets of it on the device. Zeros at the start."""
 
     def __init__(self, layout: Layout, device: torch.device, slots: int = 0) -> None:
-        """`slots`: 0 keeps all on the device, which takes a layout of one bucket."""
+        """`slots`: 0 keeps all on the device and needs a layout of one bucket."""
         assert slots != 1 and (slots or layout.count <= 1)
         self.layout, self.device = layout, device
         self._homes = {
@@ -362,17 +357,17 @@ class States:
         return Part(entry.name, slice(of_entry.start // size, of_entry.stop // size), states)
 
     def home(self, entry: Entry, kind: str) -> torch.Tensor:
-        """An entry's numbers where they live [count]. Those on the host are up to date after `settle`."""
+        """An entry's numbers in their permanent memory [count]. Those on the host are up to date after `settle`."""
         place = self.layout.places[entry.name]
         return self._homes[kind][place : place + entry.nbytes].view(entry.dtype)
 
     def stream(self, read: Sequence[str] | None = None, written: Sequence[str] | None = None) -> Iterator[int]:
-        """The buckets, one after another, each on the device until the next is asked for. `read`: kinds that are brought in; `written`:
-        kinds that are taken out again; None: all."""
+        """The numbers of the buckets, each of which is on the device until the next one is requested. `read`: kinds that are copied in;
+        `written`: kinds that are copied out again; None: all."""
         if not self._slots:
             yield from range(len(self.buckets))
             return
-        arrived = self._fetch(0, read, self._left)  # what the last pass took out is read again: all of it must have left
+        arrived = self._fetch(0, read, self._left)  # all that the last pass copied out must have arrived before it is read again
         for number in range(len(self.buckets)):
             slot = number % len(self._slots)
             following = None
@@ -385,13 +380,13 @@ class States:
             arrived = following
 
     def settle(self) -> None:
-        """Wait until all that was written is on the host."""
+        """Wait until all written states are on the host."""
         for mark in self._left:
             if mark is not None:
                 mark.synchronize()
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """All that it holds, on the host and on the device."""
+        """All of its memory, on the host and on the device."""
         for memory in (self._homes, *self._slots):
             yield from memory.values()
 
@@ -399,7 +394,7 @@ class States:
         return self._in.copy(self._pairs(number, kinds), after)
 
     def _pairs(self, number: int, kinds: Sequence[str] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The bucket's memory in its slot, and at home."""
+        """The bucket's memory in its slot, and its permanent memory."""
         slot, found = self._slots[number % len(self._slots)], []
         for kind in self.layout.kinds:
             stretch = self.layout.stretch(number, kind)

@@ -1,17 +1,17 @@
-"""Computing activations again in the backward pass instead of keeping them.
+"""Recompute: activations are computed again in the backward pass instead of being kept.
 
-Enters: a loaded model (fused or plain, with adapters or without, a critic's body too) and a `Recompute` setting. Leaves: the same model,
-whose decoder layers run in front of their own forwards what keeps less, and a handle that takes it away again. Guaranteed: parameters stay
-the objects they were, where they were; without a gradient nothing changes, so rollout, graphs and log-prob passes are untouched; the second
-forward pass runs the same operations on the same numbers in the same shapes, experts' choices included, so gradients keep their bits.
+Enters: a loaded model (fused or plain, with or without adapters, or a critic) and a `Recompute` setting. Leaves: the same model, whose
+decoder layers have a wrapper around their forwards, and a handle that removes it. Guaranteed: parameters stay the same objects at the same
+addresses; without gradients nothing changes, so rollout, graphs and log-prob passes are not affected; the second forward pass runs the same
+operations on the same numbers in the same shapes, including the choice of experts, so gradients keep their bits.
 
-    full        a unit of layers keeps its input and nothing else
-    selective   it also keeps the results of matrix products and of attention; norms, rotary embedding, the gated product and all else that
-                is cheap are computed again. No product and no attention runs twice. Soft-capped attention keeps nothing by itself
-                (model/attention.py) and is the exception.
+    full        a unit of layers keeps only its input
+    selective   it also keeps the results of matrix products and attention; norms, rotary embedding, the gated product and all other cheap
+                operations are computed again. No product and no attention runs twice, except soft-capped attention, which always computes
+                its scores again (model/attention.py).
 
 A unit is one of the first `layers` layers (`block`: the rest keep everything) or `layers` consecutive layers (`uniform`: all layers are in
-a unit), as in Megatron. What goes first onto a layer stays inside: fuse or compile, then recompute, then offload of activations.
+a unit), as in Megatron. Wrappers nest in the order they are applied: fuse or compile, then recompute, then offload of activations.
 
     handle = apply_recompute(model, Recompute("full", layers=2, method="uniform"))
     handle.remove()
@@ -20,13 +20,15 @@ a unit), as in Megatron. What goes first onto a layer stays inside: fuse or comp
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -39,8 +41,8 @@ Kind = Literal["none", "selective", "full"]
 Method = Literal["block", "uniform"]
 Forward = Callable[..., Any]
 
-# What selective recompute keeps. Batched products (bmm) are not among them: they are attention scores in plain torch, or the weights that
-# adapters on experts add, both larger than what they are computed from.
+# Operations whose results selective recompute keeps. Batched products (bmm) are not among them: they are attention scores in plain torch,
+# or weights that adapters on experts add, both larger than their inputs.
 PRODUCTS = ("mm", "addmm", "linear", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 ATTENTION = (
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_efficient_attention",
@@ -52,7 +54,7 @@ ATTENTION = (
 @dataclass(frozen=True)
 class Recompute:
     kind: Kind = "none"
-    layers: int | None = None  # block: the first so many; uniform: so many in a unit. None: all of them, one by one
+    layers: int | None = None  # block: number of first layers; uniform: layers per unit. None: all layers, one by one
     method: Method = "block"
 
     def __post_init__(self) -> None:
@@ -72,7 +74,7 @@ class Recompute:
 
 
 def apply_recompute(model: torch.nn.Module, setting: Recompute) -> Forwards:
-    """Make the model's layers keep what `setting` says. The handle's `remove` undoes it."""
+    """Apply the setting to the model's layers. The handle's `remove` undoes it."""
     layers = decoder_layers(model)
     run = {"none": None, "full": run_full, "selective": run_selective}[setting.kind]
     forwards = Forwards()
@@ -90,20 +92,20 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     layers = getattr(body, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList):
         raise UnsupportedModel(
-            f"{type(body).__name__} does not keep its decoder layers as `layers`: what they save cannot be recomputed or offloaded. "
+            f"{type(body).__name__} does not keep its decoder layers as `layers`: their activations cannot be recomputed or offloaded. "
             'Set recompute = "none" and offload_activations = false'
         )
     return list(layers)
 
 
-# ---- forwards in front of forwards -------------------------------------------------------------------------------------------------
+# ---- wrappers around forwards ------------------------------------------------------------------------------------------------------
 
 
 class Forwards:
-    """Forwards put in front of layers' own, and the way back."""
+    """Wrappers around layers' forwards, and their removal."""
 
     def __init__(self) -> None:
-        self._put: list[tuple[torch.nn.Module, Forward | None, Forward]] = []  # layer, what its instance had, what it got
+        self._put: list[tuple[torch.nn.Module, Forward | None, Forward]] = []  # layer, its instance's forward before, the wrapper
 
     def put(self, layer: torch.nn.Module, forward: Forward) -> None:
         before = vars(layer).get("forward")
@@ -113,9 +115,9 @@ class Forwards:
         layer.forward = forward
 
     def remove(self) -> None:
-        """Take every forward away again. What has been put in front of one since must go first; what took it away (`unfuse`) is right."""
+        """Remove every wrapper. Later wrappers must be removed first; a wrapper that is already gone (`unfuse`) is fine."""
         if any(vars(layer).get("forward", ours) is not ours for layer, _, ours in self._put):
-            raise RuntimeError("another forward was put in front of a layer: remove that first")
+            raise RuntimeError("another wrapper was put around a layer's forward: remove that first")
         while self._put:
             layer, before, _ = self._put.pop()
             if vars(layer).pop("forward", None) is not None and before is not None:
@@ -124,17 +126,17 @@ class Forwards:
 
 @dataclass(eq=False)
 class Unit:
-    """Layers that are recomputed as one. Those before the last put their calls off, so that all of them run inside one recomputation."""
+    """Layers that are recomputed together. Layers before the last defer their calls, so that all of them run inside one recomputation."""
 
     run: Callable[[Forward, torch.Tensor, bool], Any]
     size: int
     calls: list[Forward] = field(default_factory=list)
-    handed_on: torch.Tensor | None = None  # what the last call that was put off has returned: its own input
+    handed_on: torch.Tensor | None = None  # result of the last deferred call, which is its own input
 
 
 @dataclass(eq=False)
 class UnitForward:
-    """The forward of one layer of a unit: its own where no gradient is wanted. An object, so that copies of the layer run themselves."""
+    """The forward of one layer of a unit; without gradients, the layer's own. An object, so that copies of the layer run themselves."""
 
     layer: torch.nn.Module
     own: Forward
@@ -146,23 +148,19 @@ class UnitForward:
             return self.own(hidden_states, *args, **kwargs)
         unit = self.unit
         if self.place == 0:
-            unit.calls.clear()  # of a pass that broke off
+            unit.calls.clear()  # from a pass that was aborted
         elif hidden_states is not unit.handed_on or len(unit.calls) != self.place:
             raise UnsupportedModel(
-                f"the model of {type(self.layer).__name__} does more between layers than to hand hidden states on: layers cannot be "
+                f"the model of {type(self.layer).__name__} does more between layers than pass hidden states on: layers cannot be "
                 'recomputed together. Set recompute_method = "block"'
             )
-        unit.calls.append(partial(with_keywords, self.own, args, kwargs))
+        unit.calls.append(lambda states: self.own(states, *args, **kwargs))
         if self.place < unit.size - 1:
             unit.handed_on = hidden_states
             return hidden_states
         calls, unit.calls, unit.handed_on = unit.calls, [], None
         # In evaluation mode no layer draws a random number.
         return unit.run(partial(chain, calls), hidden_states, self.layer.training)
-
-
-def with_keywords(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], hidden_states: torch.Tensor) -> Any:
-    return forward(hidden_states, *args, **kwargs)
 
 
 def chain(calls: Sequence[Forward], hidden_states: torch.Tensor) -> Any:
@@ -179,8 +177,8 @@ def run_full(forward: Forward, hidden_states: torch.Tensor, random: bool) -> Any
 
 
 def run_selective(forward: Forward, hidden_states: torch.Tensor, random: bool) -> Any:
-    kept = Kept(KEEPER.get() or HoldsAsIs())
-    modes = (Recording(kept), Replaying(kept))
+    kept = KeptResults(KEEPER.get())
+    modes = (Intercepting(kept.record), Intercepting(kept.replay))
     out = checkpoint(forward, hidden_states, use_reentrant=False, preserve_rng_state=random, context_fn=lambda: modes)
     if isinstance(out, torch.Tensor) and ends_in_product(out):
         kept.forget_last()
@@ -188,112 +186,101 @@ def run_selective(forward: Forward, hidden_states: torch.Tensor, random: bool) -
 
 
 class Keeper(Protocol):
-    """Who holds kept results between the passes. torch's hooks on saved tensors do not see them, so whoever moves or counts saved tensors
-    sets one of these beside its hooks."""
+    """Holds saved tensors, and results that selective recompute keeps, between the passes. `saving_to` sets it."""
 
     def put(self, tensor: torch.Tensor) -> Any: ...
 
     def take(self, held: Any) -> torch.Tensor: ...
 
 
-class HoldsAsIs:
-    def put(self, tensor: torch.Tensor) -> Any:
-        return tensor
-
-    def take(self, held: Any) -> torch.Tensor:
-        assert isinstance(held, torch.Tensor)
-        return held
-
-
 KEEPER: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 
 
-@dataclass(frozen=True)
-class Plain:
-    """A part of a result that is no tensor."""
+@contextmanager
+def saving_to(keeper: Keeper) -> Iterator[None]:
+    """Inside, autograd's saved tensors go through the keeper, and so do kept results, which torch's hooks do not see."""
+    token = KEEPER.set(keeper)
+    try:
+        with saved_tensors_hooks(keeper.put, keeper.take):
+            yield
+    finally:
+        KEEPER.reset(token)
 
-    value: Any
 
+class KeptResults:
+    """Results of one unit's products and attention, in the order in which they were computed. Each is used once."""
 
-class Kept:
-    """Results of one unit's products and attention, in the order in which they were computed. Each is handed out once."""
-
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
-        self._results: deque[tuple[Any, tuple[Any, ...] | None, bool]] = deque()  # operation, what it gave, whether as a tuple
+    def __init__(self, keeper: Keeper | None) -> None:
+        self._keeper, self._expensive = keeper, expensive_operations()
+        # operation, its results with whether each is a tensor (None: forgotten), whether they were a tuple
+        self._results: deque[tuple[Any, list[tuple[bool, Any]] | None, bool]] = deque()
         self._addresses: set[int] = set()
 
-    def put(self, operation: Any, result: Any) -> None:
-        parts = result if isinstance(result, tuple | list) else (result,)
-        # Detached: the tensor itself will know the graph, whose nodes hold this record. Attention also returns numbers, which stay.
-        held = tuple(self._keeper.put(part.detach()) if isinstance(part, torch.Tensor) else Plain(part) for part in parts)
-        self._results.append((operation, held, parts is result))
-        self._addresses.update(part.untyped_storage().data_ptr() for part in parts if isinstance(part, torch.Tensor))
+    def record(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the first forward pass, and keep an expensive one's results."""
+        if operation._schema.is_mutable:
+            self._refuse_change(operation, args)
+        result = operation(*args, **kwargs)
+        if operation in self._expensive:
+            parts = result if isinstance(result, tuple | list) else (result,)
+            # Detached: the tensor itself will refer to the graph, whose nodes hold this record. Attention also returns numbers.
+            held = [(True, self._hold(part.detach())) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
+            self._results.append((operation, held, parts is result))
+            self._addresses.update(part.untyped_storage().data_ptr() for part in parts if isinstance(part, torch.Tensor))
+        return result
 
-    def refuse_change(self, operation: Any, args: Sequence[Any]) -> None:
-        changed = args[0] if args else None
-        if isinstance(changed, torch.Tensor) and changed.untyped_storage().data_ptr() in self._addresses:
-            raise UnsupportedModel(
-                f"the model changes the result of a matrix product or of attention in place ({operation}), so it cannot be kept as it was. "
-                'Set recompute = "full" or "none"'
-            )
-
-    def forget_last(self) -> None:
-        """Let go of the last result. If it is asked for after all, it is computed again."""
-        operation, _, several = self._results.pop()
-        self._results.append((operation, None, several))
-
-    def take(self, operation: Any) -> Any:
-        """What the operation gave, or None where that was forgotten."""
+    def replay(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of the second forward pass, or return its kept result."""
+        if operation not in self._expensive:
+            return operation(*args, **kwargs)
         if not self._results:
-            raise RuntimeError("a second backward pass through the same selectively recomputed layers: what they kept is used up")
+            raise RuntimeError("a second backward pass through the same selectively recomputed layers: their kept results are used up")
         same, held, several = self._results.popleft()
         assert same is operation, f"{operation} where the first forward pass ran {same}"
         if held is None:
-            return None
-        parts = tuple(part.value if isinstance(part, Plain) else self._keeper.take(part) for part in held)
+            return operation(*args, **kwargs)
+        parts = tuple(self._keeper.take(part) if tensor and self._keeper else part for tensor, part in held)
         return parts if several else parts[0]
+
+    def forget_last(self) -> None:
+        """Release the last result. If it is needed after all, it is computed again."""
+        operation, _, several = self._results.pop()
+        self._results.append((operation, None, several))
+
+    def _hold(self, tensor: torch.Tensor) -> Any:
+        return self._keeper.put(tensor) if self._keeper else tensor
+
+    def _refuse_change(self, operation: Any, args: Sequence[Any]) -> None:
+        changed = args[0] if args else None
+        if isinstance(changed, torch.Tensor) and changed.untyped_storage().data_ptr() in self._addresses:
+            raise UnsupportedModel(
+                f"the model changes the result of a matrix product or of attention in place ({operation}), so it cannot be kept. "
+                'Set recompute = "full" or "none"'
+            )
 
 
 @cache
 def expensive_operations() -> frozenset[Any]:
-    import torch.nn.attention.varlen  # makes its operation known
+    import torch.nn.attention.varlen  # registers its operation
 
     found = {getattr(torch.ops.aten, name).default for name in (*PRODUCTS, *ATTENTION) if hasattr(torch.ops.aten, name)}
     return frozenset(found | {torch.ops.torch_attn._varlen_attn.default, torch.ops.fulltilt.packed_attention.default})
 
 
-class Recording(TorchDispatchMode):
-    """The first forward pass. A mode works below autograd, so the graph and what its nodes save are those of the plain pass."""
+class Intercepting(TorchDispatchMode):
+    """Runs operations through a function. A mode works below autograd, so the graph and its saved tensors are those of the plain pass."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, run: Callable[[Any, Sequence[Any], dict[str, Any]], Any]) -> None:
         super().__init__()
-        self._kept, self._expensive = kept, expensive_operations()
+        self._run = run
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.is_mutable:
-            self._kept.refuse_change(func, args)
-        result = func(*args, **(kwargs or {}))
-        if func in self._expensive:
-            self._kept.put(func, result)
-        return result
-
-
-class Replaying(TorchDispatchMode):
-    """The second one: kept results in place of products and attention."""
-
-    def __init__(self, kept: Kept) -> None:
-        super().__init__()
-        self._kept, self._expensive = kept, expensive_operations()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._kept.take(func) if func in self._expensive else None
-        return func(*args, **(kwargs or {})) if result is None else result
+        return self._run(func, args, kwargs or {})
 
 
 def ends_in_product(out: torch.Tensor) -> bool:
-    """Whether a product was merely added to the residual at the end. Then nothing behind it is saved, and the second pass, which stops at
-    the last saved tensor, stops before it: its result need not be kept."""
+    """Whether the last operation adds a product to the residual. Then nothing after the product is saved, and the second pass, which stops
+    at the last saved tensor, stops before it: its result need not be kept."""
     last = out.grad_fn
     if last is None or last.name() != "AddBackward0":
         return False

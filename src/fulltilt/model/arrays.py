@@ -1,7 +1,7 @@
-"""Numbers between host and device, without a wait.
+"""Copies between host and device that do not wait.
 
-Enters: arrays of the host, or tensors. Leaves: tensors on the device, or what waits for an array. Guaranteed: nothing here waits for what
-the device has been given to do: a plain copy would, and the device would have nothing to do by the time the host goes on.
+Enters: arrays of the host, or tensors. Leaves: tensors on the device, or a function that waits for an array. Guaranteed: starting a copy
+does not wait for queued work of the device: a plain copy would, and the device would be idle by the time the host continues.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 
 def to_device(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On its way there, behind what runs. On a CPU it is the array itself, if that is in one piece."""
+    """Start copying an array to the device, behind its queued work. On a CPU it is the array itself, if that is contiguous."""
     here = torch.from_numpy(np.ascontiguousarray(numbers))
     return here.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else here.to(device)
 
 
 def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
-    """On its way here, behind what the device was given so far. What comes back waits for that, and for nothing given later."""
+    """Start copying a tensor to the host, behind the device's queued work. The returned function waits for that, not for later work."""
     if not tensor.is_cuda:
         return tensor.numpy
     here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

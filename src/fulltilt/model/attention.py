@@ -1,18 +1,18 @@
-"""The one attention function: packed training and paged decoding of every model go through it.
+"""The one attention function: packed training, prefill and decoding of every model go through it.
 
-Enters: queries, keys and values of one layer as transformers hands them over, and a context (`Packed` or `Paged`) that travels in the
-keyword argument `fulltilt`. Leaves: the layer's attention output. Guaranteed: attention is causal inside each document and nowhere else;
-a feature this function does not implement raises `UnsupportedModel` by name instead of being computed wrongly. transformers builds no
-mask for an attention name it does not know, so windows are applied here. Soft-capped scores are computed outright, at most
-`SCORE_NUMBERS` of them at a time, forward and backward.
+Enters: queries, keys and values of one layer as transformers passes them, and a context (`Packed`, `Paged` or `Decode`) in the keyword
+argument `fulltilt`. Leaves: the layer's attention output. Guaranteed: attention is causal inside each document and nowhere else; a feature
+that this function does not implement raises `UnsupportedModel` by name instead of being computed wrongly. transformers builds no mask for
+an attention name it does not know, so windows are applied here. Soft-capped scores are materialised, at most `SCORE_NUMBERS` of them at a
+time, forward and backward.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -29,12 +29,12 @@ from fulltilt.records import UserError
 
 NAME = "fulltilt"
 SCORE_NUMBERS = 1 << 26
-BUNCH_BYTES = 1 << 20  # of keys and values that a call of decoding reads on CPU, unless one row has more
+BUNCH_BYTES = 1 << 20  # bytes of keys and values that one decoding call reads on CPU, unless a single row has more
 
-# Arguments that models pass along and that change nothing here: positions are already in the rotated queries and keys.
+# Arguments that models pass and that change nothing here: positions are in the rotated queries and keys, is_causal is checked by itself.
 HARMLESS = frozenset(
     {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "return_dict", "past_key_values",
-     "position_embeddings", "logits_to_keep", "deterministic", "num_items_in_batch", "output_router_logits"}
+     "position_embeddings", "logits_to_keep", "deterministic", "num_items_in_batch", "output_router_logits", "is_causal"}
 )  # fmt: skip
 REFUSED = {
     "s_aux": "attention sinks",
@@ -45,12 +45,12 @@ REFUSED = {
 
 
 class UnsupportedModel(UserError):
-    """The model needs something of attention that is not implemented here."""
+    """The model needs an attention feature that is not implemented here."""
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer keeps for each token, as seen in a real pass."""
+    """Shape of what one attention layer caches for each token, as seen in a real pass."""
 
     key_heads: int
     head_width: int
@@ -82,13 +82,13 @@ class Packed:
 
     @cached_property
     def parts(self) -> torch.Tensor:
-        """How the backward pass of attention is shared out, where our kernels run it."""
+        """The work of each program of our backward kernels."""
         return to_device(parts_of(np.diff(self.bounds).tolist()), self.cu_seqlens.device)
 
     @cached_property
     def by_length(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Where no kernel takes documents of many lengths, those of one length share a call: the indices of their tokens, int64 [documents
-        of that length, length], and what puts the results back into stream order, int64 [T]."""
+        """For devices without a kernel for documents of different lengths, where documents of equal length share a call: the indices of
+        their tokens, int64 [documents of that length, length], and the index that restores stream order, int64 [T]."""
         starts, lengths, device = self.bounds[:-1], np.diff(self.bounds), self.cu_seqlens.device
         buckets = [starts[lengths == length][:, None] + np.arange(length)[None, :] for length in np.unique(lengths) if length]
         order = np.concatenate([bucket.ravel() for bucket in buckets]) if buckets else np.zeros(0, np.int64)
@@ -113,16 +113,16 @@ class Paged:
 
     @cached_property
     def alone(self) -> Packed:
-        """The new tokens without those before them."""
+        """The new tokens alone, without those in the cache."""
         return Packed.of(np.cumsum([0, *self.query_lengths]), self.slots.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Decode:
-    """One new token for each row of a batch of fixed shape, all on the device: what a captured graph runs.
+    """One new token for each row of a batch of fixed shape, all on the device: the context of a captured graph.
 
-    A row whose length is 0 is empty: nothing is written and its output is zeros. On CPU there are no empty rows, and rows of like length
-    lie side by side.
+    A row of length 0 is empty: nothing is written and its output is zeros. On CPU there are no empty rows, and rows of similar length are
+    neighbours.
     """
 
     keys: Sequence[torch.Tensor]  # per layer, as in Paged
@@ -135,7 +135,7 @@ class Decode:
     longest: int  # no length is greater
     block_tokens: int
     workspace: torch.Tensor | None = None  # float32
-    bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU, by window: filled by the first layer that has it
+    bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU: window -> bunches, filled by its first layer
 
     def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.keys[layer], self.values[layer], self.key_bases[layer], self.value_bases[layer]
@@ -143,11 +143,11 @@ class Decode:
 
 @dataclass(frozen=True, eq=False)
 class Bunch:
-    """Rows that lie side by side in a batch and attend in one call on CPU."""
+    """Neighbouring rows of a batch that attend in one call on CPU."""
 
     rows: slice
     blocks: torch.Tensor  # [rows * most blocks]
-    tokens: int  # that the longest of them reads
+    tokens: int  # read by the longest row
     mask: torch.Tensor  # bool [rows, 1, 1, tokens]
 
 
@@ -196,18 +196,12 @@ def layer_of(module: torch.nn.Module) -> int:
 
 
 def refuse_unknown(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float,
-    context: Context | None,
-    features: dict[str, Any],
-) -> None:
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
+    dropout: float, context: Context | None, features: dict[str, Any],
+) -> None:  # fmt: skip
     who = type(module).__name__
     if context is None:
-        raise UnsupportedModel(f"{who} does not hand keyword arguments on to its attention: documents cannot be kept apart")
+        raise UnsupportedModel(f"{who} does not pass keyword arguments on to its attention: documents cannot be kept apart")
     if attention_mask is not None:
         raise UnsupportedModel(f"{who} builds an attention mask of its own, which packed documents cannot honour")
     if dropout:
@@ -216,13 +210,12 @@ def refuse_unknown(
         raise UnsupportedModel(f"{who} is not causal")
     if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
         raise UnsupportedModel(
-            f"{who} has values of width {value.shape[-1]} and keys of width {key.shape[-1]}: unequal widths are not built"
+            f"{who} has values of width {value.shape[-1]} and keys of width {key.shape[-1]}: unequal widths are not supported"
         )
     for name, given in features.items():
-        if given is None or name in HARMLESS or name == "is_causal":
-            continue
-        what = REFUSED.get(name, "an attention feature that is not built")
-        raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
+        if given is not None and name not in HARMLESS:
+            what = REFUSED.get(name, "an attention feature that is not supported")
+            raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
 
 
 def decode_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
@@ -235,7 +228,7 @@ def decode_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Dec
 def decode_rotating(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Decode, layer: int, scoring: Scoring
 ) -> torch.Tensor:
-    """The same for states [B, heads, width] that are not rotated yet, one kernel less. Only where Triton runs."""
+    """`decode_batch` for states [B, heads, width] that are not rotated yet, with one kernel less. Only where Triton runs."""
     rotated = rotate_and_write(q, k, v, cos, sin, *context.caches(layer), context.slots)
     return decode_written(rotated, context, layer, scoring)
 
@@ -248,7 +241,7 @@ def decode_written(q: torch.Tensor, context: Decode, layer: int, scoring: Scorin
 
 
 def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
-    """Heads that share keys become rows of one query, so keys are not repeated."""
+    """Decoding on CPU. Heads that share keys become rows of one query, so keys are not repeated."""
     keys, values = context.keys[layer], context.values[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
@@ -268,7 +261,7 @@ def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: D
 
 
 def bunches_of(context: Decode, window: int | None, token_bytes: int) -> list[Bunch]:
-    """Rows of like length, so that little is read in vain, and few enough that what is read stays in the processor's cache."""
+    """Bunches of rows of similar length, so that little padding is read, and small enough for the processor's cache."""
     lengths, block = context.lengths.tolist(), context.block_tokens
     bunches, start = [], 0
     while start < len(lengths):
@@ -296,7 +289,7 @@ def packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Packed, s
         if learns and takes(q, documents=len(context.bounds) - 1):
             states = (q.contiguous(), k.contiguous(), v.contiguous())
             return packed_flash(*states, bounds, context.parts, context.longest, scoring.scale, scoring.window)[0]
-        return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)
+        return flash(q, k, v, bounds, bounds, context.longest, context.longest, scoring)[0]
     outputs = []
     buckets, unsort = context.by_length
     for index in buckets:
@@ -313,11 +306,11 @@ def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, lay
     keys, values = context.keys[layer], context.values[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
-    fresh = context.query_lengths == context.key_lengths  # no sequence has anything in the cache that is not here
+    fresh = context.query_lengths == context.key_lengths  # every sequence is here from its first token
     if flash_runs(q, scoring):
         longest_query, longest_key = max(context.query_lengths), max(context.key_lengths)
         k_all, v_all = (k, v) if fresh else (keys[context.read_flat], values[context.read_flat])
-        return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scoring)
+        return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scoring)[0]
     if fresh:
         return packed(q, k, v, context.alone, scoring)
     parts, start = [], 0
@@ -333,7 +326,7 @@ def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, lay
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Queries, keys and values [batch, heads, T, width]; the mask is True where a query may look, None is plainly causal."""
+    """Queries, keys and values [batch, heads, T, width]. The mask is True where a query may look; None means causal."""
     if scoring.softcap is not None:
         causal = causal_mask(q.shape[2], k.shape[2], None, q.device) if mask is None else mask
         return attend_capped(q, k, v, causal, scoring)
@@ -346,17 +339,13 @@ def attend_capped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch
     mask = mask.expand(batch, 1, queries, k.shape[2])
     rows = max(1, SCORE_NUMBERS // (heads * k.shape[2]))  # queries of a piece
     documents = max(1, rows // queries)
+    run: Callable[..., torch.Tensor] = capped_piece
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v)):
+        run = partial(checkpoint, capped_piece, use_reentrant=False, preserve_rng_state=False)
     whole = []
-    for first in range(0, batch, documents):
-        part = slice(first, first + documents)
-        pieces = []
-        for start in range(0, queries, rows):
-            look = slice(start, start + rows)
-            states = (q[part, :, look], k[part], v[part], mask[part, :, look], scoring)
-            kept = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
-            pieces.append(
-                checkpoint(capped_piece, *states, use_reentrant=False, preserve_rng_state=False) if kept else capped_piece(*states)
-            )
+    for part in (slice(first, first + documents) for first in range(0, batch, documents)):
+        looks = [slice(start, start + rows) for start in range(0, queries, rows)]
+        pieces = [run(q[part, :, look], k[part], v[part], mask[part, :, look], scoring) for look in looks]
         whole.append(torch.cat(pieces, dim=2))
     return torch.cat(whole)
 
@@ -370,13 +359,13 @@ def capped_piece(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.
 
 
 def causal_mask(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """True where a query may look; the last query stands at the last key."""
+    """True where a query may look; the last query has the position of the last key."""
     gap = (torch.arange(queries, device=device) + (keys - queries))[:, None] - torch.arange(keys, device=device)[None, :]
     return gap >= 0 if window is None else (gap >= 0) & (gap < window)
 
 
 def repeat(states: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """Keys or values [.., key heads, T, width] once for each query head."""
+    """Keys or values [.., key heads, T, width], repeated for each query head."""
     times = q.shape[1] // states.shape[1]
     return states if times == 1 else states.repeat_interleave(times, dim=1)
 
@@ -387,7 +376,7 @@ def flash_runs(q: torch.Tensor, scoring: Scoring) -> bool:
 
 @cache
 def flash_options() -> dict[str, bool]:
-    """torch 2.11 takes grouped heads as they are; later releases want to be told."""
+    """torch 2.11 accepts grouped heads without an option; later releases need one."""
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -396,26 +385,20 @@ def flash_options() -> dict[str, bool]:
 def flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
     longest_query: int, longest_key: int, scoring: Scoring,
-) -> torch.Tensor:  # fmt: skip
-    return flash_and_norms(q.contiguous(), k.contiguous(), v.contiguous(), cu_queries, cu_keys, longest_query, longest_key, scoring)[0]
-
-
-def flash_and_norms(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_queries: torch.Tensor, cu_keys: torch.Tensor,
-    longest_query: int, longest_key: int, scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Also the logarithms of the sums of exponentials [heads, T]."""
+    """The output, and the logarithms of the sums of exponentials [heads, T]."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     left = -1 if scoring.window is None else scoring.window - 1
     options: dict[str, Any] = {"scale": scoring.scale, "window_size": (left, 0), **flash_options()}
-    found = varlen_attn(q, k, v, cu_queries, cu_keys, longest_query, longest_key, return_aux=AuxRequest(lse=True), **options)
+    states = (q.contiguous(), k.contiguous(), v.contiguous())
+    found = varlen_attn(*states, cu_queries, cu_keys, longest_query, longest_key, return_aux=AuxRequest(lse=True), **options)
     assert isinstance(found, tuple)
     return found
 
 
-# Flash attention forward, our kernels backward: of documents of some hundred tokens flash's own takes 1.5 to 1.9 times as long. As
-# operations of torch, so that selective recompute knows what to keep.
+# Flash attention forward, our kernels backward: with documents of a few hundred tokens flash's own backward pass takes 1.5 to 1.9 times as
+# long. Both are operations of torch, so that selective recompute knows what to keep.
 
 
 @torch.library.custom_op("fulltilt::packed_attention", mutates_args=())
@@ -423,14 +406,11 @@ def packed_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    return flash_and_norms(q, k, v, bounds, bounds, longest, longest, Scoring(scale, window))
+    return flash(q, k, v, bounds, bounds, longest, longest, Scoring(scale, window))
 
 
 @packed_flash.register_fake
-def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
-    window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -443,12 +423,8 @@ def packed_flash_backward(
 
 
 @packed_flash_backward.register_fake
-def _(
-    of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor,
-    scale: float, window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    of_q, of_k, of_v = (states.new_empty(states.shape) for states in (q, k, v))
-    return of_q, of_k, of_v
+def _(of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

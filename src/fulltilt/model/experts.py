@@ -1,18 +1,18 @@
 """The one function that runs a layer's experts: training, prefill and captured decoding of every mixture-of-experts model go through it.
 
 Enters: hidden states of T tokens, and for each token the experts that its router chose and their weights, as transformers' experts
-interface hands them over; every choice is an expert that exists. Leaves: for each token the weighted sum of what its experts make of it.
-Guaranteed: a token's result depends on no other token but for the rounding of a matrix product, whoever is empty, padded or not finite
-beside it; sums run in a fixed order, forward and backward, never through atomics; experts without tokens cost nothing and have a gradient
-of zero. Tokens are sorted by expert and counted on the device, once a layer, and torch multiplies all experts in one call: two calls a
-layer forward and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel sums are in float32 and the host
-waits for nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
+interface passes them; every choice is an existing expert. Leaves: for each token the weighted sum of its experts' results. Guaranteed: a
+token's result depends on no other token except for the rounding of a matrix product, even if others are empty, padded or not finite; sums
+run in a fixed order, forward and backward, never through atomics; experts without tokens cost nothing and have a gradient of zero. Tokens
+are sorted by expert and counted on the device, once per layer, and torch multiplies all experts in one call: two calls per layer forward
+and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel, sums are in float32 and the host waits for
+nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
 
-An adapter on a stack of weights (`run_adapter`) runs as two thin grouped products beside the stack's own. The stack itself is only read:
-no pass makes a tensor of its size, forward or backward, and in bfloat16 no change is too small for the weight that it is added to.
+An adapter on a stack of weights (`run_adapter`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
+pass creates a tensor of its size, and in bfloat16 no change is lost because it is too small for the weight.
 
-Routers are the model's own, and so are their gradients, which come through the weights of the choices. The load-balancing loss is a part of
-transformers' own language-model head, through which no training here goes.
+Routers and their gradients, which come through the weights of the choices, are the model's own. The load-balancing loss belongs to
+transformers' own language-model head, which training here does not use.
 
     AutoModelForCausalLM.from_pretrained(path, experts_implementation=register())
 """
@@ -31,21 +31,21 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from fulltilt.kernels.gated import gated
 
 NAME = "fulltilt"
-ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: of each parameter that has one, what reads it
+ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: parameter name -> function that returns its adapter
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
-ALIGNED = 16  # bytes of which a row has to be a multiple in that call
-MOST_EXPERTS = 1023  # of that call on CUDA
+ALIGNED = 16  # rows must be a multiple of this many bytes in that call
+MOST_EXPERTS = 1023  # limit of that call on CUDA
 CAPTURABLE = (9, 10)  # compute capabilities (major) with a kernel; elsewhere the call copies the counts to the host and loops there
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """Where each of the T x k choices of experts stands in the order of experts."""
+    """The T x k choices of experts, sorted by expert."""
 
     experts: torch.Tensor  # int16 [T * k]: the chosen experts, sorted
-    order: torch.Tensor  # int64 [T * k]: which choice stands at each place; choice c is token c // k's
-    places: torch.Tensor  # int64 [T * k]: at which place each choice stands
-    ends: torch.Tensor  # int32 [experts]: the place behind each expert's last
+    order: torch.Tensor  # int64 [T * k]: sorted place -> choice; choice c belongs to token c // k
+    places: torch.Tensor  # int64 [T * k]: choice -> sorted place
+    ends: torch.Tensor  # int32 [experts]: the place after each expert's last
 
     @staticmethod
     def of(chosen: torch.Tensor, count: int) -> Route:
@@ -58,7 +58,7 @@ class Route:
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """What an adapter adds to a stack of weights [experts, in, out]: scale * inward @ outward."""
+    """An adapter of a stack of weights [experts, in, out], which adds scale * inward @ outward."""
 
     inward: torch.Tensor  # [experts, in, rank]
     outward: torch.Tensor  # [experts, rank, out]
@@ -68,10 +68,10 @@ class LowRank:
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """`self` is a module with transformers' experts interface. Each of its parameters is read once."""
     route = Route.of(top_k_index, self.num_experts)
-    tokens = _Spread.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])  # type: ignore[no-untyped-call]
+    tokens = _Gather.apply(hidden_states, route.order, route.places, top_k_index.shape[-1])
     first, last = projections(self)
     outer = project(self, last, activate(self, project(self, first, tokens, route)), route)
-    chosen = _Reorder.apply(outer, route.places, route.order).view(*top_k_index.shape, -1)  # type: ignore[no-untyped-call]
+    chosen = _Gather.apply(outer, route.places, route.order, None).view(*top_k_index.shape, -1)
     return (chosen * top_k_weights[..., None]).sum(1).to(hidden_states.dtype)  # torch adds up in float32 or better
 
 
@@ -97,7 +97,7 @@ def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.T
 
 def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
     if not module.has_gate:
-        return module.act_fn(inner)  # type: ignore[no-any-return]
+        return module.act_fn(inner)
     plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) is torch.nn.SiLU
     return gated(inner) if plain else module._apply_gate(inner)
 
@@ -111,7 +111,7 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
 
 
 def adapter_product(rows: torch.Tensor, adapter: LowRank, ends: torch.Tensor) -> torch.Tensor:
-    """Ranks that torch's call does not take are filled up with zeros, and both factors are laid out as it wants them: they are thin."""
+    """rows @ inward @ outward. Ranks that torch's call does not accept are padded with zeros."""
     missing = -adapter.inward.shape[-1] % (ALIGNED // adapter.inward.itemsize)
     inward, outward = adapter.inward, adapter.outward
     if missing:
@@ -125,7 +125,7 @@ def why_one_by_one(weights: torch.Tensor) -> str | None:
         return f"torch has no grouped product in {type_of(weights)}"
     widths = weights.shape[1:]
     if any(width * weights.itemsize % ALIGNED for width in widths):
-        return f"torch's grouped product wants rows of a multiple of {ALIGNED} bytes, and these are {widths[0]} by {widths[1]} numbers"
+        return f"torch's grouped product needs rows of a multiple of {ALIGNED} bytes, and these are {widths[0]} by {widths[1]} numbers"
     if weights.is_cuda and len(weights) > MOST_EXPERTS:
         return f"torch's grouped product takes {MOST_EXPERTS} experts at most, and these are {len(weights)}"
     return None
@@ -140,8 +140,8 @@ def takes_adapter(module: torch.nn.Module, name: str) -> bool:
 
 
 def run_adapter(module: torch.nn.Module, name: str, read: Callable[[], LowRank | None]) -> None:
-    """From now on `run_experts` adds to the product with the parameter what `read` returns. It is called in every pass; None: nothing is
-    added in this one."""
+    """Let `run_experts` add the adapter that `read` returns to products with the parameter. `read` is called in every pass; None adds
+    nothing."""
     assert takes_adapter(module, name)
     setattr(module, ADAPTERS, {**getattr(module, ADAPTERS, {}), name: read})
 
@@ -152,28 +152,23 @@ def runs_here(module: Any) -> bool:
 
 
 def has_interface(module: torch.nn.Module) -> bool:
-    return hasattr(module, "is_concatenated")  # what transformers' experts interface gives to every module that uses it
+    return hasattr(module, "is_concatenated")  # transformers' experts interface sets it on every module that uses it
 
 
 # ---- CUDA graphs -------------------------------------------------------------------------------------------------------------------
 
 
 def used_by_a_token(parameter: torch.Tensor, config: Any) -> int:
-    """Numbers of a parameter that a token is multiplied with: of stacked experts, those of the experts that it is sent to."""
+    """How many numbers of a parameter one token is multiplied with: with stacked experts, those of the token's experts only."""
     if parameter.ndim < 3:
         return parameter.numel()
     return parameter.numel() * getattr(config.get_text_config(), "num_experts_per_tok", len(parameter)) // len(parameter)
 
 
 def why_not_captured(model: PreTrainedModel) -> str | None:
-    """Why a CUDA graph cannot hold a pass of the model, as far as its experts tell; None: nothing is known against it."""
-    for name, module in model.named_modules():
-        if not has_interface(module):
-            continue
-        reason = why_host_counts(module)
-        if reason is not None:
-            return f"the host counts the tokens of each expert in {name}: {reason}"
-    return None
+    """Why a CUDA graph cannot hold the model's experts; None if it can."""
+    reasons = ((name, why_host_counts(module)) for name, module in model.named_modules() if has_interface(module))
+    return next((f"the host counts the tokens of each expert in {name}: {reason}" for name, reason in reasons if reason is not None), None)
 
 
 def why_host_counts(module: Any) -> str | None:
@@ -195,38 +190,19 @@ def type_of(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-# ---- there and back ----------------------------------------------------------------------------------------------------------------
-
-# The gradient of reading rows by index is a scattered addition. Both indices being known, it is another reading here: faster, and always
-# in the same order.
-
-
-class _Spread(torch.autograd.Function):
-    """Tokens [T, width] -> one row for each choice, sorted by expert [T * k, width]."""
+class _Gather(torch.autograd.Function):
+    """Rows in the order of `index`, whose inverse permutation is `inverse`. With `choices`, each row is read for that many choices: rows
+    [T, width] -> [T * choices, width]. The gradient of reading by index would be a scattered addition; with the inverse it is another read:
+    faster, and always in the same order."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, order: torch.Tensor, places: torch.Tensor, choices: int) -> torch.Tensor:
-        ctx.save_for_backward(places)
-        ctx.choices = choices
-        return tokens[order // choices]
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (places,) = ctx.saved_tensors
-        return of_rows[places].unflatten(0, (-1, ctx.choices)).sum(1), None, None, None
-
-
-class _Reorder(torch.autograd.Function):
-    """Rows in the order of `index`, of which `inverse` is the inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, choices: int | None) -> torch.Tensor:
         ctx.save_for_backward(inverse)
-        return rows[index]
+        ctx.choices = choices
+        return rows[index if choices is None else index // choices]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, of_rows: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        return of_rows[inverse], None, None
+        of_choices = of_rows[ctx.saved_tensors[0]]
+        return of_choices if ctx.choices is None else of_choices.unflatten(0, (-1, ctx.choices)).sum(1), None, None, None

@@ -1,33 +1,32 @@
-"""Running a transformers model with few kernels a layer, on its own weights.
+"""Fused layers: a transformers model runs with few kernels per layer, on its own weights.
 
 Enters: a loaded model on its device. Leaves: the same model object with other forwards on its modules, and a report. Norms (with the
 addition before them), rotary embedding and the gated product run as one kernel each; q, k and v run as one matrix product, gate and up as
-another. Guaranteed: every parameter stays the object it was under the name it had; only its memory moves, once, so that parameters
-which run as one product lie side by side in one storage and nothing exists twice. Saving, optimizers that update in place, hooks on
-parameters and `main_grad` go on working; a projection that has an accumulator and no hook leaves no gradient beside it. A gradient goes to
-each parameter by itself, and the results are the unfused model's: to the bit where only kernels replace operations on CPU, within the
-rounding of a matrix product where projections run as one (in float32 on the small models of the tests: hidden states 1e-5, log-probs 1e-5,
-gradients 1e-5 of their size).
+another. Guaranteed: every parameter stays the same object under the same name; only its memory moves, once, so that parameters which run as
+one product are slices of one storage and nothing exists twice. Saving, optimizers that update in place, hooks on parameters and `main_grad`
+keep working; a projection that has an accumulator and no hook leaves no other gradient. Each parameter gets its own gradient. Results are
+those of the unfused model: to the bit where only kernels replace operations on CPU, within the rounding of a matrix product where
+projections run as one (in float32 on the small models of the tests: hidden states, log-probs and gradients within 1e-5 of their size).
 
-What is not known is left alone, whole, with the reason in the report. Where an adapter (peft) or a hook sits on a projection, before or
-after fusing, the projections of that group run one by one, and the report of `check_fused` names them.
-
-The attention forward still ends in transformers' attention interface, so packed training, prefill and windows are what they were. Only a
-decoding step where Triton runs goes past it, to rotate and to write the cache in one kernel.
+An unknown model is left alone as a whole, with the reason in the report. Where an adapter (peft) or a hook is on a projection, before or
+after fusing, the projections of that group run separately, and the report of `check_fused` names them. The attention forward still calls
+transformers' attention interface, so packed training, prefill and windows are unchanged. Only decoding with Triton bypasses it, to rotate
+and write the cache in one kernel.
 
     report = fuse(model)      # after the model is on its device; again after anything moved the weights
-    fuse_and_compare(model)   # the same for a run: WrongFusion, and the model as it was, where values or gradients are not its own
+    fuse_and_compare(model)   # the same for a run: raises WrongFusion and restores the model where values or gradients differ
     check_fused(model)        # raises BrokenFusion where parameters have left their storage
-    unfuse(model)             # the model as it was; before `model.to(...)`
+    unfuse(model)             # restores the model; call it before `model.to(...)`
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -36,7 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fulltilt.kernels.dispatch import runs_triton
-from fulltilt.kernels.gated import gated, gated_pair
+from fulltilt.kernels.gated import gated
 from fulltilt.kernels.linear import add_product, linear
 from fulltilt.kernels.rms_norm import rms_norm
 from fulltilt.kernels.rotary import rotary
@@ -46,10 +45,10 @@ from fulltilt.model.verify import random_documents, run_packed
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
-# The configuration's name of an activation -> the kernel's.
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-NOTE, READY = "_fused", "_fulltilt_normed"  # attributes: of fused modules, of hidden states
-PRODUCT_NODE = "_LayerProductBackward"  # what autograd calls a product here
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # the configuration's name -> the kernel's
+STATE, READY = "_fused", "_fulltilt_normed"  # attributes of fused modules, and of hidden states
+PRODUCT_NODE = "_LayerProductBackward"  # autograd's name of `_LayerProduct`
+Changed = TypeVar("Changed")
 
 
 class BrokenFusion(RuntimeError):
@@ -61,29 +60,28 @@ class WrongFusion(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Family:
-    """A family of transformers whose modules are known line by line. Its classes: {prefix}Model, DecoderLayer, Attention, MLP, RMSNorm."""
+class LayerFamily:
+    """A model family whose forwards are known: classes {prefix}Model, {prefix}DecoderLayer, Attention, MLP and RMSNorm of transformers."""
 
     prefix: str
     head_norms: bool = False
-    # What its attention passes on as `sliding_window`; None where it passes nothing.
-    window: Callable[[Any], int | None] | None = None
+    window: Callable[[Any], int | None] | None = None  # what its attention passes as `sliding_window`; None: it passes nothing
 
     def is_(self, module: torch.nn.Module, part: str, home: str) -> bool:
         return type(module) is getattr(sys.modules[home], self.prefix + part)
 
 
 FAMILIES = {
-    "transformers.models.llama.modeling_llama": Family("Llama"),
-    "transformers.models.qwen2.modeling_qwen2": Family("Qwen2", window=lambda module: module.sliding_window),
-    "transformers.models.qwen3.modeling_qwen3": Family("Qwen3", head_norms=True, window=lambda module: module.sliding_window),
-    "transformers.models.mistral.modeling_mistral": Family("Mistral", window=lambda module: module.config.sliding_window),
+    "transformers.models.llama.modeling_llama": LayerFamily("Llama"),
+    "transformers.models.qwen2.modeling_qwen2": LayerFamily("Qwen2", window=lambda module: module.sliding_window),
+    "transformers.models.qwen3.modeling_qwen3": LayerFamily("Qwen3", head_norms=True, window=lambda module: module.sliding_window),
+    "transformers.models.mistral.modeling_mistral": LayerFamily("Mistral", window=lambda module: module.config.sliding_window),
 }
 
 
 @dataclass(frozen=True)
 class FusedReport:
-    """What runs fused. `left_alone`: why nothing does. `aside`: projections that run one by one, by name, with the reason."""
+    """What runs fused. `left_alone`: why nothing does. `aside`: projections that run separately, by name, with the reason."""
 
     family: str | None
     layers: int = 0
@@ -100,21 +98,21 @@ class FusedReport:
 
 
 @dataclass(eq=False)
-class Note:
-    """What a fused module knows of itself."""
+class FusedState:
+    """What a fused module stores about itself."""
 
-    family: Family
+    family: LayerFamily
     names: tuple[str, ...] = ()  # projections that run as one product
-    refused: str | None = None  # why they never do
+    refused: str | None = None  # why they never run as one
     activation: str = ""
-    following: torch.nn.Module | None = None  # the norm that comes next after a layer
+    following: torch.nn.Module | None = None  # the norm after this layer
     joined: list[Joined] = field(default_factory=list)  # weights, then biases if there are any
 
 
 @dataclass(eq=False)
 class Joined:
-    """Parameters that are slices of `whole`, in order. Holding `whole` keeps its addresses from being given to anything else, so equal
-    addresses mean that the parameters still are its slices."""
+    """Parameters that are slices of `whole`, in order. While `whole` is held its memory is not reused, so equal addresses mean that the
+    parameters still are its slices."""
 
     whole: torch.Tensor
     addresses: list[int]
@@ -125,68 +123,66 @@ class Joined:
 
 
 def fuse(model: PreTrainedModel) -> FusedReport:
-    """Fuse what is known of the model, which must be on its device. On a fused model: join again what has come apart."""
+    """Fuse the model's layers, on its device. On a fused model, join parameters again that have been moved apart."""
     body = model.base_model
-    if NOTE not in vars(body):
+    if not is_fused(model):
         family = FAMILIES.get(type(body).__module__)
         reason = obstacle_of(body, family)
         if family is None or reason is not None:
             return FusedReport(None, left_alone=reason)
         install(body, family)
     for _, owner in owners(body):
-        note = note_of(owner)
-        note.refused = why_not_joinable(owner, note)
-        if note.refused is None:
-            join(owner, note)
+        state = state_of(owner)
+        state.refused = why_not_joinable(owner, state)
+        if state.refused is None:
+            join(owner, state)
     return check_fused(model)
 
 
 def check_fused(model: PreTrainedModel) -> FusedReport:
     """What runs fused now. Raises BrokenFusion if parameters that ran as one product have been moved apart."""
-    body = model.base_model
-    if NOTE not in vars(body):
+    body: Any = model.base_model
+    if not is_fused(model):
         return FusedReport(None, left_alone=obstacle_of(body, FAMILIES.get(type(body).__module__)) or "fuse was not called")
     groups = list(owners(body))
     aside = {}
     for name, owner in groups:
-        note = note_of(owner)
-        reason = note.refused or adapter_or_hook(owner, note.names)
+        state = state_of(owner)
+        reason = state.refused or adapter_or_hook(owner, state.names)
         if reason is not None:
-            aside[f"{name}.{'/'.join(note.names)}"] = reason
+            aside[f"{name}.{'/'.join(state.names)}"] = reason
         else:
-            whole_tensors(owner, note)
-    return FusedReport(note_of(body).family.prefix, len(body.layers), len(groups) - len(aside), aside=aside)  # type: ignore[arg-type]
+            whole_tensors(owner, state)
+    return FusedReport(state_of(body).family.prefix, len(body.layers), len(groups) - len(aside), aside=aside)
 
 
 @torch.no_grad()
 def unfuse(model: PreTrainedModel) -> None:
-    """Put transformers' own forwards back and give every parameter its own memory again, one group at a time."""
+    """Restore transformers' own forwards and give every parameter its own memory again, one group at a time."""
     body = model.base_model
-    if NOTE not in vars(body):
-        return
     for _, owner in owners(body):
-        if any(joined.moved for joined in note_of(owner).joined):
+        if any(joined.moved for joined in state_of(owner).joined):
             for parameter in joined_parameters(owner):
                 parameter.data = parameter.data.clone()
-    for module in fused_modules(body):
-        vars(module).pop("forward", None)
-        delattr(module, NOTE)
+    for module in body.modules():
+        if STATE in vars(module):
+            vars(module).pop("forward", None)
+            delattr(module, STATE)
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors for `save_pretrained(state_dict=...)`. transformers copies slices of a storage before it writes them; without
-    this it would do so on the model's device. Joined parameters come back in main memory, all else as it is."""
-    body = model.base_model
-    joined = {id(parameter) for _, owner in owners(body) for parameter in joined_parameters(owner)}
+    """The model's tensors for `save_pretrained(state_dict=...)`, joined parameters in main memory: transformers copies slices of a storage
+    before it writes them, and would do so on the model's device."""
+    joined = {id(parameter) for _, owner in owners(model.base_model) for parameter in joined_parameters(owner)}
     tensors = model.state_dict(keep_vars=True)
     return {name: tensor.detach().to("cpu", copy=True) if id(tensor) in joined else tensor.detach() for name, tensor in tensors.items()}
 
 
-def obstacle_of(body: Any, family: Family | None) -> str | None:
-    """Why this model is left alone; None if all of it is known."""
+def obstacle_of(body: Any, family: LayerFamily | None) -> str | None:
+    """Why this model is left alone; None if it can be fused."""
     home = type(body).__module__
     if family is None:
-        return f"{type(body).__name__} is not of a family that is known ({', '.join(known.prefix for known in FAMILIES.values())})"
+        return f"{type(body).__name__} is not of a known family ({', '.join(known.prefix for known in FAMILIES.values())})"
     if not family.is_(body, "Model", home):
         return f"{type(body).__name__} is not {family.prefix}Model"
     if body.config.hidden_act not in ACTIVATIONS:
@@ -205,7 +201,7 @@ def obstacle_of(body: Any, family: Family | None) -> str | None:
         if not family.is_(module, part, home):
             return f"{name} is a {type(module).__name__}, not {family.prefix}{part}"
         if {child for child, _ in module.named_children()} != children:
-            return f"{name} has other parts than those known"
+            return f"{name} has unknown submodules"
         if "forward" in vars(module):
             return f"{name} already runs a forward that is not its class's"
         if part == "RMSNorm" and (module.weight.dtype != body.dtype or module.weight.is_meta):
@@ -213,63 +209,57 @@ def obstacle_of(body: Any, family: Family | None) -> str | None:
     return None
 
 
-def install(body: Any, family: Family) -> None:
-    """A forward and a note on every module that is fused."""
+def install(body: Any, family: LayerFamily) -> None:
+    """Put a fused forward and its state on every module."""
     norms = [body.norm]
     for layer, following in zip(body.layers, [*(later.input_layernorm for later in body.layers[1:]), body.norm], strict=True):
-        set_forward(layer, layer_forward, Note(family, following=following))
-        set_forward(layer.self_attn, attention_forward, Note(family, QKV))
-        set_forward(layer.mlp, mlp_forward, Note(family, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
+        set_forward(layer, layer_forward, FusedState(family, following=following))
+        set_forward(layer.self_attn, attention_forward, FusedState(family, QKV))
+        set_forward(layer.mlp, mlp_forward, FusedState(family, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
         norms += [getattr(layer, name) for name in LAYER_NORMS]
         norms += [getattr(layer.self_attn, name) for name in HEAD_NORMS if family.head_norms]
     for norm in norms:
-        set_forward(norm, norm_forward, Note(family))
-    setattr(body, NOTE, Note(family))
+        set_forward(norm, norm_forward, FusedState(family))
+    setattr(body, STATE, FusedState(family))
 
 
-def set_forward(module: torch.nn.Module, forward: Callable[..., Any], note: Note) -> None:
+def set_forward(module: torch.nn.Module, forward: Callable[..., Any], state: FusedState) -> None:
     module.forward = MethodType(forward, module)
-    setattr(module, NOTE, note)
+    setattr(module, STATE, state)
 
 
 def is_fused(model: PreTrainedModel) -> bool:
-    return NOTE in vars(model.base_model)
+    return STATE in vars(model.base_model)
 
 
-def note_of(module: torch.nn.Module) -> Note:
-    return getattr(module, NOTE)  # type: ignore[no-any-return]
+def state_of(module: torch.nn.Module) -> FusedState:
+    return getattr(module, STATE)
 
 
-def fused_modules(body: torch.nn.Module) -> list[torch.nn.Module]:
-    return [module for module in body.modules() if NOTE in vars(module)]
-
-
-def owners(body: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def owners(body: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     """Every module that has projections to run as one product."""
-    for name, module in body.named_modules():
-        if NOTE in vars(module) and note_of(module).names:
-            yield name, module
+    return [(name, module) for name, module in body.named_modules() if STATE in vars(module) and state_of(module).names]
 
 
 # ---- one storage for several parameters --------------------------------------------------------------------------------------------
 
 
 def joined_parameters(owner: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """Those that lie in a joined storage, also where an adapter has since been wrapped around their layer."""
-    if not note_of(owner).joined:
+    """Parameters in a joined storage, also where an adapter has since been wrapped around their layer."""
+    if not state_of(owner).joined:
         return []
-    layers = [getattr(owner, name) for name in note_of(owner).names]
+    layers = [getattr(owner, name) for name in state_of(owner).names]
     while any(hasattr(layer, "base_layer") for layer in layers):
         layers = [getattr(layer, "base_layer", layer) for layer in layers]
     return [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
 
 
 def adapter_or_hook(owner: torch.nn.Module, names: tuple[str, ...]) -> str | None:
-    """Why these projections must be called as modules. Asked at every call, for both may come after fusing."""
+    """Why these projections must be called as modules. Checked at every call: adapters and hooks may come after fusing."""
     for name in names:
         layer = owner._modules[name]
         if type(layer) is not torch.nn.Linear:
-            return f"{name} is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__}, no plain linear layer"
+            return f"{name} is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__}, not a plain linear layer"
         if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
             return f"{name} has hooks"
         if "forward" in layer.__dict__:
@@ -277,14 +267,14 @@ def adapter_or_hook(owner: torch.nn.Module, names: tuple[str, ...]) -> str | Non
     return None
 
 
-def why_not_joinable(owner: torch.nn.Module, note: Note) -> str | None:
-    reason = adapter_or_hook(owner, note.names)
+def why_not_joinable(owner: torch.nn.Module, state: FusedState) -> str | None:
+    reason = adapter_or_hook(owner, state.names)
     if reason is not None:
         return reason
-    layers: list[Any] = [owner._modules[name] for name in note.names]
+    layers: list[Any] = [owner._modules[name] for name in state.names]
     if len({layer.bias is None for layer in layers}) != 1:
         return "some have a bias and some have none"
-    groups = grouped(owner, note.names)
+    groups = grouped(owner, state.names)
     parameters = [parameter for group in groups for parameter in group]
     if len({id(parameter) for parameter in parameters}) != len(parameters):
         return "they share a parameter"
@@ -292,26 +282,26 @@ def why_not_joinable(owner: torch.nn.Module, note: Note) -> str | None:
         return "a parameter is sharded, quantised or without memory"
     if len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1 or len({p.shape[1] for p in groups[0]}) != 1:
         return "they differ in type, device or width"
-    own = {joined.whole.untyped_storage().data_ptr() for joined in note.joined}
+    own = {joined.whole.untyped_storage().data_ptr() for joined in state.joined}
     for group in groups:
-        strange = [p for p in group if p.untyped_storage().nbytes() != p.nbytes and p.untyped_storage().data_ptr() not in own]
-        if strange and side_by_side(group) is None:
+        shared = [p for p in group if p.untyped_storage().nbytes() != p.nbytes and p.untyped_storage().data_ptr() not in own]
+        if shared and side_by_side(group) is None:
             return "a parameter is part of a larger storage that others may read, so it cannot be moved"
     return None
 
 
 @torch.no_grad()
-def join(owner: torch.nn.Module, note: Note) -> None:
-    """Move the parameters of a group into one storage, unless they lie side by side already."""
-    old, note.joined = note.joined, []
-    for place, parameters in enumerate(grouped(owner, note.names)):
+def join(owner: torch.nn.Module, state: FusedState) -> None:
+    """Move the parameters of a group into one storage, unless they are neighbours in one already."""
+    old, state.joined = state.joined, []
+    for place, parameters in enumerate(grouped(owner, state.names)):
         whole = side_by_side(parameters)
         moved = whole is None or (place < len(old) and old[place].moved)
         if whole is None:
             whole = torch.cat([parameter.data for parameter in parameters])
             for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
                 parameter.data = part
-        note.joined.append(Joined(whole, [parameter.data_ptr() for parameter in parameters], moved))
+        state.joined.append(Joined(whole, [parameter.data_ptr() for parameter in parameters], moved))
 
 
 def grouped(owner: torch.nn.Module, names: tuple[str, ...]) -> list[list[torch.nn.Parameter]]:
@@ -332,55 +322,55 @@ def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return first.detach().as_strided((sum(len(parameter) for parameter in parameters), *first.shape[1:]), first.stride())
 
 
-def whole_tensors(owner: torch.nn.Module, note: Note) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
+def whole_tensors(owner: torch.nn.Module, state: FusedState) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
     """The joined weight, the joined bias if there is one, and the parameters of both."""
-    parameters = grouped(owner, note.names)
-    for group, joined in zip(parameters, note.joined, strict=False):
+    parameters = grouped(owner, state.names)
+    for group, joined in zip(parameters, state.joined, strict=False):
         if [parameter.data_ptr() for parameter in group] != joined.addresses:
             raise BrokenFusion(
-                f"{'/'.join(note.names)} of a {type(owner).__name__} have left the storage in which they ran as one product: the model was "
-                "moved, copied or given other tensors after fuse. Call fuse(model) again, or unfuse(model) before such a change"
+                f"{'/'.join(state.names)} of a {type(owner).__name__} have left the storage in which they ran as one product: the model "
+                "was moved, copied or given other tensors after fuse. Call fuse(model) again, or unfuse(model) before such a change"
             )
-    assert len(parameters) == len(note.joined), "a bias appeared or vanished after fuse"
-    bias = note.joined[1].whole if len(note.joined) == 2 else None
-    return note.joined[0].whole, bias, [parameter for group in parameters for parameter in group]
+    assert len(parameters) == len(state.joined), "a bias appeared or vanished after fuse"
+    bias = state.joined[1].whole if len(state.joined) == 2 else None
+    return state.joined[0].whole, bias, [parameter for group in parameters for parameter in group]
 
 
 def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """All projections of the owner at once [..., sum of their rows], or None where they must run one by one."""
-    note = note_of(owner)
-    if note.refused is not None or adapter_or_hook(owner, note.names) is not None:
+    """All projections of the owner at once [..., sum of their rows], or None where they must run separately."""
+    state = state_of(owner)
+    if state.refused is not None or adapter_or_hook(owner, state.names) is not None:
         return None
-    return product(x, *whole_tensors(owner, note))
+    return product(x, *whole_tensors(owner, state))
 
 
 def product_of(owner: torch.nn.Module, name: str, x: torch.Tensor) -> torch.Tensor:
-    """A projection that runs by itself; the product is the one whose rows do not depend on their number."""
+    """A single projection, through the product whose rows do not depend on their number."""
     layer: Any = owner._modules[name]
     if adapter_or_hook(owner, (name,)) is not None:
-        return layer(x)  # type: ignore[no-any-return]
+        return layer(x)
     parameters = [parameter for parameter in (layer.weight, layer.bias) if parameter is not None]
     return product(x, layer.weight.detach(), None if layer.bias is None else layer.bias.detach(), parameters)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-    """Weight and bias have no gradient; the parameters, weights and then biases, are slices of them and may want one."""
+    """Weight and bias have no gradient; the parameters, weights and then biases, are slices of them and may have one."""
     if not torch.is_grad_enabled():
         return linear(x, weight, bias)
     if not any(parameter.requires_grad for parameter in parameters):
-        return F.linear(x, weight, bias)  # which keeps nothing that only they would need
+        return F.linear(x, weight, bias)  # it saves nothing that only the parameters' gradients need
     keeping: list[Any] = []
-    kept = _Kept.apply(x, keeping, *parameters)  # type: ignore[no-untyped-call]
-    return _LayerProduct.apply(kept, weight, bias, keeping[0], *parameters)  # type: ignore[no-any-return, no-untyped-call]
+    kept = _Kept.apply(x, keeping, *parameters)
+    return _LayerProduct.apply(kept, weight, bias, keeping[0], *parameters)
 
 
 class _Kept(torch.autograd.Function):
-    """Keeps what the gradients of a product need, ahead of it. Where layers are recomputed, the second pass stops at the last tensor that
-    is kept: the product at the end of a layer is not made again then, as it is not with torch's own."""
+    """Saves what the gradients of a product need, before the product. Where layers are recomputed, the second pass stops at the last saved
+    tensor, so the product at the end of a layer is not computed again, as with torch's own."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, keeping: list[Any], *parameters: torch.nn.Parameter) -> torch.Tensor:
-        ctx.save_for_backward(x, *parameters)  # the parameters for their version: a change before the backward pass must raise
+        ctx.save_for_backward(x, *parameters)  # parameters for their version: a change before the backward pass must raise
         keeping.append(ctx)
         return x.view_as(x)
 
@@ -390,16 +380,15 @@ class _Kept(torch.autograd.Function):
 
 
 class _LayerProduct(torch.autograd.Function):
-    """A linear layer of one parameter or of several that are joined; the gradient of each slice goes to the parameter that it is: to its
-    float32 accumulator (`main_grad`), inside the matrix product, where it has one, so that no gradient is written, read again and rounded
-    to the parameter's type in between."""
+    """A linear layer with one parameter or several joined ones. Each parameter's gradient is added to its float32 accumulator (`main_grad`)
+    inside the matrix product where it has one, so that no gradient is written, read again and rounded to the parameter's type."""
 
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, keeping: Any, *parameters: torch.nn.Parameter
     ) -> torch.Tensor:
         ctx.keeping, ctx.weight, ctx.has_bias = keeping, weight, bias is not None
-        ctx.parameters = parameters  # themselves, with their accumulators: recomputing gives others back than were kept
+        ctx.parameters = parameters  # the objects themselves, with their accumulators: recomputing returns others than were saved
         return F.linear(x, weight, bias)
 
     @staticmethod
@@ -420,8 +409,8 @@ class _LayerProduct(torch.autograd.Function):
 
 
 def accumulated(weights: Sequence[torch.Tensor], wanted: Sequence[bool], of_out: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether all weights that want a gradient have an accumulator, and nobody else waits for it (a hook); it is added there then, in one
-    product where they lie side by side."""
+    """Add the gradients to the weights' accumulators, in one product where those are neighbours in memory. False, and nothing added, where
+    a weight that needs a gradient has no accumulator, or a hook that waits for the gradient."""
     if any(weight._backward_hooks for weight in weights):
         return False
     totals = [getattr(weight, "main_grad", None) if want else None for weight, want in zip(weights, wanted, strict=True)]
@@ -443,14 +432,19 @@ def accumulated(weights: Sequence[torch.Tensor], wanted: Sequence[bool], of_out:
 
 
 def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
-    ready = take_ready(hidden_states, self)
-    return rms_norm(hidden_states, self.weight, self.variance_epsilon) if ready is None else ready
+    """The norm, or its result if the layer before has computed it along with exactly these hidden states."""
+    ready = hidden_states.__dict__.pop(READY, None)
+    if ready is not None and not torch.is_grad_enabled():
+        norm, version, normed = ready
+        if norm is self and version == hidden_states._version:
+            return normed
+    return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-    activation = note_of(self).activation
+    activation = state_of(self).activation
     both = joined_product(self, x)
-    product = gated_pair(self.gate_proj(x), self.up_proj(x), activation) if both is None else gated(both, activation)
+    product = gated(self.gate_proj(x), activation, self.up_proj(x)) if both is None else gated(both, activation)
     return product_of(self, "down_proj", product)
 
 
@@ -462,7 +456,7 @@ def attention_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    family = note_of(self).family
+    family = state_of(self).family
     shape = hidden_states.shape[:-1]
     whole = joined_product(self, hidden_states)
     if whole is None:
@@ -498,23 +492,15 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
     attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
     normed, hidden_states = add_norm(self.post_attention_layernorm, attended, hidden_states)
     beside = self.mlp(normed)
-    following = note_of(self).following
-    # The addition at the end of a layer runs with the norm at the start of the next. Not where a gradient is wanted: recomputing a layer
-    # must not reach into the next one, nor may a sharded layer read weights that are not gathered yet.
+    following = state_of(self).following
+    # The addition at the end of a layer runs with the norm at the start of the next. Not with gradients: recomputing a layer must not
+    # reach into the next one, nor may a sharded layer read weights that are not gathered yet.
     if following is None or torch.is_grad_enabled() or torch.is_inference_mode_enabled() or not is_fused_norm(following):
         return hidden_states + beside
     normed, hidden_states = add_norm(following, beside, hidden_states)
     setattr(hidden_states, READY, (following, hidden_states._version, normed))
     return hidden_states
 
-
-def take_ready(hidden_states: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor | None:
-    """What this norm makes of these very hidden states, if the layer before has computed it along with them."""
-    ready = hidden_states.__dict__.pop(READY, None)
-    if ready is None or torch.is_grad_enabled():
-        return None
-    whose, version, normed = ready
-    return normed if whose is norm and version == hidden_states._version else None  # type: ignore[no-any-return]
 
 
 def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -526,46 +512,60 @@ def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.
 
 
 def is_fused_norm(norm: Any) -> bool:
-    """Whether a norm may be computed without calling it: it has our forward, and nobody waits for the call."""
-    return NOTE in vars(norm) and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    """Whether a norm may be computed without calling it: it has our forward, and no hooks."""
+    return STATE in vars(norm) and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
 
 
 # ---- the same numbers --------------------------------------------------------------------------------------------------------------
 
 STATES = ("hidden states", "hidden states under a gradient")
-# Difference relative to size that rounding explains also where this model's own rounding, as measured, is smaller, and four times that in
-# gradients. A forgotten term is of the size of the whole. In float64 norms still round to float32, as transformers has them.
+# Relative difference that always counts as rounding, even where this model's own measured rounding is smaller; four times that in
+# gradients. A forgotten term is as large as the whole. In float64 norms still round to float32, as in transformers.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 OF_GRADIENTS = 4.0
+Measure = Callable[[Sequence[Sequence[np.ndarray]]], dict[str, torch.Tensor]]  # packs of documents -> numbers to compare, by name
 
 
 def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
-    """Fuse, and look once on random documents whether hidden states, with and without a gradient, and the gradients of the first and last
-    layer (which reach through all others) are what they were. What counts as rounding is measured: four times what the model's own numbers
-    change when documents run alone instead of side by side. Raises WrongFusion, with the model as it was."""
+    """Fuse a run's model; raise WrongFusion and restore it where the fused layers do not compute the same (`change_and_compare`)."""
     body = model.base_model
-    if NOTE not in vars(body) and obstacle_of(body, FAMILIES.get(type(body).__module__)) is not None:
+    if not is_fused(model) and obstacle_of(body, FAMILIES.get(type(body).__module__)) is not None:
         return fuse(model)
     assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters()), "before the optimizer, or gradients would go there"
-    documents = random_documents(model)
-    own = numbers_of(model, [documents])
-    allowed = {name: 4 * gap for name, gap in gaps(own, numbers_of(model, [[document] for document in documents])).items()}
     try:
-        report = fuse(model)
-        found = gaps(own, numbers_of(model, [documents]))
-    except Exception as error:  # of a kernel that does not compile here, say
+        return change_and_compare(model, partial(fuse, model), "fused", {"": partial(numbers_of, model)})
+    except DifferentNumbers as error:
         unfuse(model)
-        raise WrongFusion(f"a fused pass failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}") from error
-    for name, gap in found.items():
-        rounding = max(allowed[name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
+        raise WrongFusion(str(error)) from error.__cause__
+
+
+class DifferentNumbers(RuntimeError):
+    """The changed layers do not run, or do not compute what the model's own layers do."""
+
+
+def change_and_compare(model: PreTrainedModel, change: Callable[[], Changed], kind: str, measures: dict[str, Measure]) -> Changed:
+    """Change the layers, and compare on random documents that hidden states, with and without gradients, and the gradients of the first
+    and last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
+    documents alone and side by side. Raises DifferentNumbers."""
+    documents = random_documents(model)
+    own = {words: measure([documents]) for words, measure in measures.items()}
+    alone = {words: gaps(own[words], measure([[document] for document in documents])) for words, measure in measures.items()}
+    try:
+        result = change()
+        found = {words: gaps(own[words], measure([documents])) for words, measure in measures.items()}
+    except Exception as error:  # a kernel or a compiler that does not work here
+        raise DifferentNumbers(f"a {kind} pass failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+    for words, name, gap in ((words, name, gap) for words, found_gaps in found.items() for name, gap in found_gaps.items()):
+        rounding = max(4 * alone[words][name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
         if not gap <= rounding:
-            unfuse(model)
-            raise WrongFusion(f"{name} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding")
-    return report
+            raise DifferentNumbers(
+                f"{name}{words} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding"
+            )
+    return result
 
 
 def numbers_of(model: PreTrainedModel, packs: Sequence[Sequence[np.ndarray]]) -> dict[str, torch.Tensor]:
-    """What is compared, by name, over all packs together: `STATES`, and gradients by their parameters."""
+    """The numbers to compare, by name, over all packs together: `STATES`, and gradients of the watched parameters."""
     body: Any = model.base_model
     parts = {"layers.0": body.layers[0], f"layers.{len(body.layers) - 1}": body.layers[-1], "norm": body.norm}
     named = ((f"gradients of {part}.{name}", p) for part, module in parts.items() for name, p in module.named_parameters())
@@ -589,7 +589,7 @@ def numbers_of(model: PreTrainedModel, packs: Sequence[Sequence[np.ndarray]]) ->
 
 
 def gaps(own: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Differences relative to size. A gradient that is next to nothing (of a key's bias, say) is measured against the others too."""
+    """Differences relative to size. A gradient near zero (such as that of a key's bias) is measured against the largest one too."""
     norms = {name: float(numbers.double().norm()) for name, numbers in own.items()}
     largest = max((norm for name, norm in norms.items() if name not in STATES), default=0.0)
     units = {name: norm if name in STATES else norm + 0.01 * largest for name, norm in norms.items()}

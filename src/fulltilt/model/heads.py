@@ -1,10 +1,10 @@
-"""From hidden states to log-probs and entropy.
+"""Log-probs and entropy from hidden states.
 
 Enters: hidden states [R, width], the output embedding, what the model does to its logits, target ids [R], and the options of the head.
 Leaves: log-prob and entropy of each row in float32 (float64 when the model is). Guaranteed: the same numbers and gradients with all options
-but for the order of sums; logits have float32 accumulation and results; the gradient of the weight goes straight into its float32
-accumulator (`main_grad`) when it has one; fused, the largest temporary is what `head_bytes` says however many rows there are. A head that
-does more than scale and cap is not read wrongly in silence: `model/verify.py` compares with the model's own logits.
+except for the order of sums; logits are accumulated in float32; the gradient of the weight is added to its float32 accumulator
+(`main_grad`) where it has one; fused, the largest temporary has the size that `head_bytes` computes, for any number of rows. A head that
+does more than scale and cap is refused: `model/verify.py` compares with the model's own logits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +22,8 @@ from fulltilt.kernels.token_logprobs import token_logprobs as fused_logprobs
 from fulltilt.records import UserError
 
 CHUNK_NUMBERS = 1 << 26  # logits at a time where torch reads them, in several passes with temporaries of their size
-CUDA_BYTES = 960 << 20  # logits, and in the backward pass their gradient beside them, at a time where the kernels read them
-TILE = 128  # chunks are of whole tiles of a matrix product, where they are that large
-
+CUDA_BYTES = 960 << 20  # bytes of logits, and of their gradient in the backward pass, at a time where the kernels read them
+TILE = 128  # chunks are whole tiles of a matrix product, where they are that large
 
 # Configuration key -> factor on the logits.
 SCALES: dict[str, Callable[[float], float]] = {"logits_scaling": lambda given: 1.0 / given, "logit_scale": lambda given: given}
@@ -33,7 +32,7 @@ CAP = "final_logit_softcapping"
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What a model does to the product of hidden states and output embedding: logits = cap * tanh(product * scale / cap)."""
+    """Logits from the product of hidden states and output embedding: logits = cap * tanh(product * scale / cap)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -70,44 +69,30 @@ class Head:
         return self.shape.logits(self.product(hidden))
 
     def product(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The same before scale and cap."""
+        """Logits before scale and cap."""
         return product(hidden, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
 class HeadOptions:
-    """How log-probs and entropy are computed; never what they are."""
+    """How log-probs and entropy are computed. No option changes their values."""
 
     fused: bool = True
-    """In chunks of rows, forward and backward. False: logits of all rows in float32, with autograd."""
+    """Compute in chunks of rows, forward and backward. False: logits of all rows in float32, with autograd."""
     entropy_chunk: int | None = None
-    """Most rows at a time: of the entropy where it is not fused, of everything where it is. None: by memory."""
+    """Most rows at a time, of the entropy only if not fused. None: by memory."""
     entropy_recompute: bool = True
-    """False: what the backward pass of the entropy needs is kept from the forward pass, the softmax of all rows; fused, as `recompute` has
-    it."""
+    """False: keep what the entropy's backward pass needs from the forward pass: the softmax of all rows; fused, as with `recompute`."""
     recompute: bool = True
-    """Fused, the backward pass makes the products of a chunk again. False: those of all rows are kept from the forward pass, in float32:
-    one matrix product of four less."""
+    """Fused, the backward pass computes the products of a chunk again. False: those of all rows are kept from the forward pass, in float32,
+    which saves one matrix product of four."""
 
     def __post_init__(self) -> None:
         assert self.entropy_chunk is None or self.entropy_chunk > 0
 
     def keeps(self, entropy: Entropy) -> bool:
-        """Fused, the products of all rows."""
+        """Whether the fused head keeps the products of all rows."""
         return not self.recompute or (entropy == "gradient" and not self.entropy_recompute)
-
-
-@overload
-def token_logprobs(
-    hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions = ...,
-    entropy: Literal["gradient", "value"] = ...,
-) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
-
-
-@overload
-def token_logprobs(
-    hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions = ..., *, entropy: Entropy
-) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
 def token_logprobs(
@@ -117,8 +102,8 @@ def token_logprobs(
     temperature: float,  # of the sampling
     options: HeadOptions = HeadOptions(),  # noqa: B008 (frozen)
     entropy: Entropy = "gradient",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each target, differentiable, and entropy of each row: with its gradient, without it, or None."""
+) -> tuple[torch.Tensor, Any]:
+    """Log-prob of each target, differentiable, and the entropy of each row, with or without a gradient; None for entropy "none"."""
     if not options.fused:
         return plain_logprobs(hidden, head, targets, temperature, options, entropy)
     kept = options.keeps(entropy)
@@ -130,7 +115,7 @@ def token_logprobs(
 def plain_logprobs(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions, entropy: Entropy
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The same from the logits of all rows."""
+    """`token_logprobs` from the logits of all rows."""
     logits = head.shape.logits(linear_product(hidden, head.weight, head.bias)) * (1.0 / temperature)
     logprobs = logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
     if entropy == "none":
@@ -149,7 +134,7 @@ def plain_entropy(logits: torch.Tensor, options: HeadOptions) -> torch.Tensor:
 
 
 def entropy_of(logits: torch.Tensor) -> torch.Tensor:
-    """Of each row. The softmax is all that autograd keeps of it beside the logits."""
+    """The entropy of each row. Beside the logits, autograd keeps only the softmax."""
     return torch.logsumexp(logits, dim=-1) - (logits.softmax(-1) * logits).sum(-1)
 
 
@@ -157,7 +142,7 @@ def entropy_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def rows_at_once(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.dtype, device: str, kept: bool) -> Rows:
-    """Of the fused head, for so many rows in all; `kept`: there is memory for the logits of all of them."""
+    """How many of `rows` rows the fused head handles at a time. `kept`: logits of all rows are kept."""
     most = options.entropy_chunk or max(1, rows)
     if device != "cuda":
         size = even(rows, min(most, CHUNK_NUMBERS // vocabulary))
@@ -171,7 +156,7 @@ def rows_at_once(rows: int, vocabulary: int, options: HeadOptions, dtype: torch.
 
 
 def even(rows: int, most: int) -> int:
-    """Rows of a chunk: as few chunks as possible, and as even as tiles allow."""
+    """Rows of a chunk, for as few chunks as possible, as equal as tiles allow."""
     tile = TILE if most >= TILE else 1
     most = max(1, most // tile * tile)
     chunks = max(1, -(-rows // most))
@@ -184,23 +169,23 @@ def wide_bytes(dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class HeadBytes:
-    """Of the temporaries of the head, beside its inputs and their gradients."""
+    """Bytes of the head's temporaries, without its inputs and their gradients."""
 
-    largest: int  # one tensor, forward or backward
-    entropy: int  # the largest that the entropy is computed through
-    saved: int  # for the backward pass, until it, beside what log-probs need whose products are made again
-    peak: int  # all that exist at one time, at most; where torch reads capped logits, one tensor of the same size more
+    largest: int  # the largest tensor, forward or backward
+    entropy: int  # the largest tensor of the entropy
+    saved: int  # kept for the backward pass, beyond what log-probs with `recompute` keep
+    peak: int  # most at one time; where torch reads capped logits, one more tensor of the same size
 
 
 def head_bytes(
     rows: int, vocabulary: int, width: int, options: HeadOptions = HeadOptions(), *,  # noqa: B008 (frozen)
     dtype: torch.dtype = torch.bfloat16, device: str = "cuda", entropy: Entropy = "gradient",
 ) -> HeadBytes:  # fmt: skip
-    """By formula, for so many trained rows, at a forward and a backward pass."""
+    """Bytes by formula, for a forward and a backward pass over `rows` trained rows."""
     found = (fused_bytes if options.fused else plain_bytes)(rows, vocabulary, options, dtype, device, entropy)
     if device == "cuda" or dtype.itemsize >= 4:
         return found
-    widened = 4 * vocabulary * width  # there is no product that widens: the weight is widened before it
+    widened = 4 * vocabulary * width  # CPUs have no product with a float32 result: the weight is converted before it
     return replace(found, largest=max(found.largest, widened), peak=found.peak + widened)
 
 

@@ -1,8 +1,8 @@
 """Loading Hugging Face models and tokenizers as they are.
 
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
-tokens. Guaranteed: every weight came from the files (a missing one is refused, never invented); remote code runs only if asked for; an
-end token is every one that the generation config, the model config or the tokenizer names.
+tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised); remote code runs only if asked for; end
+tokens are all that the generation config, the model config or the tokenizer name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def load_model(config: ModelConfig, device: torch.device, path: str | Path | None = None, key: str = "model.path") -> PreTrainedModel:
-    """The model of `config`, or of another folder with the same settings (a checkpoint, the reference role)."""
+    """The model of `config`, or of another path with the same settings (a checkpoint, the reference role)."""
     model, _ = read_model(AutoModelForCausalLM, "a causal language model", config, device, str(path or config.path), key)
     return model
 
@@ -42,8 +42,8 @@ def load_model(config: ModelConfig, device: torch.device, path: str | Path | Non
 def read_model(
     kind: Any, what: str, config: ModelConfig, device: torch.device, source: str, key: str
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model through one of transformers' Auto classes, and transformers' report of what the files held. `key` is the setting that
-    names `source`, for messages."""
+    """A model through one of transformers' Auto classes, and transformers' report on the files. `key` is the setting that names `source`,
+    for messages."""
     transformers_logging.disable_progress_bar()
     options = origin(config, source)
     try:
@@ -65,7 +65,7 @@ def read_model(
         if "trust_remote_code" in str(error):
             remedy = ". Read that code, then set model.trust_remote_code = true"
         elif not Path(source).is_dir():
-            remedy = ". It is no folder here; a hub name needs a network: offline, give the folder of a downloaded model"
+            remedy = ". It is not a folder here, and a hub name needs a network: offline, give the folder of a downloaded model"
         raise UserError(f"{key}: {source} could not be loaded as {what}: {first_line(error)}{remedy}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:
@@ -73,12 +73,12 @@ def read_model(
             f"{key}: {source} lacks weights that its architecture ({type(model).__name__}) needs, or has them in another shape: "
             f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}. Use a complete checkpoint"
         )
-    # Evaluation mode throughout: dropout would make training disagree with the rollout that runs these very weights.
+    # Evaluation mode throughout: dropout would make training disagree with rollout, which runs the same weights.
     return model.to(device).eval(), report
 
 
 def origin(config: ModelConfig, source: str) -> dict[str, Any]:
-    """How transformers is asked for `source`: the revision is that of `model.path` and of nothing else."""
+    """Options for loading `source` with transformers. The revision belongs to `model.path` and to nothing else."""
     options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
     if source == config.path and config.revision:
         options["revision"] = config.revision
@@ -88,24 +88,23 @@ def origin(config: ModelConfig, source: str) -> dict[str, Any]:
 def load_tokenizer(
     config: ModelConfig, path: str | Path | None = None, key: str = "model.path", chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of `config`; or that of another model, whose chat template is its own or `chat_template` and never the one that
-    `config` names."""
+    """The tokenizer of `config`, or that of another model, whose chat template is its own or `chat_template`, never the one of `config`."""
     source = str(path or config.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
     except (OSError, ValueError, KeyError, ImportError, TypeError, json.JSONDecodeError) as error:
         raise UserError(f"{key}: the tokenizer of {source} could not be loaded: {first_line(error)}") from error
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
-        # Where there are no files, transformers makes some families' tokenizers up: special tokens and nothing else.
+        # Without files, transformers creates tokenizers of some families that have special tokens only.
         raise UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
     template = chat_template if path else config.chat_template
     if template:
         tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
-    return tokenizer  # type: ignore[no-any-return]
+    return tokenizer
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A vocabulary padded beyond the tokenizer is usual; a tokenizer beyond the vocabulary would read outside the embedding."""
+    """Refuse a tokenizer with more tokens than the embedding has rows. Fewer tokens are usual: embeddings are padded."""
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise UserError(
@@ -115,7 +114,7 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 
 
 def read_config(config: ModelConfig, path: str | None = None, key: str = "model.path") -> PretrainedConfig:
-    """Of the model, or of another, without the model."""
+    """The configuration of the model, or of another one."""
     source = path or config.path
     try:
         return AutoConfig.from_pretrained(source, **origin(config, source))
@@ -124,7 +123,7 @@ def read_config(config: ModelConfig, path: str | None = None, key: str = "model.
 
 
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Every token that ends a response, read from the model's small files only."""
+    """Every token that ends a response, from the model's configuration files."""
     named: list[Any] = [tokenizer.eos_token_id]
     options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
     try:
@@ -143,10 +142,10 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
 def export(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, tensors: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Write model and tokenizer so that transformers loads them without knowing of us. `tensors`: in place of the model's own."""
+    """Write model and tokenizer in transformers' own format. `tensors`: in place of the model's own."""
     folder.mkdir(parents=True, exist_ok=True)
     transformers_logging.disable_progress_bar()
-    # transformers loads generation configs that it refuses to save (a temperature without do_sample): ours goes out as it came in.
+    # transformers loads generation configs that it refuses to save (a temperature without do_sample): it is written unchanged.
     generation = model.generation_config
     model.generation_config = GenerationConfig()
     try:
@@ -159,7 +158,7 @@ def export(
 
 
 def context_limit(config: PretrainedConfig) -> int | None:
-    """Positions that a model was made for, if it says so."""
+    """The most positions that the model's configuration allows, if it says so."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
 

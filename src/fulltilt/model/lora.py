@@ -1,9 +1,9 @@
 """Low-rank adapters, through peft.
 
-Enters: a loaded model and the settings of `[lora]`. Leaves: the same model object with adapters inside it, which alone are trainable, and
-exports of it. Guaranteed: the same seed gives the same adapters on every device; rollout and training run the same unmerged layers; with
-the adapters off the model is the base model bit for bit; no export touches a parameter; names that match nothing, and layers whose
-adapter would have no effect, are refused.
+Enters: a loaded model and the settings of `[lora]`. Leaves: the same model object with adapters, which alone are trainable, and its
+exports. Guaranteed: the same seed gives the same adapters on every device; rollout and training run the same unmerged layers; with the
+adapters off the model is the base model bit for bit; no export changes a parameter; names that match nothing, and layers whose adapter
+would have no effect, are refused.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from fulltilt.records import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NAME = "default"  # of the one adapter a model has here; peft leaves this name out of its files
-PREFIX = "base_model.model."  # what peft puts before every name in its files
+NAME = "default"  # name of the model's one adapter; peft leaves this name out of its files
+PREFIX = "base_model.model."  # peft puts it before every name in its files
 LINEAR = (torch.nn.Linear, Conv1D)
-# Settings of a saved adapter that make it more than a low-rank addition to weights, with the value that does not.
+# Settings that a plain low-rank adapter has. Any other value makes a saved adapter more than that.
 PLAIN: dict[str, Any] = {
     "use_dora": False, "lora_bias": False, "bias": "none", "modules_to_save": None, "trainable_token_indices": None,
     "layer_replication": None, "megatron_config": None,
@@ -45,14 +45,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
     settings = stored_settings(model, path) if path else fresh_settings(model, config)
     layers, parameters = targeted_layers(model, settings), targeted_parameters(model, settings)
     if not layers and not parameters:
-        raise UserError(
-            "lora.targets: the list is empty, and so is lora.parameters: there is nothing to adapt. Name a layer or a parameter"
-        )
+        raise UserError("lora.targets and lora.parameters: both lists are empty, there is nothing to adapt. Name a layer or a parameter")
     if path:
         refuse_other_settings(model, config, settings, path)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what peft warns of is checked here, before or after
+            warnings.simplefilter("ignore")  # everything that peft warns of is checked here
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, NAME)
     except ValueError as error:
@@ -65,7 +63,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
 
 @contextlib.contextmanager
 def without_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """The base model, for as long as the context lasts: the reference role of a run with adapters needs no copy."""
+    """Run as the base model inside the context: the reference role of a run with adapters needs no copy."""
     layers = [layer for _, layer in adapted(model)]
     assert layers, "the model has no adapters"
     for layer in layers:
@@ -89,7 +87,7 @@ def export_adapter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
         "base_model_name_or_path": str(Path(base.path).resolve()) if Path(base.path).is_dir() else base.path,
         "revision": base.revision,
         "task_type": "CAUSAL_LM",
-        "inference_mode": True,  # as peft writes it: whoever loads the adapter asks for training
+        "inference_mode": True,  # as peft writes it: training must be asked for when the adapter is loaded
     }
     settings = {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
     (folder / "adapter_config.json").write_text(json.dumps(settings, indent=2, sort_keys=True), encoding="utf-8")
@@ -103,8 +101,8 @@ def export_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fo
 
 @torch.no_grad()
 def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors under the names they have without adapters. Those with an adapter are new, in main memory, summed in float32 or
-    better and rounded once; all others are the model's own."""
+    """The model's tensors under their names without adapters. Those with an adapter are new, in main memory, summed in float32 or better
+    and rounded once; all others are the model's own."""
     layers = {f"{plain_name(name)}.{target_of(layer)}": layer for name, layer in adapted(model)}
     own = {f"{name}.lora_{side}.{NAME}.weight" for name, _ in adapted(model) for side in "AB"}
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items() if name not in own}
@@ -125,11 +123,10 @@ def with_adapter(layer: Any, weight: torch.Tensor) -> torch.Tensor:
 
 # ---- stacked experts ---------------------------------------------------------------------------------------------------------------
 
-# peft adds an adapter on a stacked parameter to a copy of the parameter, anew in every pass, and that copy is kept for the backward pass.
-
 
 def run_with_experts(model: torch.nn.Module) -> None:
-    """Let the function that runs the experts run the adapters on them, as products of their own."""
+    """Let `run_experts` run the adapters of stacked experts as products of their own. peft would add them to a copy of the parameter, in
+    every pass, and keep the copy for the backward pass."""
     for _, layer in adapted(model):
         module = layer.get_base_layer()
         if experts.takes_adapter(module, target_of(layer)):
@@ -147,12 +144,12 @@ def low_rank(layer: Any) -> experts.LowRank | None:
 
 
 def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of such an adapter. Where the experts run through another implementation, peft's."""
+    """The forward of an adapter on experts: peft's own where the experts run through another implementation."""
     run = self.base_layer if experts.runs_here(self.get_base_layer()) else MethodType(type(self).forward, self)
     return run(*args, **kwargs)
 
 
-# ---- what the settings name --------------------------------------------------------------------------------------------------------
+# ---- settings and the layers they name ---------------------------------------------------------------------------------------------
 
 
 def fresh_settings(model: PreTrainedModel, config: LoraConfig) -> Any:
@@ -165,20 +162,20 @@ def fresh_settings(model: PreTrainedModel, config: LoraConfig) -> Any:
 
 
 def stored_settings(model: PreTrainedModel, path: str) -> Any:
-    """Of an adapter that peft saved."""
+    """Settings of an adapter that peft saved."""
     peft = require_peft()
     try:
         settings = peft.PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"lora.path: the adapter in {path} could not be read: {first_line(error)}") from error
     if not isinstance(settings, peft.LoraConfig):
-        raise UserError(f"lora.path: {path} holds an adapter of the kind {settings.peft_type}; only LoRA can be trained here")
+        raise UserError(f"lora.path: {path} holds an adapter of type {settings.peft_type}. Only LoRA can be trained here")
     odd = [f"{name} = {getattr(settings, name)}" for name, plain in PLAIN.items() if getattr(settings, name, plain) not in (plain, [], ())]
     if isinstance(settings.init_lora_weights, str) and settings.init_lora_weights != "gaussian":
-        odd.append(f"init_lora_weights = {settings.init_lora_weights}")  # the base weights are not the model's own there
+        odd.append(f"init_lora_weights = {settings.init_lora_weights}")  # its base weights are not the model's own
     if odd:
         raise UserError(
-            f"lora.path: the adapter in {path} is no plain LoRA ({', '.join(odd)}). Give one without, or merge it into its model"
+            f"lora.path: the adapter in {path} is not plain LoRA ({', '.join(odd)}). Use a plain one, or merge it into its model"
         )
     settings.lora_dropout, settings.inference_mode, settings.init_lora_weights = 0.0, False, True
     if settings.target_modules in (None, "all-linear"):
@@ -187,10 +184,8 @@ def stored_settings(model: PreTrainedModel, path: str) -> Any:
 
 
 def refuse_other_settings(model: PreTrainedModel, config: LoraConfig, stored: Any, path: str) -> None:
-    """What is set and differs from the adapter that the run starts from. What is left out is the adapter's."""
-    fresh = fresh_settings(model, config)
-    given = config.model_fields_set
-    wrong = []
+    """Refuse settings that differ from those of the adapter that the run starts from. Settings that are left out are the adapter's."""
+    fresh, given, wrong = fresh_settings(model, config), config.model_fields_set, []
     if config.rank != stored.r:
         wrong.append(f"lora.rank is {config.rank}, the adapter's is {stored.r}")
     if config.alpha is not None and config.alpha != stored.lora_alpha:
@@ -201,12 +196,12 @@ def refuse_other_settings(model: PreTrainedModel, config: LoraConfig, stored: An
         wrong.append("lora.parameters names other parameters than the adapter has")
     if wrong:
         raise UserError(
-            f"lora.path: {path} does not fit the settings: {'; '.join(wrong)}. Mend them, or leave them out where that is allowed"
+            f"lora.path: {path} does not fit the settings: {'; '.join(wrong)}. Correct them, or leave out those that are optional"
         )
 
 
 def targeted_layers(model: PreTrainedModel, settings: Any) -> dict[str, torch.nn.Module]:
-    """The layers that get an adapter, by name; peft's own rule decides what a name matches."""
+    """The layers that get an adapter, by name, matched by peft's own rule."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     modules = {name: module for name, module in model.named_modules() if name}
@@ -217,7 +212,7 @@ def targeted_layers(model: PreTrainedModel, settings: Any) -> dict[str, torch.nn
     for name, module in layers.items():
         refuse_embedding(model, "lora.targets", name, getattr(module, "weight", None))
         if not isinstance(module, LINEAR):
-            raise UserError(f"lora.targets: {name} is a {type(module).__name__} and no linear layer. {linear_layers(model)}")
+            raise UserError(f"lora.targets: {name} is a {type(module).__name__}, not a linear layer. {linear_layers(model)}")
     return layers
 
 
@@ -250,7 +245,7 @@ def refuse_embedding(model: PreTrainedModel, key: str, name: str, weight: Any) -
 
 
 def refuse_other_layers(model: PreTrainedModel, layers: dict[str, torch.nn.Module], parameters: set[str]) -> None:
-    """peft reads some names of some architectures as those of their experts, which once were layers."""
+    """Refuse names that peft reads as those of experts, which were separate layers in earlier versions of some architectures."""
     found = {(plain_name(name), getattr(layer, "parameter_name", None)) for name, layer in adapted(model)}
     wanted = {(name, None) for name in layers} | {(name.rpartition(".")[0], name.rpartition(".")[2]) for name in parameters}
     if found != wanted:
@@ -262,7 +257,7 @@ def refuse_other_layers(model: PreTrainedModel, layers: dict[str, torch.nn.Modul
 
 
 def all_linear(model: PreTrainedModel) -> list[str]:
-    """Names that match every linear layer but the head and nothing else: short ones where they do."""
+    """Names that match every linear layer except the head and nothing else; short names where they suffice."""
     head = model.get_output_embeddings()
     layers = [name for name, module in model.named_modules() if isinstance(module, LINEAR) and module is not head]
     short = sorted({name.rpartition(".")[2] for name in layers})
@@ -290,12 +285,10 @@ def require_peft() -> Any:
 
 
 def adapted(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Every layer with an adapter, under its name in the model as it is now."""
+    """Every layer with an adapter, with its current name in the model."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in model.named_modules():
-        if isinstance(module, LoraLayer):
-            yield name, module
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
 
 
 def plain_name(name: str) -> str:
@@ -312,7 +305,7 @@ def ends_in(name: str, target: str) -> bool:
 
 
 def short_name(name: str) -> str:
-    """The end of a parameter's name that is the same in every layer."""
+    """The part of a parameter's name after the layer's number."""
     parts = name.split(".")
     numbers = [place for place, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)

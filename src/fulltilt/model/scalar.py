@@ -1,7 +1,7 @@
-"""Models that say one number of each token: critics and reward models.
+"""Models that give one number for each token: critics and reward models.
 
 Enters: a folder or hub name. Leaves: a `ScalarModel`: a transformer without its vocabulary head, and a linear head to one number.
-Guaranteed: every weight of the body came from the files; so did the head, unless the caller allows a new one; a head with several
+Guaranteed: every weight of the body comes from the files, and so does the head unless the caller allows a new one; a head with several
 outputs is refused. Numbers are float32 (float64 when the model is) whatever type the body computes in.
 """
 
@@ -34,7 +34,7 @@ class ScalarModel(torch.nn.Module):
     def __init__(self, body: PreTrainedModel, score: torch.nn.Linear) -> None:
         super().__init__()
         self.body = body
-        self.score = score  # float32 or better: a single row of weights costs nothing, and its numbers are compared with rewards
+        self.score = score  # float32 or better: one row of weights costs nothing, and its results are compared with rewards
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -49,7 +49,7 @@ class ScalarModel(torch.nn.Module):
         return self.body.dtype
 
     def values(self, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:
-        """One number for each token of the stream [T], given the tokens of its document up to and with it."""
+        """One number for each token of the stream [T], from the tokens of its document up to that token."""
         hidden = hidden_states(self.body, ids, positions, context)
         numbers: torch.Tensor = self.score(hidden.to(self.score.weight.dtype))
         return numbers[:, 0]
@@ -60,18 +60,18 @@ def load_scalar(
 ) -> ScalarModel:
     """The model of `path`, or of `config`, with one number for each token. `key` is the setting that names it, for messages.
 
-    `head`: "required", it must be in the files, for a reward model without one would score at random; "new", where the files have none
-    it starts from zeros. Every value is 0 then, and the first advantages are the rewards, not the rewards plus noise of their own size.
-    Zeros can be left: the first update's gradient reaches the head alone, the following ones the body too.
+    `head`: "required" refuses files without a head, since a reward model would score at random; "new" starts a missing head from zeros.
+    Then every value is 0 and the first advantages are the rewards, without noise of their own size. Training can start from zeros: the
+    first update changes the head alone, the following ones the body too.
     """
     source = str(path or config.path)
-    with no_warnings():  # of the head, which this way of loading does not use
+    with no_warnings():  # about the head, which this way of loading does not use
         body, report = read_model(AutoModel, "a transformer", config, device, source, key)
     stored = stored_head(source, config, key) if WEIGHT in report["unexpected_keys"] else {}
     if not stored and head == "required":
         raise UserError(
-            f"{key}: {source} has no score head ({WEIGHT}): it is no reward model. Give one that was trained for sequence classification "
-            "with one label"
+            f"{key}: {source} has no score head ({WEIGHT}): it is not a reward model. Give a model that was trained for sequence "
+            "classification with one label"
         )
     width = body.config.get_text_config().hidden_size
     score = torch.nn.Linear(width, 1, bias=BIAS in stored, dtype=torch.promote_types(body.dtype, torch.float32))
@@ -97,7 +97,7 @@ def stored_head(source: str, config: ModelConfig, key: str) -> dict[str, torch.T
             with safe_open(file, framework="pt") as tensors:
                 found |= {name: tensors.get_tensor(name)} if name in tensors.keys() else {}  # noqa: SIM118
     if WEIGHT not in found:
-        raise UserError(f"{key}: {source} keeps its score head in another format than safetensors. Save the model as safetensors")
+        raise UserError(f"{key}: the score head of {source} is not stored as safetensors. Save the model as safetensors")
     return found
 
 

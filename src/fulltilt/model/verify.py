@@ -1,9 +1,9 @@
-"""What must hold of this very model before a run starts, measured on it.
+"""Checks on a loaded model before a run starts.
 
 Enters: a loaded model, with a language head (`verify`) or without one (`verify_body`: critic, reward model). Leaves: the shapes of its
 attention layers. Guaranteed, or the run is refused with the architecture's name: every layer went through our attention function; changing
-one packed document leaves the others' log-probs (hidden states) alone; a document packed among others equals the document alone, within
-twice what reordering the pack changes (rounding); our head equals the model's own.
+one packed document does not change the others' log-probs (hidden states); a document packed among others equals the document alone, within
+twice the rounding that reordering the pack causes; our head equals the model's own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fulltilt.model.heads import Head, token_logprobs
 
 LENGTHS = (9, 33, 17, 24)
 
-# Mean absolute difference of log-probs, or of hidden states relative to their mean size, that rounding alone explains when a pack is merely
-# reordered and by chance nothing changes. In bfloat16 a document alone, whose few rows are summed in another order, is off by 0.008 at
+# Mean absolute difference of log-probs, or of hidden states relative to their mean size, that always counts as rounding, even where
+# reordering the pack happens to change nothing. In bfloat16 a document alone, whose few rows are added in another order, is off by 0.008 at
 # 0.5B, 0.016 at 1.5B and 0.04 at 7B with random weights; documents that mix are off by the spread of the logits, about 1.
 ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 
-USUAL_SIZE = 16.0  # of log-probs of random tokens, generously
+USUAL_SIZE = 16.0  # a generous size of log-probs of random tokens
 
 KINDS = ("full_attention", "sliding_attention")
 # Rotary frequencies that are fixed when the model is built.
@@ -46,14 +46,14 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
     if not gap <= max(allowed, rounded):
         raise UnsupportedModel(
             f"{name_of(model)}: its own logits differ by {gap:.2g} in log-prob from the ones computed here ({Head.of(model).shape}): "
-            "its output layer does something to them that is not built"
+            "its output layer does something to them that is not supported"
         )
     return seen
 
 
 @torch.no_grad()
 def verify_body(body: PreTrainedModel) -> dict[int, LayerShape]:
-    """The same for a model that ends in hidden states."""
+    """`verify` for a model that ends in hidden states."""
     _, _, seen = verify_packing(body, random_documents(body), partial(packed_hidden, body), "hidden states")
     return seen
 
@@ -65,7 +65,7 @@ def verify_packing(
     name = name_of(model)
     try:
         together, seen = measure(documents)
-    except (AttributeError, KeyError, TypeError) as error:  # of code that counts on a mask, or on arguments of its own
+    except (AttributeError, KeyError, TypeError) as error:  # from code that expects a mask, or arguments of its own
         raise UnsupportedModel(f"{name} does not run on packed documents: {type(error).__name__}: {error}") from error
     layers = model.config.get_text_config().num_hidden_layers
     if set(seen) != set(range(layers)):
@@ -74,7 +74,7 @@ def verify_packing(
             "so packed documents would mix there. This architecture cannot be trained here"
         )
 
-    # Before anything else: where documents mix, reordering them changes much, and the second check would forgive it.
+    # This check comes first: where documents mix, reordering them changes much, which the second check would take for rounding.
     changed = [documents[0], (documents[1] + 1) % vocabulary(model), *documents[2:]]
     others, _ = measure(changed)
     gap_others = mean_gap([together[index] for index in (0, 2, 3)], [others[index] for index in (0, 2, 3)])
@@ -82,7 +82,7 @@ def verify_packing(
         raise UnsupportedModel(f"{name}: changing one packed document moved the others' {what} by {gap_others:.2g}: documents mix")
 
     refuse_what_short_documents_hide(model, seen)
-    # Rounding grows with what is rounded: a model with log-probs in the hundreds, as bad training leaves one, is not of another family.
+    # Rounding grows with the numbers: bad training can leave a model with log-probs in the hundreds, which is no reason to refuse it.
     size = max(1.0, float(torch.cat([numbers.flatten() for numbers in together]).abs().mean()) / USUAL_SIZE)
     order = [2, 0, 3, 1]
     permuted, _ = measure([documents[index] for index in order])
@@ -95,13 +95,13 @@ def verify_packing(
 
 
 def rounding_of_equal_shapes(model: PreTrainedModel) -> float:
-    """Equal shapes round alike, except where experts get other numbers of tokens and their products other sizes."""
+    """Equal shapes round equally, except where experts get other numbers of tokens and their products other sizes."""
     experts = any(hasattr(module, "num_experts") for module in model.modules())
     return ROUNDING[model.dtype] if experts else ROUNDING[model.dtype] / 80
 
 
 def refuse_what_short_documents_hide(model: PreTrainedModel, seen: dict[int, LayerShape]) -> None:
-    """What goes wrong only beyond the length of the documents tried here must be read from the configuration."""
+    """Refuse by configuration what would go wrong only beyond the length of the documents tried here."""
     name, text = name_of(model), model.config.get_text_config()
     for rope in rope_types(getattr(text, "rope_parameters", None)) - FIXED_ROPES:
         raise UnsupportedModel(
@@ -113,16 +113,17 @@ def refuse_what_short_documents_hide(model: PreTrainedModel, seen: dict[int, Lay
     for layer, shape in seen.items():
         kind = kinds[layer] if kinds else "sliding_attention" if window else "full_attention"
         if kind not in KINDS:
-            raise UnsupportedModel(f"{name}: layer {layer} is of the kind {kind}, which is not built")
-        if shape.window != (window if kind == "sliding_attention" else None):
+            raise UnsupportedModel(f"{name}: layer {layer} is of type {kind}, which is not supported")
+        configured = window if kind == "sliding_attention" else None
+        if shape.window != configured:
             raise UnsupportedModel(
-                f"{name}: layer {layer} has a window of {window if kind == 'sliding_attention' else None} tokens by its configuration, but "
-                f"its attention asks for {shape.window}: the window would be lost"
+                f"{name}: layer {layer} has a window of {configured} tokens by its configuration, but its attention asks for "
+                f"{shape.window}: the window would be lost"
             )
 
 
 def rope_types(parameters: Any) -> set[str]:
-    """Of a configuration's rotary parameters, which may be given for each kind of layer."""
+    """Types of rotary embedding in a configuration's parameters, which may be given for each kind of layer."""
     if not isinstance(parameters, dict):
         return set()
     nested = [kind for value in parameters.values() if isinstance(value, dict) for kind in rope_types(value)]
@@ -139,7 +140,7 @@ def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tupl
 
 
 def packed_hidden(body: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
-    """Hidden states in units of their mean size, so that one measure of rounding serves every model."""
+    """Hidden states divided by their mean size, so that one limit of rounding serves every model."""
     hidden, seen = run_packed(body, documents)
     wide = [states.to(torch.promote_types(states.dtype, torch.float32)) for states in hidden]
     return [states / states.abs().mean() for states in wide], seen
@@ -155,8 +156,8 @@ def run_packed(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[lis
 
 
 def own_logprobs(model: PreTrainedModel, document: np.ndarray) -> tuple[torch.Tensor, float]:
-    """The log-probs that the model's own forward, head included, gives, and how far off they may be because it rounds logits to its type:
-    in bfloat16 a logit of 40 is off by 0.1."""
+    """The log-probs of the model's own forward, head included, and how far off they may be because it rounds logits to its type: in
+    bfloat16 a logit of 40 is off by 0.1."""
     ids = torch.from_numpy(document).to(model.device)
     positions = torch.arange(len(ids), device=model.device)
     context = Packed.of([0, len(ids)], model.device)

@@ -29,7 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.kernels.paged_attention import workspace_numbers
-from fulltilt.kernels.sampling import EMPTY, RUNNING, Progress, Workspace, finish, sample
+from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, Workspace, finish, sample
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Decode, LayerShape
 from fulltilt.model.experts import used_by_a_token, why_not_captured
@@ -88,7 +88,7 @@ class Decoder:
         self.overlaps = device.type != "cpu"  # steps run while the host does something else, so that it pays to launch ahead
         self._end_tokens = torch.tensor(sorted(end_tokens) or [-1], dtype=torch.int64, device=device)
         self._ends = self._end_tokens.repeat(max_seqs, 1)  # of each row: none where its length is forced
-        self._progress = Progress.make(max_seqs, BURST, device)
+        self._progress = DecodeProgress.make(max_seqs, BURST, device)
         self._seeds = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self._temperature = torch.ones(max_seqs, dtype=torch.float32, device=device)
         self._top_k = torch.zeros(max_seqs, dtype=torch.int32, device=device)
