@@ -553,7 +553,7 @@ def test_ctrl_c_in_the_last_step_has_nothing_left_to_stop(folder: Path, monkeypa
     assert list(runs.checkpoints(folder)) == [1, 2]
 
 
-def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
+def wait_for(holds: Callable[[], bool], process: runs.Started, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert process.poll() is None and time.monotonic() < end, "it ended, or did not come so far"
@@ -578,7 +578,7 @@ def test_a_second_ctrl_c_stops_at_once_without_saving(folder: Path) -> None:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.communicate(timeout=60)
     assert "Traceback" not in said.read_text() and "saved" not in said.read_text().replace("without saving", "")
     assert not runs.checkpoints(folder)
     assert (folder / "run" / "metrics.jsonl").read_text() == ""
