@@ -34,8 +34,8 @@ def device_of_kernels() -> str | None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if "torch" in sys.modules:
-        # Where oneDNN has no kernel for a type, torch turns it off for the rest of the process, and other kernels round otherwise: tests that
-        # compare runs bit for bit would depend on those before them.
+        # Where oneDNN has no kernel for a dtype, torch turns it off for the rest of the process, and other kernels round differently: tests
+        # that compare runs bit for bit would depend on the tests before them.
         sys.modules["torch"].backends.mkldnn.set_flags(True)
     if item.get_closest_marker("gpu") and device_of_kernels() != "cuda":
         pytest.skip("needs a CUDA device")

@@ -941,12 +941,17 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# Every kind of state that a checkpoint brings back: a reference, carried groups, a critic, adapters with an adaptive weight, no rollout.
+DEFAULT = ("grpo", "dapo", "ppo", "adaptive KL in PPO's reward, with adapters", "sft")
+
+
 def test_every_algorithm_is_resumed() -> None:
-    assert RESUMED.keys() == PRESETS.keys()
+    assert RESUMED.keys() == PRESETS.keys() and VARIANTS.keys() >= set(DEFAULT)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.long) for name in VARIANTS])
 def test_it_resumes_exactly(tmp_path: Path, model_folders: ModelFolders, name: str) -> None:
+    """`make test` runs one variant for each kind of state, `make check` all others."""
     options = ("run.steps=4", "run.save_every=2", "run.keep=2", "run.eval_every=3", *VARIANTS[name])
     sft = "algorithm.name=sft" in options
     expected = prepared(tmp_path / "expected", model_folders("qwen3"), runs.SFT if sft else {**runs.GRPO, "algorithm": SMALL_STEPS})
