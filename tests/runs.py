@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -139,6 +139,10 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
 
+def nothing() -> None:
+    """Called first in a command's process."""
+
+
 @functools.cache
 def _loaded() -> ForkServerContext:
     """A process that has imported torch and the package once and forks for each command: a new interpreter takes seconds for that."""
@@ -150,7 +154,9 @@ def _loaded() -> ForkServerContext:
     return context
 
 
-def _run_command(folder: Path, arguments: Sequence[str], stdout: Connection, variables: Mapping[str, str]) -> None:
+def _run_command(
+    folder: Path, arguments: Sequence[str], stdout: Connection, variables: Mapping[str, str], first: Callable[[], object]
+) -> None:
     os.setsid()
     os.chdir(folder)
     os.environ.clear()
@@ -161,17 +167,18 @@ def _run_command(folder: Path, arguments: Sequence[str], stdout: Connection, var
     stdout.close()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     sys.argv = ["fulltilt", *arguments]
+    first()
     cli.main()
 
 
 class Started:
     """A running command, with the part of subprocess.Popen that tests use."""
 
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
+    def __init__(self, folder: Path, arguments: Sequence[str], first: Callable[[], object] = nothing) -> None:
         reader, writer = os.pipe()
         self.stdout = open(reader)  # noqa: SIM115
         with Connection(writer, readable=False) as stdout:
-            self._process = _loaded().Process(target=_run_command, args=(folder, arguments, stdout, environment()))
+            self._process = _loaded().Process(target=_run_command, args=(folder, arguments, stdout, environment(), first))
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -197,22 +204,30 @@ def start(folder: Path, *arguments: str) -> Started:
     return Started(folder, arguments)
 
 
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, run to its end."""
-    return subprocess.run(
+@dataclass(frozen=True)
+class Ended:
+    code: int | None
+    out: str
+    error: str
+
+
+def command(folder: Path, *arguments: str) -> Ended:
+    """The command in a new interpreter, run to its end."""
+    ended = subprocess.run(
         [sys.executable, "-m", "fulltilt.cli", *arguments],
         cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+def command_forked(folder: Path, *arguments: str, first: Callable[[], object] = nothing) -> Ended:
+    """The command in a process of its own that need not import torch, run to its end; `first` is called in that process before."""
+    process = Started(folder, arguments, first)
+    out = process.communicate(timeout=240)
+    return Ended(process.returncode, out, (folder / "said.txt").read_text())
 
 
 # -- in this process --------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    error: str
 
 
 def command_here(folder: Path, *arguments: str) -> Ended:

@@ -1100,7 +1100,7 @@ def test_every_logger_gets_every_number_also_when_the_run_is_resumed(folder: Pat
     logged = (*LOGGED, f"log.to={json.dumps(list(READERS))}")
     for attempt in range(2):
         ended = runs.command(folder, "train", "run.toml", *logged)
-        assert ended.returncode == 0 and "log.to" not in ended.stderr, ended.stderr
+        assert ended.code == 0 and "log.to" not in ended.error, ended.error
         for name in READERS:
             assert_logged(folder, name)
         if not attempt:

@@ -211,8 +211,8 @@ def test_evaluation_asks_nothing_of_what_only_training_uses(folder: Path, monkey
     monkeypatch.setenv("HOME", str(folder))
     options = ('reward.sources={ sums = "more.py:fingerprint" }', "reward.function=more.py:truth", 'log.to=["wandb"]')
     assert evaluated(folder, *options)["val/reward/mean"] == 100
-    checked = runs.command(folder, "train", "run.toml", "--check", *options)
-    assert checked.returncode == 2 and "log.to: wandb has no API key" in checked.stderr
+    checked = runs.command_here(folder, "train", "run.toml", "--check", *options)
+    assert checked.code == 2 and "log.to: wandb has no API key" in checked.error
 
 
 def test_evaluation_says_what_training_would_refuse(folder: Path) -> None:
