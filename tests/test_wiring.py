@@ -26,6 +26,7 @@ import pytest
 import runs
 import torch
 from huggingface_hub import constants
+from test_loggers import Stuck
 from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
@@ -38,6 +39,7 @@ from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
 from fulltilt.model.heads import HeadOptions, head_bytes
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
@@ -551,6 +553,34 @@ def test_ctrl_c_in_the_last_step_has_nothing_left_to_stop(folder: Path, monkeypa
         assert ended.code == code, ended.error
         assert ("done: 2 steps" in ended.out) == (code == 0) and ("stopped after step 1 and saved" in ended.error) == (code == 130)
     assert list(runs.checkpoints(folder)) == [1, 2]
+
+
+class Told(Stuck):
+    """A logger that keeps what it is told of the run's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.come_back.set()
+        self.finished: list[bool] = []
+
+    def close(self, finished: bool) -> None:
+        self.finished.append(finished)
+
+
+def test_a_run_that_was_stopped_is_not_called_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, validate = Told(), Run._validate
+    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.Kind(lambda opening: told, ()))  # type: ignore[misc]
+
+    def stop_once(run: Run, step: int) -> dict[str, float]:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return validate(run, step)
+
+    monkeypatch.setattr(Run, "_validate", stop_once)
+    for steps, interrupted in ((1, True), (2, False)):
+        summary = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.steps=2", 'log.to=["tensorboard"]').summary
+        assert (summary.steps, summary.interrupted) == (steps, interrupted)
+        assert told.finished.pop() is not interrupted and told.finished == []
 
 
 def wait_for(holds: Callable[[], bool], process: runs.Started, seconds: float = 60) -> None:
