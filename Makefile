@@ -2,9 +2,14 @@
 #
 #   make PYTHON=/opt/python3.12/bin/python3 test                          another interpreter for .venv
 #   make TORCH_INDEX=URL test                                             another index for the torch wheel
+#   make WORKERS=0 PYTEST_ARGS="-x -k resume" test                        some tests in one process, where breakpoint() works
 
 PYTHON =
 TORCH_INDEX =
+# One process of tests per core, but at most eight: each holds torch and transformers, and starts processes of its own.
+WORKERS = logical --maxprocesses 8
+PYTEST_ARGS =
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
@@ -13,8 +18,8 @@ USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:
 
 help:
 	@echo "make demo       train a small model on this computer and print what it learned"
-	@echo "make test       the tests"
-	@echo "make check      lint, types, the long tests and a proof of every performance knob"
+	@echo "make test       the tests, one process per core; WORKERS=0 runs them in one, PYTEST_ARGS=\"-k resume\" chooses some"
+	@echo "make check      lint, types, the long tests (rare variants, runs that learn) and a proof of every performance knob"
 	@echo "make reference  write docs/reference.md anew from the code"
 	@echo "make clean      delete .venv, caches and build folders; runs/ stays"
 	@echo "The first of these that needs it makes .venv and installs the versions of constraints.txt."
@@ -23,13 +28,13 @@ demo: .venv/ready
 	$(BIN)/fulltilt demo
 
 test: .venv/dev
-	$(BIN)/python -m pytest -q -m "not long"
+	$(PYTEST) -m "not long"
 
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy src
-	$(BIN)/python -m pytest -q -m long
+	$(PYTEST) -m long
 	$(BIN)/fulltilt prove --quiet --device cpu
 
 reference: .venv/ready

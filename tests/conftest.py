@@ -7,6 +7,7 @@ references on CPU, in the same process. `gpu`: skipped without a CUDA device.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,6 +33,10 @@ def device_of_kernels() -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "torch" in sys.modules:
+        # Where oneDNN has no kernel for a dtype, torch turns it off for the rest of the process, and other kernels round differently: tests
+        # that compare runs bit for bit would depend on the tests before them.
+        sys.modules["torch"].backends.mkldnn.set_flags(True)
     if item.get_closest_marker("gpu") and device_of_kernels() != "cuda":
         pytest.skip("needs a CUDA device")
     if item.get_closest_marker("kernels") and device_of_kernels() is None:

@@ -6,17 +6,23 @@ Paths in the file are relative and commands run inside the folder, so two runs i
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -30,6 +36,7 @@ SOURCE = Path(__file__).parents[1] / "src"
 PROMPTS = 18  # an epoch is 4 steps of 4 and leaves 2 out, so that a run of a few steps crosses from one epoch to the next
 
 REWARDS = '''
+import os
 import time
 
 
@@ -56,6 +63,13 @@ def not_a_number(data_source, solution_str, ground_truth, extra_info):
 def undecided(data_source, solution_str, ground_truth, extra_info):
     """Finds all samples of every second row equally good."""
     return 1.0 if int(ground_truth) % 8 else sum(character.islower() for character in solution_str) / 24
+
+
+def slow_once(data_source, solution_str, ground_truth, extra_info, there, seconds):
+    """Takes its time as soon as there is such a file."""
+    if os.path.exists(there):
+        time.sleep(seconds)
+    return sum(character.islower() for character in solution_str) / 24
 
 
 def slow_from(data_source, solution_str, ground_truth, extra_info, first_slow, seconds):
@@ -125,31 +139,95 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", "NO_COLOR": "1"}
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+def nothing() -> None:
+    """Called first in a command's process."""
+
+
+@functools.cache
+def _loaded() -> ForkServerContext:
+    """A process that has imported torch and the package once and forks for each command: a new interpreter takes seconds for that."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "transformers.models.qwen2.modeling_qwen2"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((str(SOURCE), str(Path(__file__).parent))))
+        forkserver.ensure_running()
+    return context
+
+
+def _run_command(
+    folder: Path, arguments: Sequence[str], stdout: Connection, variables: Mapping[str, str], first: Callable[[], object]
+) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(variables)
+    with open("said.txt", "a") as said:
+        os.dup2(said.fileno(), 2)
+    os.dup2(stdout.fileno(), 1)
+    stdout.close()
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.argv = ["fulltilt", *arguments]
+    first()
+    cli.main()
+
+
+class Started:
+    """A running command, with the part of subprocess.Popen that tests use."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str], first: Callable[[], object] = nothing) -> None:
+        reader, writer = os.pipe()
+        self.stdout = open(reader)  # noqa: SIM115
+        with Connection(writer, readable=False) as stdout:
+            self._process = _loaded().Process(target=_run_command, args=(folder, arguments, stdout, environment(), first))
+            self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def communicate(self, timeout: float) -> str:
+        """The rest of what it prints, once it has ended."""
+        with self.stdout:
+            out = self.stdout.read()
+        self._process.join(timeout)
+        assert self.returncode is not None, f"still running after {timeout} s"
+        return out
+
+
+def start(folder: Path, *arguments: str) -> Started:
     """The command, running in a session of its own so that a signal to its group reaches nobody else; words for people in `said.txt`."""
-    with open(folder / "said.txt", "a") as said:
-        return subprocess.Popen(
-            [sys.executable, "-m", "fulltilt.cli", *arguments],
-            cwd=folder, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=said, text=True, start_new_session=True,
-        )  # fmt: skip
-
-
-def command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The command, run to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "fulltilt.cli", *arguments],
-        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-
-
-# -- in this process --------------------------------------------------------------------------------------------------------------------
+    return Started(folder, arguments)
 
 
 @dataclass(frozen=True)
 class Ended:
-    code: int
+    code: int | None
     out: str
     error: str
+
+
+def command(folder: Path, *arguments: str) -> Ended:
+    """The command in a new interpreter, run to its end."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "fulltilt.cli", *arguments],
+        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+def command_forked(folder: Path, *arguments: str, first: Callable[[], object] = nothing) -> Ended:
+    """The command in a process of its own that need not import torch, run to its end; `first` is called in that process before."""
+    process = Started(folder, arguments, first)
+    out = process.communicate(timeout=240)
+    return Ended(process.returncode, out, (folder / "said.txt").read_text())
+
+
+# -- in this process --------------------------------------------------------------------------------------------------------------------
 
 
 def command_here(folder: Path, *arguments: str) -> Ended:

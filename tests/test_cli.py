@@ -7,8 +7,8 @@ import resource
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -33,14 +33,13 @@ def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
     return runs.make(tmp_path / "folder", model_folders("qwen2"))
 
 
-def assert_refused(ended: subprocess.CompletedProcess[str], *words: str) -> None:
+def assert_refused(ended: runs.Ended, *words: str) -> None:
     """The user's mistake: 2, said on standard error without a traceback, and standard output left alone."""
-    assert ended.returncode == 2, (ended.returncode, ended.stdout, ended.stderr)
-    assert ended.stdout == ""
-    assert ended.stderr.startswith("error: ")
-    assert "Traceback" not in ended.stderr
+    assert (ended.code, ended.out) == (2, ""), ended
+    assert ended.error.startswith("error: ")
+    assert "Traceback" not in ended.error
     for word in words:
-        assert word in ended.stderr, (word, ended.stderr)
+        assert word in ended.error, (word, ended.error)
 
 
 # -- help and lists ---------------------------------------------------------------------------------------------------------------------
@@ -48,45 +47,45 @@ def assert_refused(ended: subprocess.CompletedProcess[str], *words: str) -> None
 
 def test_help_names_every_command() -> None:
     said = runs.command(Path.cwd(), "--help")
-    assert said.returncode == 0
+    assert (said.code, said.error) == (0, "")
     for name in (*COMMANDS, "--version"):
-        assert name in said.stdout
-    assert runs.command(Path.cwd(), "-h").stdout == said.stdout
+        assert name in said.out
+    assert runs.command_here(Path.cwd(), "-h") == runs.command_here(Path.cwd(), "--help")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_of_every_command_names_its_options(tmp_path: Path, name: str) -> None:
-    said = runs.command(tmp_path, name, "--help")
-    assert (said.returncode, said.stderr) == (0, "")
+    said = runs.command_here(tmp_path, name, "--help")
+    assert (said.code, said.error) == (0, "")
     for option in (*COMMANDS[name], "--help"):
-        assert option in said.stdout, option
+        assert option in said.out, option
     assert list(tmp_path.iterdir()) == []
 
 
 def test_version() -> None:
-    said = runs.command(Path.cwd(), "--version")
-    assert (said.returncode, said.stdout) == (0, f"fulltilt {fulltilt.__version__}\n")
+    said = runs.command_here(Path.cwd(), "--version")
+    assert (said.code, said.out) == (0, f"fulltilt {fulltilt.__version__}\n")
 
 
 def test_an_unknown_command_or_option_is_the_users_mistake(folder: Path) -> None:
     for arguments in (["trian", "run.toml"], ["train", "run.toml", "--jsn"], ["train"]):
-        ended = runs.command(folder, *arguments)
-        assert ended.returncode == 2
-        assert ended.stderr and "Traceback" not in ended.stderr
+        ended = runs.command_here(folder, *arguments)
+        assert ended.code == 2
+        assert ended.error and "Traceback" not in ended.error
 
 
 def test_knobs_for_people_and_machines(tmp_path: Path) -> None:
-    listed = json.loads(runs.command(tmp_path, "knobs", "--json").stdout)
+    listed = json.loads(runs.command(tmp_path, "knobs", "--json").out)
     assert [knob["name"] for knob in listed] == [knob.name for knob in LEDGER]
-    said = runs.command(tmp_path, "knobs")
-    assert said.returncode == 0
-    assert [knob.name for knob in LEDGER if knob.name not in said.stdout] == []
+    said = runs.command_here(tmp_path, "knobs")
+    assert said.code == 0
+    assert [knob.name for knob in LEDGER if knob.name not in said.out] == []
     # By the name that a verl user knows.
-    found = json.loads(runs.command(tmp_path, "knobs", "ppo_max_token_len_per_gpu", "--json").stdout)
+    found = json.loads(runs.command_here(tmp_path, "knobs", "ppo_max_token_len_per_gpu", "--json").out)
     assert "actor.token_budget" in [knob["name"] for knob in found]
-    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in runs.command(tmp_path, "knobs", "ppo_max_token_len").stdout
+    assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in runs.command_here(tmp_path, "knobs", "ppo_max_token_len").out
     assert runs.command_here(tmp_path, "knobs", "Token_Budget").out == runs.command_here(tmp_path, "knobs", "token_budget").out
-    assert_refused(runs.command(tmp_path, "knobs", "speling"), "speling")
+    assert_refused(runs.command_here(tmp_path, "knobs", "speling"), "speling")
 
 
 def test_doctor_of_a_run_that_is_not_there(tmp_path: Path) -> None:
@@ -95,12 +94,12 @@ def test_doctor_of_a_run_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_doctor_for_machines(tmp_path: Path) -> None:
-    said = runs.command(tmp_path, "doctor", "--json")
-    assert said.returncode == 0, said.stderr
-    report = json.loads(said.stdout)
+    said = runs.command_forked(tmp_path, "doctor", "--json")
+    assert said.code == 0, said.error
+    report = json.loads(said.out)
     assert report["broken"] is False
     assert {"python", "torch", "transformers"} <= {finding["name"] for finding in report["findings"]}
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["said.txt"]
 
 
 # -- mistakes in the configuration: found before torch is loaded ------------------------------------------------------------------------
@@ -136,7 +135,7 @@ def test_a_mistake_in_the_configuration(folder: Path, name: str) -> None:
     make, words = MISTAKES[name]
     make(folder)
     before = runs.contents(folder)
-    assert_refused(runs.command(folder, "train", "run.toml"), *words)
+    assert_refused(runs.command_here(folder, "train", "run.toml"), *words)
     assert runs.contents(folder) == before
     assert not (folder / "run").is_dir()
 
@@ -153,17 +152,17 @@ def test_a_knob_that_is_not_built_is_refused_by_name(folder: Path) -> None:
     missing = [knob for knob in LEDGER if knob.legal and not knob.built]
     if not missing:
         pytest.skip("every knob is built")
-    assert_refused(runs.command(folder, "train", "run.toml", f"{missing[0].name}=2"), missing[0].name, "not built")
+    assert_refused(runs.command_here(folder, "train", "run.toml", f"{missing[0].name}=2"), missing[0].name, "not built")
     aliases = [(knob, alias) for knob in missing for alias in knob.verl if not alias.endswith("*")]
-    assert_refused(runs.command(folder, "train", "run.toml", f"{aliases[0][1]}=2"), aliases[0][1], aliases[0][0].name)
+    assert_refused(runs.command_here(folder, "train", "run.toml", f"{aliases[0][1]}=2"), aliases[0][1], aliases[0][0].name)
     assert not (folder / "run").exists()
 
 
 def test_check_only_checks(folder: Path) -> None:
-    good = runs.command(folder, "train", "run.toml", "--check", "run.steps=3")
-    assert (good.returncode, good.stdout) == (0, "run.toml: no mistakes found\n")
-    assert json.loads(runs.command(folder, "train", "run.toml", "--check", "--json").stdout) == {"ok": True}
-    assert_refused(runs.command(folder, "train", "run.toml", "--check", "run.steps=0"), "run.steps")
+    good = runs.command_here(folder, "train", "run.toml", "--check", "run.steps=3")
+    assert (good.code, good.out) == (0, "run.toml: no mistakes found\n")
+    assert json.loads(runs.command_forked(folder, "train", "run.toml", "--check", "--json").out) == {"ok": True}
+    assert_refused(runs.command_here(folder, "train", "run.toml", "--check", "run.steps=0"), "run.steps")
     assert not (folder / "run").exists()
 
 
@@ -174,31 +173,29 @@ def nothing(folder: Path) -> None:
     """The run as it is."""
 
 
-# Each takes seconds to import torch, so they run side by side: what is changed first, then the arguments.
-SLOW: dict[str, tuple[Callable[[Path], object], list[str]]] = {
+# What is changed first, then the arguments.
+IN_PROCESSES: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "empty dataset": (lambda folder: (folder / "train.jsonl").write_text(""), []),
     "all prompts too long": (lambda folder: change(folder, "max_prompt_tokens = 16", "max_prompt_tokens = 2"), []),
     "syntax error": (lambda folder: (folder / "reward.py").write_text("def score(:\n    return 1\n"), []),
     "not a number": (nothing, ["--json", "run.eval_before=false", "reward.function=reward.py:not_a_number"]),
     "three steps": (nothing, ["--json", "run.steps=3"]),
 }
-Ended = Callable[[str], tuple[Path, subprocess.CompletedProcess[str]]]
+Outcome = Callable[[str], tuple[Path, runs.Ended]]
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Iterator[Ended]:
-    """Folder and outcome of a command of SLOW."""
-    model = model_folders("qwen2")
+def ended(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Outcome:
+    """Folder and outcome of a command of IN_PROCESSES, which runs once."""
 
-    def run(name: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
-        prepare, arguments = SLOW[name]
-        folder = runs.make(tmp_path_factory.mktemp("slow") / "folder", model)
+    @cache
+    def run(name: str) -> tuple[Path, runs.Ended]:
+        prepare, arguments = IN_PROCESSES[name]
+        folder = runs.make(tmp_path_factory.mktemp("slow") / "folder", model_folders("qwen2"))
         prepare(folder)
-        return folder, runs.command(folder, "train", "run.toml", *arguments)
+        return folder, runs.command_forked(folder, "train", "run.toml", *arguments)
 
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        found = {name: pool.submit(run, name) for name in SLOW}
-        yield lambda name: found[name].result()
+    return run
 
 
 @pytest.mark.parametrize(
@@ -209,18 +206,18 @@ def ended(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders)
         ("syntax error", ["reward function 'reward.py:score': syntax error at", "reward.py:1"]),
     ],
 )
-def test_a_mistake_in_data_or_reward(ended: Ended, name: str, words: list[str]) -> None:
+def test_a_mistake_in_data_or_reward(ended: Outcome, name: str, words: list[str]) -> None:
     folder, outcome = ended(name)
     assert_refused(outcome, *words)
     assert not (folder / "run").exists()
 
 
-def test_a_reward_that_is_not_a_number_stops_the_run(ended: Ended) -> None:
+def test_a_reward_that_is_not_a_number_stops_the_run(ended: Outcome) -> None:
     """It is found in step 1: no line and no checkpoint of it is left."""
     folder, outcome = ended("not a number")
-    assert (outcome.returncode, outcome.stdout) == (2, "")
-    assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.stderr
-    assert "Traceback" not in outcome.stderr
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.error
+    assert "Traceback" not in outcome.error
     assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "plan.json", "run.toml"]
     assert (folder / "run" / "metrics.jsonl").read_bytes() == b""
 
@@ -247,14 +244,11 @@ def test_a_disk_that_fills_up_during_the_run(folder: Path) -> None:
     runs.train(folder, "run.steps=2")
     before = runs.contents(folder / "run" / "checkpoints")
     limit = min(path.stat().st_size for path in folder.glob("run/checkpoints/*/*/model.safetensors")) // 2
-    ended = subprocess.run(
-        [sys.executable, "-m", "fulltilt.cli", "train", "run.toml", "run.steps=4"],
-        cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-    )  # fmt: skip
-    assert ended.returncode == 2, ended.stderr
-    assert "error: the checkpoint of step 4 could not be written to run/checkpoints" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    small_files = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (limit, limit))
+    ended = runs.command_forked(folder, "train", "run.toml", "run.steps=4", first=small_files)
+    assert ended.code == 2, ended.error
+    assert "error: the checkpoint of step 4 could not be written to run/checkpoints" in ended.error
+    assert "Traceback" not in ended.error
     assert runs.contents(folder / "run" / "checkpoints") == before
     assert [line["step"] for line in runs.metrics(folder)] == [0, 1, 2, 3, 4]
 
@@ -273,7 +267,14 @@ def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped\n")
 
 
-@pytest.mark.parametrize("command", [("knobs",), ("knobs", "--json"), ("doctor", "--json")], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(("knobs",), id="knobs"),
+        pytest.param(("knobs", "--json"), id="knobs --json"),
+        pytest.param(("doctor", "--json"), id="doctor --json", marks=pytest.mark.long),  # imports torch
+    ],
+)
 def test_a_reader_that_goes_away_is_no_fault(folder: Path, command: tuple[str, ...]) -> None:
     """`fulltilt knobs | head -1`"""
     script = "from fulltilt import cli; cli.main()"
@@ -294,21 +295,21 @@ def test_a_reader_that_goes_away_is_no_fault(folder: Path, command: tuple[str, .
 # -- output for machines ----------------------------------------------------------------------------------------------------------------
 
 
-def test_train_prints_one_object_a_step_and_nothing_else(ended: Ended) -> None:
+def test_train_prints_one_object_a_step_and_nothing_else(ended: Outcome) -> None:
     folder, outcome = ended("three steps")
-    assert outcome.returncode == 0, outcome.stderr
-    assert [json.loads(line) for line in outcome.stdout.splitlines()] == runs.metrics(folder)
+    assert outcome.code == 0, outcome.error
+    assert [json.loads(line) for line in outcome.out.splitlines()] == runs.metrics(folder)
     assert [line["step"] for line in runs.metrics(folder)] == [0, 1, 2, 3]
-    assert "18 rows read" in outcome.stderr and "done: 3 steps in run, reward" in outcome.stderr
+    assert "18 rows read" in outcome.error and "done: 3 steps in run, reward" in outcome.error
 
 
-def test_eval_for_machines(ended: Ended) -> None:
+def test_eval_for_machines(ended: Outcome) -> None:
     """The model as it was gives what validation before the first step gave; the newest checkpoint is another."""
     folder, _ = ended("three steps")
     before = runs.contents(folder / "run")
-    started = runs.command(folder, "eval", "run.toml", "--json")
-    assert started.returncode == 0, started.stderr
-    first = json.loads(started.stdout)
+    started = runs.command_here(folder, "eval", "run.toml", "--json")
+    assert started.code == 0, started.error
+    first = json.loads(started.out)
     assert (first["model"], first["step"]) == ("model", 0)
     assert first["val/reward/mean"] == runs.metrics(folder)[0]["val/reward/mean"]
     newest = runs.command_here(folder, "eval", "run.toml", "--latest", "--json")
@@ -334,7 +335,7 @@ def test_eval_has_its_own_mistakes(folder: Path) -> None:
 # -- ours -------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_only_we_can_have_done_wrong_exits_with_1(ended: Ended, tmp_path: Path) -> None:
+def test_what_only_we_can_have_done_wrong_exits_with_1(ended: Outcome, tmp_path: Path) -> None:
     """A checkpoint that is intact by its own manifest and yet lacks what every checkpoint holds: no user wrote that. The traceback is for
     the report."""
     folder = runs.copy(ended("three steps")[0], tmp_path / "broken")
@@ -344,9 +345,9 @@ def test_what_only_we_can_have_done_wrong_exits_with_1(ended: Ended, tmp_path: P
     (checkpoint / "state.json").write_text(json.dumps(state))
     (checkpoint / "manifest.json").unlink()
     write_manifest(checkpoint, 3)
-    outcome = runs.command(folder, "train", "run.toml", "run.steps=4")
-    assert outcome.returncode == 1
-    assert "Traceback" in outcome.stderr and "cursor" in outcome.stderr
+    outcome = runs.command_forked(folder, "train", "run.toml", "run.steps=4")
+    assert outcome.code == 1
+    assert "Traceback" in outcome.error and "cursor" in outcome.error
 
 
 def test_check_looks_at_reward_and_data_although_both_are_wrong(folder: Path) -> None:

@@ -353,7 +353,6 @@ def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders
 
     folder = make(tmp_path / "killed", model_folders("qwen2"), rows=50)
     process = runs.start(folder, "train", "run.toml", "--json", *options)
-    assert process.stdout is not None
     assert all(process.stdout.readline() for _ in range(3)), (folder / "said.txt").read_text()
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)

@@ -1,4 +1,7 @@
-"""Each logger gets the numbers of metrics.jsonl: all are read back from the logger's own files."""
+"""Each logger gets the numbers of metrics.jsonl: all are read back from the logger's own files.
+
+Child processes import this file, so it imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +21,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import runs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fulltilt.config import LogConfig
-from fulltilt.loop.run import Run
 from fulltilt.observe import loggers
 from fulltilt.observe.loggers import Loggers, check, markdown_table, mlflow_name, open_loggers
 from fulltilt.observe.metrics import MetricsFile
@@ -412,36 +413,6 @@ def test_a_logger_that_hangs_holds_up_nothing(steps: int, monkeypatch: pytest.Mo
     stuck.come_back.set()
     (text,) = warned
     assert ("checkpoints would wait for it" if steps == 3 else "TimeoutError: it is 10 steps behind") in text
-
-
-class Told(Stuck):
-    """A logger that keeps what it is told of the run's end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.come_back.set()
-        self.finished: list[bool] = []
-
-    def close(self, finished: bool) -> None:
-        self.finished.append(finished)
-
-
-def test_a_run_that_was_stopped_is_not_called_finished(
-    tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, told, validate = runs.make(tmp_path / "folder", model_folders("qwen2")), Told(), Run._validate
-    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.Kind(lambda opening: told, ()))  # type: ignore[misc]
-
-    def stop_once(run: Run, step: int) -> dict[str, float]:
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGINT)
-        return validate(run, step)
-
-    monkeypatch.setattr(Run, "_validate", stop_once)
-    for steps, interrupted in ((1, True), (2, False)):
-        summary = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.steps=2", 'log.to=["tensorboard"]').summary
-        assert (summary.steps, summary.interrupted) == (steps, interrupted)
-        assert told.finished.pop() is not interrupted and told.finished == []
 
 
 def test_no_logger(tmp_path: Path) -> None:

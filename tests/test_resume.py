@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,20 +47,20 @@ def step_seconds(folder: Path) -> float:
 
 
 def finish(folder: Path, *overrides: str) -> None:
-    ended = runs.command(folder, "train", "run.toml", "--json", *overrides)
-    assert ended.returncode == 0, ended.stderr
+    process = runs.start(folder, "train", "run.toml", "--json", *overrides)
+    process.communicate(timeout=240)
+    assert process.returncode == 0, (folder / "said.txt").read_text()
 
 
-def start_and_wait(folder: Path, lines: int, *overrides: str) -> subprocess.Popen[str]:
+def start_and_wait(folder: Path, lines: int, *overrides: str) -> runs.Started:
     """The command, once it has told of so many steps."""
     process = runs.start(folder, "train", "run.toml", "--json", *overrides)
-    assert process.stdout is not None
     for _ in range(lines):
         assert process.stdout.readline(), f"it ended too early: {(folder / 'said.txt').read_text()}"
     return process
 
 
-def end_with(process: subprocess.Popen[str], number: signal.Signals) -> int:
+def end_with(process: runs.Started, number: signal.Signals) -> int | None:
     """Send the signal to the whole group, as a terminal does."""
     os.killpg(process.pid, number)
     process.communicate(timeout=120)
@@ -265,7 +264,8 @@ def test_a_second_ctrl_c_leaves_nothing_that_writes(tmp_path: Path, model_folder
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     hold_back(monkeypatch, 4, lambda: False)
     senders = [interrupt_when(seen_in(folder, 5)), interrupt_when(seen_in(folder, 5), delay=1.0)]
-    slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 0, seconds = 1 }", "reward.timeout_s=100")
+    there = folder / "run" / "rollouts" / "step-000005.jsonl"
+    slow = ("reward.function=reward.py:slow_once", f"reward.args={{ there = '{there}', seconds = 5 }}", "reward.timeout_s=100")
     with pytest.raises(KeyboardInterrupt):
         runs.train(folder, *BESIDE, "run.steps=8", *slow)
     for sender in senders:
@@ -424,10 +424,10 @@ def test_a_second_process_is_kept_out(tmp_path: Path, model_folders: ModelFolder
     os.killpg(first.pid, signal.SIGSTOP)
     try:
         before = runs.contents(folder / "run")
-        second = runs.command(folder, "train", "run.toml")
-        assert second.returncode == 2
-        assert "error: run.dir: another process is running in run." in second.stderr
-        assert "Traceback" not in second.stderr
+        second = runs.command_here(folder, "train", "run.toml")
+        assert second.code == 2
+        assert "error: run.dir: another process is running in run." in second.error
+        assert "Traceback" not in second.error
         assert runs.contents(folder / "run") == before
     finally:
         assert end_with(first, signal.SIGKILL) == -signal.SIGKILL

@@ -26,6 +26,7 @@ import pytest
 import runs
 import torch
 from huggingface_hub import constants
+from test_loggers import Stuck
 from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
@@ -39,6 +40,7 @@ from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
 from fulltilt.model.heads import HeadOptions, head_bytes
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
@@ -213,8 +215,8 @@ def test_evaluation_asks_nothing_of_what_only_training_uses(folder: Path, monkey
     monkeypatch.setenv("HOME", str(folder))
     options = ('reward.sources={ sums = "more.py:fingerprint" }', "reward.function=more.py:truth", 'log.to=["wandb"]')
     assert evaluated(folder, *options)["val/reward/mean"] == 100
-    checked = runs.command(folder, "train", "run.toml", "--check", *options)
-    assert checked.returncode == 2 and "log.to: wandb has no API key" in checked.stderr
+    checked = runs.command_here(folder, "train", "run.toml", "--check", *options)
+    assert checked.code == 2 and "log.to: wandb has no API key" in checked.error
 
 
 def test_evaluation_says_what_training_would_refuse(folder: Path) -> None:
@@ -555,7 +557,35 @@ def test_ctrl_c_in_the_last_step_has_nothing_left_to_stop(folder: Path, monkeypa
     assert list(runs.checkpoints(folder)) == [1, 2]
 
 
-def wait_for(holds: Callable[[], bool], process: subprocess.Popen[str], seconds: float = 60) -> None:
+class Told(Stuck):
+    """A logger that keeps what it is told of the run's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.come_back.set()
+        self.finished: list[bool] = []
+
+    def close(self, finished: bool) -> None:
+        self.finished.append(finished)
+
+
+def test_a_run_that_was_stopped_is_not_called_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told, validate = Told(), Run._validate
+    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.Kind(lambda opening: told, ()))  # type: ignore[misc]
+
+    def stop_once(run: Run, step: int) -> dict[str, float]:
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return validate(run, step)
+
+    monkeypatch.setattr(Run, "_validate", stop_once)
+    for steps, interrupted in ((1, True), (2, False)):
+        summary = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.steps=2", 'log.to=["tensorboard"]').summary
+        assert (summary.steps, summary.interrupted) == (steps, interrupted)
+        assert told.finished.pop() is not interrupted and told.finished == []
+
+
+def wait_for(holds: Callable[[], bool], process: runs.Started, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert process.poll() is None and time.monotonic() < end, "it ended, or did not come so far"
@@ -580,7 +610,7 @@ def test_a_second_ctrl_c_stops_at_once_without_saving(folder: Path) -> None:
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            process.communicate(timeout=60)
     assert "Traceback" not in said.read_text() and "saved" not in said.read_text().replace("without saving", "")
     assert not runs.checkpoints(folder)
     assert (folder / "run" / "metrics.jsonl").read_text() == ""
