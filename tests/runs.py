@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -182,6 +183,8 @@ class Started:
             self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        while os.getpgid(self.pid) != self.pid and self.poll() is None:  # from then on a signal to its group reaches it
+            time.sleep(0.001)
 
     @property
     def returncode(self) -> int | None:
