@@ -6,7 +6,8 @@
 
 PYTHON =
 TORCH_INDEX =
-# One process of tests per core, but at most eight: each holds torch and transformers, and starts processes of its own.
+# One process of tests per core, but at most eight: each holds torch and transformers, and starts processes of its own. On a GPU use
+# WORKERS=0, for some tests measure its memory.
 WORKERS = logical --maxprocesses 8
 PYTEST_ARGS =
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)

@@ -21,6 +21,11 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, those with a time limit of their own: at the end, all cores but one would wait for them."""
+    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+
+
 def device_of_kernels() -> str | None:
     """Where kernels run in this process. Imports torch, so only marked tests ask."""
     import torch

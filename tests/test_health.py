@@ -363,9 +363,6 @@ ModelFolders = Callable[[str], Path]
 
 # Without shuffling, rows 0 to 7 are those of the first two steps. A row's true answer is four times its number.
 FAULTS = '''
-import torch
-
-
 def letters(solution_str):
     return sum(character.islower() for character in solution_str) / 24
 

@@ -133,9 +133,17 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         assert float((found[name] - gradient).norm()) <= tolerance * size, name
 
 
-@pytest.mark.parametrize("owner", OWNERS)
-@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
+KINDS = [(owner, adapters) for adapters in (False, True) for owner in OWNERS]
+COMPILED_ADAPTERS = ("compile", True)  # half a minute of compilation
+
+
+@pytest.mark.parametrize(
+    ("owner", "adapters"),
+    [pytest.param(*kind, marks=pytest.mark.long if kind == COMPILED_ADAPTERS else ()) for kind in KINDS],
+    ids=[f"{'adapters' if adapters else 'all'}-{owner}" for owner, adapters in KINDS],
+)
 def test_what_is_allowed_runs_and_keeps_the_gradients(build: Callable[[str, bool], Built], owner: str, adapters: bool) -> None:
+    """`make check` has the one that compiles layers with adapters."""
     here = frozenset(filter(None, (owner, "lora" if adapters else "")))
     part, plain, tried = build(owner, adapters), build("", adapters).gradients(frozenset()), 0
     own = part.gradients(frozenset())
@@ -170,6 +178,7 @@ def model_of(folder: Path, dtype: str = "float32") -> PreTrainedModel:
     return load_model(ModelConfig(path=str(folder), dtype=dtype), CPU)
 
 
+@pytest.mark.long
 def test_layers_compiled_to_code_compute_what_they_did(model_folders: ModelFolders) -> None:
     """The whole of torch.compile. What one layer compiles serves all, with any number of tokens."""
     torch._dynamo.reset()
