@@ -210,7 +210,7 @@ def test_dapo_says_what_it_read() -> None:
 
 @pytest.mark.parametrize("truth", [None, "", " ", ["34"]])
 def test_dapo_refuses_a_ground_truth_without_answer(truth: Any) -> None:
-    with pytest.raises(ValueError, match="is no answer"):
+    with pytest.raises(ValueError, match="is not an answer"):
         dapo.score("Answer: 34", truth)
 
 
