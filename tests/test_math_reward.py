@@ -210,7 +210,7 @@ def test_dapo_says_what_it_read() -> None:
 
 @pytest.mark.parametrize("truth", [None, "", " ", ["34"]])
 def test_dapo_refuses_a_ground_truth_without_answer(truth: Any) -> None:
-    with pytest.raises(ValueError, match="is no answer"):
+    with pytest.raises(ValueError, match="is not an answer"):
         dapo.score("Answer: 34", truth)
 
 
@@ -220,7 +220,9 @@ def test_the_built_in_rewards_are_light() -> None:
         import json, sys
         from fulltilt.reward import functions
         loaded = functions.load([functions.locate(name) for name in functions.BUILT_IN], {})
-        results = [function.score({"ground_truth": "5"}, ["#### 5 Answer: 5"]) for function in loaded]
+        named = dict(zip(functions.BUILT_IN, loaded))
+        answers = ("dapo", "gsm8k", "gsm8k_flexible", "math")
+        results = [named[name].score({"ground_truth": "5"}, ["#### 5 Answer: 5"]) for name in answers]
         print(json.dumps([sorted({"torch", "numpy", "pydantic"} & set(sys.modules)), results]))
         """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

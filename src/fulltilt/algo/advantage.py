@@ -2,8 +2,8 @@
 
 Enters: the rows of a whole step, with their rewards and groups; for PPO also values, for ReMax baselines. Leaves: the same rows in the same
 order with `advantages` (for PPO also `returns`), one number per token, 0 outside the mask. Guaranteed: float64 until the last rounding;
-sums over samples or tokens are exact, so that the order of rows does not show, not even in the last bit; groups may be of any size and
-in any order; holes in a mask are stepped over as if they were not there.
+sums over samples or tokens are exact, so the order of rows does not change the result, not even in the last bit; groups may be of any
+size and in any order; tokens outside the mask are skipped.
 
 Where a row has `token_rewards` (a KL penalty per token), its reward is their sum.
 """
@@ -42,7 +42,7 @@ def group_relative(rows: Sequence[Row], normalize_by_std: bool) -> list[Row]:
 
 
 def leave_one_out(rows: Sequence[Row]) -> list[Row]:
-    """Reward minus the mean of the others of its group (RLOO).
+    """Reward minus the mean reward of the other samples of its group (RLOO).
 
     Example: rewards [1, 0, 0], one group -> [1, -0.5, -0.5]
     """
@@ -71,12 +71,12 @@ def greedy_baseline(rows: Sequence[Row]) -> list[Row]:
 
 
 def no_advantage(rows: Sequence[Row]) -> list[Row]:
-    """For losses that read none."""
+    """For losses that read no advantages."""
     return list(rows)
 
 
 def worth_training(rewards: np.ndarray) -> bool:
-    """Whether a group tells its samples apart: with equal rewards, or a single one, every group-relative advantage is 0."""
+    """Whether a group has different rewards: with equal rewards, or a single one, every group-relative advantage is 0."""
     return bool((rewards != rewards[:1]).any())
 
 
@@ -84,14 +84,14 @@ def worth_training(rewards: np.ndarray) -> bool:
 
 
 def discounted_returns(rows: Sequence[Row], gamma: float, whiten: bool) -> list[Row]:
-    """What is still to come from each token on, whitened over the trained tokens of the step (REINFORCE++)."""
+    """The discounted sum of rewards from each token on, whitened over the trained tokens of the step (REINFORCE++)."""
     returns = _accumulated([token_rewards(row) for row in rows], gamma)
     return per_token(rows, advantages=whitened(returns) if whiten else returns)
 
 
 def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bool) -> list[Row]:
-    """Generalised advantage estimation (PPO): with d_t = r_t + gamma V_{t+1} - V_t and a value of 0 behind the last trained token,
-    A_t = d_t + gamma lambda A_{t+1}. `returns`, which the critic learns, are A + V before whitening.
+    """Generalised advantage estimation (PPO): with d_t = r_t + gamma V_{t+1} - V_t and a value of 0 after the last trained token,
+    A_t = d_t + gamma lambda A_{t+1}. `returns`, the critic's targets, are A + V before whitening.
     """
     values, surprises = [], []
     for row in rows:
@@ -105,7 +105,7 @@ def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bo
 
 
 def whitened(numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """All numbers together brought to mean 0 and standard deviation 1 (n - 1, variance + 1e-8, as in verl); equal ones become exactly 0."""
+    """All numbers together scaled to mean 0 and standard deviation 1 (n - 1, variance + 1e-8, as in verl); equal ones become exactly 0."""
     everything = np.concatenate([np.zeros(0), *numbers])
     centred = _centred(everything)
     scale = sqrt(fsum((centred**2).tolist()) / max(1, len(centred) - 1) + VARIANCE_FLOOR)
@@ -122,12 +122,12 @@ def totals(rows: Sequence[Row]) -> np.ndarray:
         [row.reward if row.token_rewards is None or not row.mask.any() else fsum(row.token_rewards[row.mask].tolist()) for row in rows],
         dtype=np.float64,
     )
-    assert np.isfinite(found).all(), "a reward that is not a finite number got past the reward room"
+    assert np.isfinite(found).all(), "rewards are finite numbers"
     return found
 
 
 def token_rewards(row: Row) -> np.ndarray:
-    """The reward of each trained token, float64: that of the sample stands on the last one, unless there are rewards for each."""
+    """The reward of each trained token, float64: the last one has the sample's reward, unless the row has a reward for each token."""
     if row.token_rewards is not None:
         return row.token_rewards[row.mask].astype(np.float64)
     rewards = np.zeros(np.count_nonzero(row.mask))
@@ -136,7 +136,7 @@ def token_rewards(row: Row) -> np.ndarray:
 
 
 def spread(row_advantages: np.ndarray, rows: Sequence[Row]) -> list[Row]:
-    """Give every trained token of a row the row's number, and 0 to the rest."""
+    """Gives every trained token of a row the row's number, and 0 to the rest."""
     assert len(row_advantages) == len(rows), f"{len(row_advantages)} advantages for {len(rows)} rows"
     return [
         replace(row, advantages=np.where(row.mask, value, 0.0).astype(np.float32)) for value, row in zip(row_advantages, rows, strict=True)
@@ -144,7 +144,7 @@ def spread(row_advantages: np.ndarray, rows: Sequence[Row]) -> list[Row]:
 
 
 def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray]) -> list[Row]:
-    """The rows with fields that hold one number for each trained token, put where the tokens are."""
+    """The rows with new fields, each filled from one number for each trained token."""
     filled = []
     for index, row in enumerate(rows):
         found: dict[str, Any] = {}
@@ -156,21 +156,21 @@ def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray]) -> list[Row]:
 
 
 def _groups(rows: Sequence[Row]) -> Iterator[np.ndarray]:
-    """The places of each group's rows."""
+    """For each group, the indices of its rows."""
     groups = np.array([row.group for row in rows], dtype=np.int64)
     order = np.argsort(groups, kind="stable")
     yield from np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(rows) else ()
 
 
 def _centred(numbers: np.ndarray) -> np.ndarray:
-    """Numbers minus their mean; exactly 0 if they are all equal, which the rounding of a mean would miss."""
+    """Numbers minus their mean; exactly 0 if they are all equal, which rounding of the mean would prevent."""
     if not len(numbers) or (numbers == numbers[0]).all():
         return np.zeros(len(numbers))
     return numbers - fsum(numbers.tolist()) / len(numbers)
 
 
 def _accumulated(sequences: Sequence[np.ndarray], factor: float) -> list[np.ndarray]:
-    """Each number plus `factor` times what follows it, from the end of each sequence; all sequences side by side, ends aligned."""
+    """Each number plus `factor` times the accumulated number after it; computed for all sequences at once, aligned at their ends."""
     longest = max(map(len, sequences), default=0)
     table = np.zeros((longest, len(sequences)))
     for column, own in enumerate(sequences):

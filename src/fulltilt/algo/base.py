@@ -1,7 +1,7 @@
-"""The Algorithm record: all that the loop and the trainer know of an algorithm.
+"""The Algorithm record: all that the loop and the trainer know about an algorithm.
 
-It is data. Nothing outside this room asks an algorithm for its name to decide what to do: the loop reads `needs`, shapes rewards, calls
-`advantage` on the rows of a step, hands `aggregation` and `length_norm` to batching, and the trainer calls `loss` on every micro-batch.
+It is data. No code outside this package branches on an algorithm's name: the loop reads `needs`, shapes rewards, calls `advantage` on the
+rows of a step, passes `aggregation` and `length_norm` to batching, and the trainer calls `loss` on every micro-batch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NEEDS = frozenset({"rollout", "ref_logprobs", "old_logprobs", "values", "baselin
 
 @dataclass(frozen=True)
 class DynamicSampling:
-    """Go on sampling until a step has its groups; those that teach nothing do not count."""
+    """Continue sampling until a step has enough useful groups."""
 
-    useful: Callable[[np.ndarray], bool]  # rewards of one group (failed ones left out), as the reward gave them -> is it worth training on
+    useful: Callable[[np.ndarray], bool]  # whether to train on a group, given its rewards before shaping, failed ones left out
     prompts_per_round: int
     max_rounds: int
 
@@ -37,13 +37,13 @@ class Algorithm:
     advantage: AdvantageFunction  # all rows of a step -> the same rows, in the same order, with `advantages` (if the loss reads them)
     loss: LossFunction
     aggregation: str  # how batching weighs the tokens of a mini-batch
-    length_norm: int  # divisor of the aggregation that wants one; read by no other
+    length_norm: int  # divisor, for the aggregation that needs one
     needs: frozenset[str]  # subset of NEEDS: "rollout" (samples and rewards), "baseline" (a greedy sample of each prompt, scored), and the
     # per-token numbers to annotate rows with
     entropy_gradient: bool  # whether the entropy of `TokenTerms` must carry a gradient
     settings: Mapping[str, Setting]  # every number of the preset as it is used, for people to read
-    value_loss: ValueLossFunction | None = None  # of the critic, if it needs values; `advantage` then also gives `returns`
-    critic_warmup: int = 0  # first steps in which only the critic is updated
+    value_loss: ValueLossFunction | None = None  # the critic's loss, if the algorithm needs values; `advantage` then also gives `returns`
+    critic_warmup: int = 0  # number of first steps in which only the critic is updated
     dynamic: DynamicSampling | None = None
     overlong: Overlong | None = None
     advantage_alone: bool = False  # whether a sample whose advantages are all 0 adds nothing to the gradient of `loss`

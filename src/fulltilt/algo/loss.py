@@ -1,18 +1,18 @@
 """Losses: one number per trained token in, one scalar to differentiate out.
 
-Enters: `TokenTerms` (for a critic `ValueTerms`), tensors of shape [R] over the trained tokens of one micro-batch, each token's weight in
-the mini-batch included. Leaves: `LossParts`. Guaranteed: every term is a sum of weight times a per-token number that depends on that
-token alone, or on the tokens of its own row, which is never cut: the sum over micro-batches does not depend on how the mini-batch was cut;
-all is computed in the dtype that enters; metrics carry no gradient.
+Enters: `TokenTerms` (for a critic `ValueTerms`), tensors of shape [R] over the trained tokens of one micro-batch, including each token's
+weight in the mini-batch. Leaves: `LossParts`. Guaranteed: every term is a sum of weight times a per-token number that depends only on that
+token, or on the tokens of its own row, which is never split: the sum over micro-batches does not depend on how the mini-batch was split;
+everything is computed in the dtype that enters; metrics carry no gradient.
 
-A policy's loss is a surrogate (a function from terms to `Surrogate`, which is where algorithms differ) and what all have in common:
+A policy's loss is a surrogate (a function from terms to `Surrogate`, which is where algorithms differ) and what all policies share:
 importance weight, KL term, entropy bonus, metrics (`policy_loss`).
 
-Metrics have verl's names. Parts of the loss (`actor/pg_loss`, `actor/kl_loss`, `critic/vf_loss`, `train/loss`) are `weighted`; those that
-compare trainer and engine are `ratios` over fresh tokens, for older weights would show a gap that is none; the rest are `sums`, that is,
-means over trained tokens once the mini-batch is complete.
+Metrics have verl's names. Parts of the loss (`actor/pg_loss`, `actor/kl_loss`, `critic/vf_loss`, `train/loss`) are `weighted`. Metrics that
+compare trainer and engine are `ratios` over fresh tokens only: tokens that older weights sampled would show a gap that is not the
+engine's. The rest are `sums`, which become means over trained tokens once the mini-batch is complete.
 
-Only methods of the tensors are called, so that this module, and the presets that name its functions, load without torch: a run's
+Only methods of the tensors are called, so that this module and the presets that name its functions load without torch: a run's
 configuration is checked before torch is imported.
 """
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 # The KL estimators serve the loss (torch) and the reward (numpy).
 Numbers = TypeVar("Numbers", "np.ndarray", "Tensor")
 
-# exp(20) is about 5e8: past any ratio that still means something, and far from where float32 overflows and an unused branch's infinity
+# exp(20) is about 5e8: larger than any meaningful ratio, and far below where float32 overflows and the infinity of an unused branch
 # turns the gradient into NaN.
 LOG_RATIO_BOUND = 20.0
 
 
 def k1(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
-    """log p/q. An unbiased estimate of the KL, but a poor loss: on policy its gradient, that of log p, is zero in expectation, so that it
-    adds noise and no pull towards the reference. Right in the reward; in the loss use k2 or k3."""
+    """log p/q. An unbiased estimate of the KL, but a poor loss: on policy its gradient, that of log p, is zero in expectation, so it adds
+    noise and no pull towards the reference. Use it in the reward; in the loss use k2 or k3."""
     return logprobs - ref_logprobs
 
 
@@ -49,7 +49,7 @@ def k2(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
 
 
 def k3(logprobs: Numbers, ref_logprobs: Numbers) -> Numbers:
-    """q/p - 1 - log q/p. Unbiased as an estimate, never negative, of low variance; its gradient is that of KL(q, p) near p = q.
+    """q/p - 1 - log q/p. Unbiased as an estimate, never negative, with low variance; near p = q its gradient is that of KL(q, p).
 
     log q/p is clamped to +-20, as in verl: beyond, the term is constant and its gradient 0.
     """
@@ -64,9 +64,9 @@ KL_ESTIMATORS: dict[str, Callable[..., Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 @dataclass(frozen=True, eq=False)
 class Surrogate:
-    """The policy-gradient loss of each token, and what only this surrogate can measure."""
+    """The policy-gradient loss of each token, and the metrics that only this surrogate can compute."""
 
-    loss: Tensor  # [R]; a user's own function may also give a scalar that holds the weights already
+    loss: Tensor  # [R]; a user's own function may also give a scalar that includes the weights already
     sums: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -101,9 +101,9 @@ def clipped_surrogate(terms: TokenTerms, clip_low: float, clip_high: float, dual
 
 
 def sequence_surrogate(terms: TokenTerms, clip_low: float, clip_high: float) -> Surrogate:
-    """GSPO: as above with one ratio for a whole row, the geometric mean of its tokens' ratios.
+    """GSPO: the clipped surrogate with one ratio for a whole row, the geometric mean of its tokens' ratios.
 
-    Each token's loss has the row's ratio as its value and the token's own log-prob as the way its gradient takes. Averaged over the row
+    The value of each token's loss uses the row's ratio, and its gradient flows through the token's own log-prob. Averaged over the row
     (seq-mean-token-mean) the gradient is that of the row's ratio.
     """
     _, place, lengths = terms.row.unique_consecutive(return_inverse=True, return_counts=True)
@@ -139,13 +139,13 @@ def _count(condition: Tensor, like: Tensor) -> Tensor:
     return condition.to(like.dtype).sum()
 
 
-# ---- what all policies have in common ----------------------------------------------------------------------------------------------
+# ---- what all policies share -------------------------------------------------------------------------------------------------------
 
 
 def importance_ratio(terms: TokenTerms) -> Tensor:
     """Probability of each token under the trainer's old policy over that under the engine that sampled it, without gradient.
 
-    It is 1 where trainer and engine agree to the bit. Its log is held at 20, so that the mean over tokens stays a number.
+    It is 1 where trainer and engine agree to the bit. Its log is at most 20, so that the mean over tokens stays finite.
     """
     return engine_gap(terms).clamp(max=LOG_RATIO_BOUND).exp()
 
@@ -173,7 +173,7 @@ class PolicyLossSettings:
 def policy_loss(terms: TokenTerms, surrogate: SurrogateFunction, settings: PolicyLossSettings) -> LossParts:
     """Surrogate times the truncated importance weight, plus kl_coef times KL, minus entropy_coef times entropy.
 
-    Only the surrogate is corrected by the importance weight: it alone is an estimate over the engine's tokens of a policy gradient.
+    The importance weight corrects only the surrogate: no other term estimates a policy gradient from the engine's tokens.
     """
     found = surrogate(terms)
     sums = {**found.sums, "actor/ppo_kl": -log_ratio(terms).detach().sum(), "actor/entropy": terms.entropy.detach().sum()}
@@ -185,7 +185,7 @@ def policy_loss(terms: TokenTerms, surrogate: SurrogateFunction, settings: Polic
         assert policy.ndim, "a scalar cannot be weighted token by token"
         ratio = importance_ratio(terms)
         policy = policy * ratio.clamp(max=settings.importance_cap)
-        # verl's names, and like verl before the truncation: after it the mean could not show how far engine and trainer are apart.
+        # As in verl, before the truncation: after it the mean would not show how far engine and trainer differ.
         ratios["rollout_corr/rollout_is_mean"] = over_fresh(ratio, terms)
         sums["rollout_corr/rollout_is_ratio_fraction_high"] = _count(ratio > settings.importance_cap, ratio)
     loss = (policy * terms.weights).sum() if policy.ndim else policy
@@ -204,7 +204,8 @@ def policy_loss(terms: TokenTerms, surrogate: SurrogateFunction, settings: Polic
 
 
 def value_loss(terms: ValueTerms, value_clip: float) -> LossParts:
-    """Half the squared error of the critic; with `value_clip` above 0 the larger of it and that of values that moved at most so far."""
+    """Half the squared error of the critic; with `value_clip` above 0 at least the error of values clipped to that distance from the old
+    ones."""
     error = (terms.values - terms.returns).square()
     near = terms.values
     if value_clip > 0:

@@ -1,7 +1,7 @@
 """What an algorithm does to rewards before advantages: the penalty for long responses, and the KL penalty per token.
 
-Enters: response lengths; rows with `old_logprobs` and `ref_logprobs`. Leaves: what is taken off a reward; rows with `token_rewards`.
-Guaranteed: pure functions in float64 until the last rounding. Free of torch.
+Enters: response lengths; rows with `old_logprobs` and `ref_logprobs`. Leaves: penalties, and rows with `token_rewards`. Guaranteed: pure
+functions in float64 until the last rounding. Does not import torch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 from fulltilt.records import Row
 
-LARGEST_ERROR = 0.2  # of the adaptive weight, relative to its target
+LARGEST_ERROR = 0.2  # bound on the KL's distance from its target, relative to the target
 
 
 @dataclass(frozen=True)
 class Overlong:
-    """DAPO's soft punishment: none up to `longest - buffer` tokens, then linear, the whole of it at `longest`."""
+    """DAPO's soft penalty: none up to `longest - buffer` tokens, then growing linearly to `penalty` at `longest`."""
 
     longest: int  # rollout.max_new_tokens
     buffer: int  # above 0
@@ -32,12 +32,12 @@ class Overlong:
 
 @dataclass(frozen=True)
 class RewardKL:
-    """A penalty on each token for leaving the reference, with a weight that is fixed or follows a target."""
+    """A penalty on each token for moving away from the reference, with a weight that is fixed or follows a target."""
 
     coef: float  # at the start of the run
-    target: float | None  # mean KL per token to steer to; None: the weight stays
-    horizon: int  # samples
-    estimator: Callable[[np.ndarray, np.ndarray], np.ndarray]  # of log-probs and reference log-probs
+    target: float | None  # mean KL per token to aim for; None: the weight is fixed
+    horizon: int  # samples over which the weight adapts
+    estimator: Callable[[np.ndarray, np.ndarray], np.ndarray]  # KL from log-probs and reference log-probs
 
     def penalise(self, rows: Sequence[Row], coef: float) -> tuple[list[Row], float]:
         """The rows with `token_rewards`, and the mean over samples of the mean KL per token."""

@@ -1,13 +1,13 @@
 """Rows into packed micro-batches and per-token numbers back into rows.
 
 Enters: rows. Leaves: `MicroBatch` streams, each trained token with its share of the mini-batch's loss. Guaranteed: shares are float64 and
-computed over the whole mini-batch before it is cut, so a sum of share times number is the same for every cut and every order of rows; a
-row without trained tokens weighs nothing and divides nothing by zero; no row is lost or repeated, but for rows without an advantage that
-are left out where the caller says so.
+computed over the whole mini-batch before it is split, so a sum of share times number is the same for every split and every order of rows;
+a row without trained tokens has weight 0 and causes no division by zero; no row is lost or repeated, except for rows without an advantage
+where the caller asks to leave them out.
 
-There is no padding, unless packing is switched off to see what it gains. Then every row of a micro-batch gets a tail of pad tokens up to
-the longest: part of its document and behind all its tokens, so that causal attention lets none of them see it. Pads are computed, counted
-in `pad_tokens` and held to the budget, and change no result.
+There is no padding, unless packing is switched off to measure what it saves. Then every row of a micro-batch is padded at its end to the
+longest: pads are part of its document and come after all its tokens, so with causal attention no token sees them. Pads are computed,
+counted in `pad_tokens` and in the budget, and change no result.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import numpy as np
 from fulltilt.batching.schedule import fill, fill_padded, fixed
 from fulltilt.records import MicroBatch, MiniBatch, Row
 
-PAD = 0  # a token that every vocabulary has; nothing reads what becomes of it
+PAD = 0  # a token that every vocabulary has; nothing reads its results
 PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 @dataclass(frozen=True)
 class MicroSizing:
-    """How large a micro-batch may be, by tokens (dynamic) or by samples, and whether its rows lie side by side or are padded."""
+    """How large a micro-batch may be, in tokens (dynamic) or in samples, and whether its rows are packed or padded."""
 
     dynamic: bool
     token_budget: int  # pads included
-    micro_batch: int | None = None  # samples of each, when not dynamic
+    micro_batch: int | None = None  # samples in each, when not dynamic
     packing: bool = True  # False: every row is padded to the longest of its micro-batch
 
     def __post_init__(self) -> None:
         assert self.dynamic or self.micro_batch, "without dynamic batching micro_batch must be given"
 
     def schedule(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Which rows go together, with what batching/schedule.py guarantees; without packing a micro-batch has its longest row's tokens
-        once for each of its rows."""
+        """Which rows go together, as batching/schedule.py guarantees; without packing every row counts with the tokens of the longest in
+        its micro-batch."""
         if self.dynamic:
             return (fill if self.packing else fill_padded)(lengths, self.token_budget)
         assert self.micro_batch is not None
@@ -80,7 +80,7 @@ def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[floa
     tokens = np.array([row.tokens for row in chosen], dtype=np.int64)
     lengths = tokens if packing else np.full_like(tokens, tokens.max())
     positions = np.concatenate([np.arange(length, dtype=np.int64) for length in lengths])
-    places = np.flatnonzero(positions < np.repeat(tokens, lengths))  # of all that is no pad
+    places = np.flatnonzero(positions < np.repeat(tokens, lengths))  # positions in the stream that are not pads
     ids = np.full(len(positions), PAD, dtype=np.int64)
     ids[places] = np.concatenate([row.ids for row in chosen])
     trained = places[np.concatenate([row.mask for row in chosen])].astype(np.int64)
@@ -112,10 +112,10 @@ def _gather(rows: Sequence[Row], name: str) -> np.ndarray | None:
 
 
 def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False) -> MiniBatch:
-    """The rows of one optimizer step, cut into micro-batches, largest first. `advantage_alone`: rows without an advantage add nothing to
-    the gradient, and are not packed; they count in the shares all the same.
+    """The rows of one optimizer step, split into micro-batches, largest first. `advantage_alone`: rows without an advantage add nothing to
+    the gradient and are not packed; they still count in the shares.
 
-    Rows without a single trained token among them give trained_tokens 0 and micro-batches with empty weights: a loss of 0.
+    If no row has a trained token, trained_tokens is 0 and the micro-batches have empty weights: the loss is 0.
     """
     row_weights = weights(rows, aggregation, length_norm)
     taught = with_advantage(rows) if advantage_alone else list(range(len(rows)))
@@ -129,24 +129,25 @@ def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: Mi
 
 
 def with_advantage(rows: Sequence[Row]) -> list[int]:
-    """The places of rows with an advantage other than 0."""
+    """The indices of rows with an advantage other than 0."""
     return [place for place, row in enumerate(rows) if row.advantages is None or row.advantages[row.mask].any()]
 
 
 def shortest(rows: Sequence[Row]) -> int:
-    """The place of the shortest row that is trained on: computed in the stead of all, an optimizer step is made as ever, by momentum."""
+    """The index of the shortest row that is trained on. If no row has an advantage, it alone is computed, so that the optimizer still takes
+    its step, by momentum."""
     trained = [place for place, row in enumerate(rows) if row.mask.any()]
     return min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))
 
 
 def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[MicroBatch]:
-    """Micro-batches for a pass without gradient, which reads log-probs and no weights: all weights are 0."""
+    """Micro-batches for a pass without gradient, which does not read weights: all weights are 0."""
     nothing = [0.0] * len(rows)
     return [pack(rows, indices, nothing, packing=sizing.packing) for indices in sizing.schedule([row.tokens for row in rows])]
 
 
 def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Sequence[np.ndarray], field: str) -> list[Row]:
-    """Put one number per trained token of each micro-batch back into the rows that were packed, as `field`, aligned with `ids`.
+    """Puts one number per trained token of each micro-batch back into the rows that were packed, as `field`, aligned with `ids`.
 
     `field` is one of PER_TOKEN_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """

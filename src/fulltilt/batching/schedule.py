@@ -2,13 +2,13 @@
 
 Enters: group numbers or lengths of rows. Leaves: lists of row indices, ascending within each list. Guaranteed, for all functions:
 - every row is in exactly one list, and no list is empty;
-- the answer depends on the arguments alone, never on chance or time;
-- nothing must divide anything.
-For micro-batches moreover:
-- `fill` never puts more than `budget` tokens together, except that a longer row has a micro-batch to itself;
-- once `fill` makes two micro-batches, they are fewer than 2 * tokens / budget; of equally many it takes those whose largest is smaller and
-  needs less memory, which are even ones as a rule;
-- the largest (most tokens) comes first, so that a budget too large for memory shows at once and not at the end.
+- the result depends only on the arguments, never on chance or time;
+- no number has to be divisible by another.
+For micro-batches also:
+- `fill` never puts more than `budget` tokens together, except that a longer row gets a micro-batch of its own;
+- if `fill` makes two or more micro-batches, they are fewer than 2 * tokens / budget; of two ways with equally many it takes the one whose
+  largest micro-batch is smaller and needs less memory, usually the even one;
+- the largest (most tokens) comes first, so that a budget too large for memory fails at once and not at the end.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from collections.abc import Sequence
 
 
 def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
-    """Rows of a step, given each row's group, in `count` mini-batches of whole groups, in prompt order (that of the group numbers).
+    """Splits the rows of a step, given each row's group, into `count` mini-batches of whole groups, in the order of group numbers.
 
-    Mini-batches differ by one group at most, the earlier ones being the larger. With fewer groups than `count` there are fewer
-    mini-batches: an empty one would still move the optimizer. Example: groups [0, 0, 1, 2, 2], 2 mini-batches -> [[0, 1, 2], [3, 4]]
+    Mini-batches differ by at most one group, the earlier ones being larger. With fewer groups than `count` there are fewer mini-batches: an
+    empty one would still move the optimizer. Example: groups [0, 0, 1, 2, 2], 2 mini-batches -> [[0, 1, 2], [3, 4]]
     """
     assert count > 0, f"{count} mini-batches"
     members: dict[int, list[int]] = {}
@@ -40,7 +40,7 @@ def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit makes, and of these about as much in each.
+    """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit needs, about equally full.
 
     Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
     """
@@ -87,8 +87,8 @@ def _evenly(longest_first: Sequence[int], lengths: Sequence[int], count: int) ->
 
 
 def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """The same where every row is padded to the longest of its micro-batch and pads count. Rows of like length go together, which needs the
-    fewest pads.
+    """Like `fill`, for rows that are padded to the longest of their micro-batch; pads count. Rows of similar length go together, since
+    this needs the fewest pads.
 
     Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
     """
@@ -104,7 +104,7 @@ def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list[list[int]]:
-    """Micro-batches of `samples` neighbouring rows each, whatever their lengths; the last rows may be fewer."""
+    """Micro-batches of `samples` neighbouring rows each, whatever their lengths; the last may have fewer."""
     assert samples > 0, f"{samples} samples in a micro-batch"
     rows = range(len(lengths))
     return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths, padded)

@@ -22,7 +22,7 @@ import pickle
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -104,7 +104,7 @@ class RewardPool:
         self._changed = threading.Condition()
         self._groups: dict[Group, _Scores] = {}
         self._next_id = 0
-        self._stats = RewardStats()
+        self._counts = asdict(RewardStats())
         self._mistake: UserError | None = None
         self._closed = False
         self._sums = Sums(config)
@@ -171,7 +171,7 @@ class RewardPool:
 
     def stats(self) -> RewardStats:
         with self._changed:
-            return self._stats
+            return RewardStats(**self._counts)
 
     def close(self) -> None:
         """Kills all processes. Scores not collected are lost."""
@@ -203,41 +203,37 @@ class RewardPool:
 
     def _done(self, call: RewardCall, outcome: Outcome) -> None:
         """On the dispatcher's thread: one call has ended."""
-        place: _Place = call.label
         name = self._sums.names[call.request.function]
         message = f"{name} {outcome.message}"
         if outcome.failure not in (None, "mistake"):
             self._write_error(call, outcome, message)
         with self._changed:
             if outcome.failure == "mistake":
-                self._mistake = self._mistake or _mistake(name, place, outcome)
+                self._mistake = self._mistake or _mistake(name, call.label, outcome)
             else:
                 self._count(outcome, message)
-                self._keep(place, self._scores(call, outcome, message))
+                self._keep(call, outcome, message)
             self._changed.notify_all()
 
-    def _scores(self, call: RewardCall, outcome: Outcome, message: str) -> list[Score]:
-        if outcome.failure is None:
-            return [Score(value, parts, answer=answer) for value, parts, answer in outcome.scores]
-        value = self._config.error_score if self._config.on_error == "score" else 0.0
-        return [Score(value, error=message)] * len(call.request.texts)
-
-    def _keep(self, place: _Place, scores: Sequence[Score]) -> None:
+    def _keep(self, call: RewardCall, outcome: Outcome, message: str) -> None:
+        place: _Place = call.label
+        scores = [Score(value, parts, answer=answer) for value, parts, answer in outcome.scores]
+        if outcome.failure is not None:
+            value = self._config.error_score if self._config.on_error == "score" else 0.0
+            scores = [Score(value, error=message)] * len(call.request.texts)
         group = self._groups[place.group]
         for sample, score in enumerate(scores, start=place.first):
             group.found[sample][place.component] = score
         group.left -= len(scores)
 
     def _count(self, outcome: Outcome, message: str) -> None:
-        before = self._stats
-        failures = {name: getattr(before, name) + (outcome.failure == failure) for failure, name in FAILURES.items()}
-        self._stats = RewardStats(
-            calls=before.calls + 1,
-            retries=before.retries + outcome.retried,
-            seconds=before.seconds + outcome.seconds,
-            recent=(*(old for old in before.recent if old != message), message)[-RECENT:] if outcome.failure else before.recent,
-            **failures,
-        )
+        counts = self._counts
+        counts["calls"] += 1
+        counts["retries"] += outcome.retried
+        counts["seconds"] += outcome.seconds
+        if outcome.failure is not None:
+            counts[FAILURES[outcome.failure]] += 1
+            counts["recent"] = (*(older for older in counts["recent"] if older != message), message)[-RECENT:]
 
     def _write_error(self, call: RewardCall, outcome: Outcome, message: str) -> None:
         if self._errors_file is None or self._errors_written >= MOST_ERRORS_WRITTEN:

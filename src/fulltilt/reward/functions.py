@@ -50,7 +50,6 @@ class WrongCount(Exception):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    name: str
     function: Callable[..., Any]
     batch: bool
     takes: tuple[str, ...]  # the names of SINGLE or BATCH it is given
@@ -133,7 +132,7 @@ def load(located: Sequence[UserCode], args: Mapping[str, Any]) -> list[RewardFun
     functions = []
     for code in located:
         try:
-            functions.append(_bind(code.name, _own(code), args) if code.path else _bind(code.name, _built_in(code.name), {}))
+            functions.append(_bind(_own(code), args) if code.path else _bind(_built_in(code.name), {}))
         except UserCodeError as error:
             if isinstance(error.__cause__, MemoryError):
                 error = UserCodeError(f"loading {code.path} took more memory than reward.memory_gb allows")
@@ -159,7 +158,7 @@ def _own(code: UserCode) -> Callable[..., Any]:
     return function
 
 
-def _bind(name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> RewardFunction:
+def _bind(function: Callable[..., Any], args: Mapping[str, Any]) -> RewardFunction:
     parameters = user_code.parameters(function)
     by_keyword = [
         key for key, parameter in parameters.items() if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -178,4 +177,4 @@ def _bind(name: str, function: Callable[..., Any], args: Mapping[str, Any]) -> R
             f"parameter a default or a value in reward.args"
         )
     takes = tuple(key for key in known if key in by_keyword or (open_ended and key in known[: len(VERL)]))
-    return RewardFunction(name, function, batch, takes, {key: value for key, value in args.items() if open_ended or key in by_keyword})
+    return RewardFunction(function, batch, takes, {key: value for key, value in args.items() if open_ended or key in by_keyword})

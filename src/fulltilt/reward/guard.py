@@ -1,8 +1,8 @@
 """Kills the worker processes when the trainer itself was killed and can no longer do it.
 
-Started by file path, it imports nothing of fulltilt. Enters on standard input: lines `+PID` and `-PID`, the process groups that live.
-The trainer holds the only other end, so end of file means that it is gone, however it went: then every group still listed is killed,
-with whatever the user's functions had started in it.
+Started by file path, it imports nothing of fulltilt. Enters on standard input: lines `+PID` and `-PID`, the process groups that start and
+end. The trainer holds the only other end, so end of file means that the trainer is gone, however it ended: then every group still listed
+is killed, with everything that the user's functions started in it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The reward model's text and its place in the scores: samples enter as rows for the model and leave with its numbers in their scores.
+"""The reward model's input and its part in the scores: samples become rows for the model, and its numbers are added to their scores.
 
-`RewardEncoder` writes prompt and response as the reward model's own tokenizer and chat template do; it may be of another family than
-the policy. Rows are packed like any others; the one marked token is the last, where the model's number is read. `add_model_scores` adds
-the numbers to the scores of the functions. Guaranteed: no text is cut, since a cut text would be scored wrongly in silence: one that the
+`RewardEncoder` writes prompt and response with the reward model's own tokenizer and chat template; the model may be of another family than
+the policy. Rows are packed like any others; the mask marks the last token, where the model's number is read. `add_model_scores` adds the
+numbers to the scores of the functions. Guaranteed: no text is cut, since a cut text would silently get a wrong score: a text that the
 model cannot read is a failed reward, treated by `reward.on_error`; a sample whose function failed keeps its failure; a number that is not
 finite stops the run.
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEXT_SHOWN = 80
-REMEDY = "Set reward_model.chat_template to a file with a chat template that can"
+REMEDY = "Set reward_model.chat_template to a file with a suitable chat template"
 
 
 class RewardEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, longest: int | None = None) -> None:
-        """`tokenizer` is the reward model's, with the chat template to use; `longest` the most tokens that the model reads."""
+        """`tokenizer` is the reward model's, with the chat template to use; `longest` is the model's context in tokens."""
         self.tokenizer = tokenizer
         self._longest = longest
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """UserError if prompts cannot be written for the reward model: found before the first rollout instead of after it."""
+        """UserError if prompts cannot be written for the reward model: reported before the first rollout instead of after it."""
         for prompt in prompts:
             ids = self._encode(prompt, Sample(0, np.zeros(0, np.int64), np.zeros(0, np.float32), "stop", "."))
             if self._unreadable(ids):
@@ -49,7 +49,7 @@ class RewardEncoder:
                 )
 
     def rows(self, groups: Sequence[Group]) -> list[Row | str]:
-        """One row for each sample, in the order of groups and samples; why not, where the model cannot read it."""
+        """One row for each sample, in the order of groups and samples; a text instead says why the model cannot read the sample."""
         found: list[Row | str] = []
         for number, group in enumerate(groups):
             for sample in group.samples:
@@ -79,7 +79,7 @@ class RewardEncoder:
 
     def _conversation(self, messages: list[dict[str, Any]]) -> list[int]:
         if not self.tokenizer.chat_template:
-            raise UserError(f"prompts are messages, and the reward model's tokenizer has no chat template. {REMEDY} write them")
+            raise UserError(f"prompts are messages, and the reward model's tokenizer has no chat template. {REMEDY}")
         try:
             # The template writes its own special tokens; transformers adds none when it tokenises a template's text.
             ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=True, return_dict=False)
@@ -89,20 +89,20 @@ class RewardEncoder:
 
 
 def _plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Text in parts as one string: a template that knows no parts would write them out as Python shows a list."""
+    """Joins text in parts into one string: a template that does not support parts would write them as Python prints a list."""
     content = message.get("content")
     return {**message, "content": "".join(part["text"] for part in content)} if isinstance(content, list) else dict(message)
 
 
 def model_weight(group: Group, config: RewardConfig) -> float | None:
-    """The reward model's weight in a group's reward; None where it has no part in it."""
+    """The reward model's weight in a group's reward; None where the reward does not name the model."""
     return reward_weights(config.sources.get(group.prompt.data_source, config.function)).get(REWARD_MODEL)
 
 
 def add_model_scores(
     groups: Sequence[Group], scores: Sequence[Sequence[Score]], model_scores: Sequence[Sequence[float | str]], config: RewardConfig
 ) -> list[list[Score]]:
-    """The scores with the reward model's part in them. `model_scores` has an entry for each group, which is not read (and may be empty)
+    """The scores with the reward model's numbers added. `model_scores` has an entry for each group, which is not read (and may be empty)
     where the group's reward does not name the reward model; a text in place of a number says why there is none."""
     added = []
     for group, of_group, of_model in zip(groups, scores, model_scores, strict=True):

@@ -1,8 +1,8 @@
-"""Weighted sums: what functions said of a sample enters, its score leaves.
+"""Weighted sums: the scores that functions gave a sample enter, the sample's score leaves.
 
-`reward.function` and each entry of `reward.sources` name one reward or a table of rewards and weights. A single name is a sum too, whose
-score is the function's own. With more than one, each function's own value becomes a part under a short label, and its parts are put under
-that label. The reward model is left out here: it is added on the device (`model`). Guaranteed: if one function failed, so has the
+`reward.function` and each entry of `reward.sources` name one reward or a table of rewards and weights. A single name is a sum with one
+term, whose score is the function's own. With several, each function's value becomes a part under a short label, and its parts are named
+under that label. The reward model is not included here: its score is added later (`model`). Guaranteed: if one function failed, so has the
 sum; the answer is the first that a function gives, in the table's order.
 """
 
@@ -29,7 +29,7 @@ class Component:
 @dataclass(frozen=True)
 class WeightedSum:
     components: tuple[Component, ...]
-    labelled: bool  # whether parts say which component they are of
+    labelled: bool  # whether the names of parts begin with their component's label
 
     def combine(self, found: Sequence[Score]) -> Score:
         """The score of one sample from those of the components, in their order. UserError if it is not finite."""
@@ -70,7 +70,7 @@ class Sums:
 
 
 def short_labels(names: Sequence[str]) -> dict[str, str]:
-    """`FILE.py:NAME` is called NAME, unless another reward of the run is called so too."""
+    """The label of `FILE.py:NAME` is NAME, unless another reward of the run has that label too."""
     short = {name: name.rpartition(":")[2] for name in names}
     count = Counter(short.values())
     return {name: label if count[label] == 1 else name for name, label in short.items()}

@@ -61,7 +61,7 @@ class Request:
 
 
 class _Tail(io.RawIOBase):
-    """Where the function's output goes: only the end of it is kept. Its descriptor leads to /dev/null."""
+    """Takes the function's output and keeps only its end. Its descriptor leads to /dev/null."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Worker:
         self._located: tuple[UserCode, ...] = ()
 
     def serve(self) -> None:
-        """Answers until the trainer is gone, then takes everything the functions started along."""
+        """Answers until the trainer is gone, then kills everything that the functions started, and itself."""
         with open(self._connection, "rb", closefd=False) as stream, contextlib.suppress(EOFError, pickle.UnpicklingError):
             if self._load(pickle.load(stream)):
                 while True:
@@ -120,7 +120,7 @@ class Worker:
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:
-        # The deadline of a call counts from here, and for the later ones from the answer before.
+        # The deadline of the first call counts from here, that of a later call from the previous answer.
         self._send({"begin": True})
         for request in requests:
             began = time.perf_counter()
@@ -173,7 +173,7 @@ class Worker:
 
 
 def _redirect_output() -> _Tail:
-    """Fresh for every call, since the call before may have closed or replaced it."""
+    """Called for every call, since the previous call may have closed or replaced the output."""
     tail = _Tail(1)
     sys.stdout = io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True)
     sys.stderr = io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True)
@@ -187,7 +187,7 @@ def _seed(seed: int) -> None:
 
 
 def _limit_memory(limit: int) -> bool:
-    """Best effort: macOS may refuse, and then only the deadline stands between the function and the machine's memory."""
+    """Whether the limit could be set: macOS may refuse, and then only the deadline protects the machine's memory."""
     try:
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
@@ -202,7 +202,7 @@ def _children_left() -> bool:
     if not hasattr(os, "waitid"):
         return False
     try:
-        # Looks without reaping: the exit status belongs to whoever in the function waits for it.
+        # Does not reap: the function may wait for the exit status itself.
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
@@ -210,7 +210,7 @@ def _children_left() -> bool:
 
 
 def family_of(ancestor: int, generations: int) -> list[int]:
-    """Descendants of a process, as Linux tells them; none where it does not."""
+    """Descendants of a process, read from /proc; none where there is no /proc."""
     children: dict[int, list[int]] = {}
     for entry in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
@@ -229,7 +229,7 @@ def family_of(ancestor: int, generations: int) -> list[int]:
 
 
 def _end_with(trainer: int) -> None:
-    """Linux kills this process when the trainer's thread that started it ends; elsewhere end of file and the guard must do."""
+    """Linux kills this process when the trainer's thread that started it ends; elsewhere end of file and the guard end it."""
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None)
@@ -241,7 +241,7 @@ def _end_with(trainer: int) -> None:
 
 
 def _prefer_to_be_killed() -> None:
-    """When the machine runs out of memory, a reward process should go before the trainer."""
+    """When the machine runs out of memory, Linux should kill a reward process before the trainer."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -252,7 +252,7 @@ def main() -> None:
     _end_with(trainer)
     _prefer_to_be_killed()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Survives on a descriptor of its own when standard error goes to /dev/null: tells where a segmentation fault happened.
+    # Has a descriptor of its own, since standard error goes to /dev/null: reports where a segmentation fault happened.
     faulthandler.enable(file=crash_log)
     worker = Worker(connection)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)

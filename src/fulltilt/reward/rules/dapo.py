@@ -3,8 +3,7 @@
 The answer is what follows the last `Answer:` among the last 300 characters, up to the end of its line. Both it and the ground truth are
 written in one form (Minerva's conventions: what follows the last `=`, without units, articles, wrappers such as `\\text{}` and thousands
 commas, with `\\frac12` spelt out) and must then be the same text: nothing is computed. `acc` is 1.0 or 0.0, `pred` the answer in that form.
-The overlong penalty of the paper is no part of this: the algorithm takes it off any reward. Free of torch and numpy: worker processes
-import it.
+The paper's overlong penalty is not part of this function: the algorithm subtracts it from any reward.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from numbers import Real
 from typing import Any
 
-END = 300  # an answer belongs to the end of a response; one in the middle of the reasoning is no final answer
+END = 300  # characters; an answer in the middle of the reasoning is not the final answer
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 _UNITS = (
@@ -24,18 +23,18 @@ _WORDS = rf"(?<![A-Za-z\\])(?:{_UNITS}|an?(?=\s))(?![A-Za-z])"
 _SPACES = r"\\[ ;!,]|\s+"
 _MARKS = r'\\\$|\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\l?dots(?![A-Za-z])|"'
 
-# In this order, each on what the one before left.
+# Applied in this order.
 _STEPS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.DOTALL), replacement)
     for pattern, replacement in (
-        (r".*=", ""),  # of an equation, its last side
+        (r".*=", ""),  # keeps the last side of an equation
         (_MARKS, ""),
         (r"\{,\}|,\\!", ""),  # thousands commas as TeX writes them
         (r"\\mbox(?![A-Za-z])", r"\\text"),
         (r",?\s*\\text\{\s*and\s*\}", ","),
         (_WORDS, ""),
         (r"\\text\{\s*(?:m|s|\.)?\s*\}(?:\^[23])?|\\mathrm\{th\}", ""),
-        (r"^[^$]*\$([^$]*)\$.*$", r"\1"),  # of a sentence, its first formula
+        (r"^[^$]*\$([^$]*)\$.*$", r"\1"),  # keeps the first formula of a sentence
         (r"\\(?:text|textbf|overline)\{([^{}]*)\}", r"\1"),
         (r"\\boxed\{(.*)\}", r"\1"),
         (_SPACES, ""),
@@ -56,7 +55,7 @@ def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def normal(answer: str) -> str:
-    """The one form in which answers are compared."""
+    """The normalised form in which answers are compared."""
     for pattern, replacement in _STEPS:
         answer = pattern.sub(replacement, answer)
     digits = answer.replace(",", "")
@@ -64,8 +63,8 @@ def normal(answer: str) -> str:
 
 
 def _truth(ground_truth: Any) -> str:
-    """ValueError if there is none: looked at first, so that no row without one gets -1."""
+    """ValueError if there is no answer: checked first, so that a row without one is not scored -1."""
     text = normal(str(ground_truth)) if isinstance(ground_truth, (str, Real)) else ""
     if not text:
-        raise ValueError(f"ground_truth {str(ground_truth)[:80]!r} is no answer: the dapo reward wants a text or a number such as '34'")
+        raise ValueError(f"ground_truth {str(ground_truth)[:80]!r} is not an answer: the dapo reward needs a text or a number such as '34'")
     return text

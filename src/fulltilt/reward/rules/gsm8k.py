@@ -2,9 +2,8 @@
 
 `strict` reads the number right after the last `####`, as the data set's own solutions end; `flexible` reads the last number anywhere.
 Both report `format`, 1.0 when a number stands after the last `####`, and `pred`, the number they read; `strict` also reports `flexible`,
-what the other one would say, so that one validation shows both. Commas between thousands, a dollar
-sign, a plus sign and a full stop at the end are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or
-not, or a whole GSM8K solution. Free of torch and numpy: worker processes import it.
+the other one's score, so that one validation shows both. Commas between thousands, a dollar sign, a plus sign and a full stop at the end
+are ignored; "18", "18.0" and "18.00" are equal. The ground truth is the number, as text or not, or a whole GSM8K solution.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ def _right(found: str | None, answer: str) -> float:
 
 
 def answer_of(ground_truth: Any) -> str:
-    """The true answer in the form the comparison uses. ValueError if there is none: looked at first, so that no row without one gets 0."""
+    """The true answer as it is compared. ValueError if there is none: checked first, so that a row without one is not scored 0."""
     text = str(ground_truth)
     found = _marked_number(text) if MARK in text else _plain_number(text)
     if found is None:
-        raise ValueError(f"ground_truth {text[:80]!r} holds no number: GSM8K rewards want '18' or a solution that ends with '{MARK} 18'")
+        raise ValueError(f"ground_truth {text[:80]!r} holds no number: GSM8K rewards need '18' or a solution that ends with '{MARK} 18'")
     return found
 
 
@@ -72,7 +71,7 @@ def _normal(match: re.Match[str]) -> str:
 
 
 def _shortest(number: str) -> str:
-    """One spelling for equal numbers: 18, 18.0 and 018 are the same vote."""
+    """One spelling for equal numbers, so that votes for 18, 18.0 and 018 count together."""
     sign, digits = ("-", number[1:]) if number.startswith("-") else ("", number)
     whole, _, fraction = digits.partition(".")
     text = (whole.lstrip("0") or "0") + f".{fraction}".rstrip("0").rstrip(".")

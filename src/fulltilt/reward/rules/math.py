@@ -2,10 +2,8 @@
 
 The answer is the content of the response's last `\\boxed{...}`; without one, what math-verify finds in the last thousand characters
 (a formula or number, preferably after "answer"). The ground truth is LaTeX, a number, a text with the answer in a `\\boxed{...}`, or a list
-of these, each acceptable. `pred` is the answer as text. math-verify's own alarms are off: they would turn a comparison that takes too long
-into a wrong answer in silence, while `reward.timeout_s` ends it and counts it.
-
-Needs the package math-verify; imported by worker processes, and only if this reward is named.
+of these, each acceptable. `pred` is the answer as text. math-verify's own alarms are off: they would silently turn a comparison that takes
+too long into a wrong answer, while `reward.timeout_s` ends it and counts it. Needs the package math-verify.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
 
 
 def last_box(text: str) -> str | None:
-    """What stands in the last `\\boxed{...}` whose brackets close. One pass: a response may repeat an unclosed one thousands of times."""
+    """The content of the last `\\boxed{...}` whose brackets close. One pass: a response may repeat an unclosed one thousands of times."""
     opened: list[re.Match[str]] = []
     first, end = -1, -1
     for match in _BRACKETS.finditer(text):
@@ -53,23 +51,23 @@ def last_box(text: str) -> str | None:
 
 
 def _truths(ground_truth: Any) -> list[list[Any]]:
-    """ValueError if there is no answer: looked at first, so that no row without one gets 0."""
+    """ValueError if there is no answer: checked first, so that a row without one is not scored 0."""
     listed = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
     texts = ["" if each is None else str(each) for each in (listed if isinstance(listed, (list, tuple)) else [listed])]
     found = [_parsed_box(text if (box := last_box(text)) is None else box) for text in texts]
     if not found or not all(found):
         shown = str(ground_truth)[:80]
-        raise ValueError(f"ground_truth {shown!r} holds no answer: the math reward wants LaTeX or a number, or a list of them")
+        raise ValueError(f"ground_truth {shown!r} holds no answer: the math reward needs LaTeX or a number, or a list of them")
     return found
 
 
 def _parsed_box(content: str) -> list[Any]:
-    # In a box, math-verify reads all of the content as one formula; a full stop at its end is none of it.
+    # In a box, math-verify reads all of the content as one formula; a full stop at its end is not part of it.
     return _parsed(f"{BOX}{content.strip().removesuffix('.')}}}")
 
 
 def _parsed(text: str) -> list[Any]:
-    """As math-verify gives it: the expression, if it could be read, and the text it was read from."""
+    """math-verify's result: the expression, if it could be read, and the text it was read from."""
     return list(parse(text, parsing_timeout=None))
 
 
@@ -81,7 +79,7 @@ def _same(truth: Any, found: Any) -> bool:
     try:
         return bool(verify(truth, found, timeout_seconds=None, raise_on_error=True))
     except MemoryError:
-        raise  # says nothing of the answer
+        raise  # says nothing about the answer
     except Exception:
         # math-verify has no rule for such a pair, for example x != 3 beside x > 3.
         return False
