@@ -22,7 +22,7 @@ and write the cache in one kernel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -542,7 +542,7 @@ class DifferentNumbers(RuntimeError):
     """The changed layers do not run, or do not compute what the model's own layers do."""
 
 
-def change_and_compare(model: PreTrainedModel, change: Callable[[], Changed], kind: str, measures: dict[str, Measure]) -> Changed:
+def change_and_compare(model: PreTrainedModel, change: Callable[[], Changed], kind: str, measures: Mapping[str, Measure]) -> Changed:
     """Change the layers, and compare on random documents that hidden states, with and without gradients, and the gradients of the first
     and last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
     documents alone and side by side. Raises DifferentNumbers."""
