@@ -52,7 +52,7 @@ Changed = TypeVar("Changed")
 
 
 class BrokenFusion(RuntimeError):
-    """Parameters that ran as one product no longer lie in one storage."""
+    """Parameters that ran as one product are no longer in one storage."""
 
 
 class WrongFusion(RuntimeError):
