@@ -40,7 +40,7 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, residu
     return normed if residual is None else (normed, total)
 
 
-# Unspecialised: no kernel is compiled anew for a batch of another size, which could fall into the capture of a graph.
+# Not specialised on `rows`: another batch size must not compile another kernel, which could happen inside the capture of a graph.
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
     x, residual, weight, normed, total, scale, rows, heads, width, eps, x_stride, x_head_stride, residual_stride, residual_head_stride,
@@ -104,7 +104,7 @@ def block_shape(width: int) -> tuple[int, int, int]:
 
 
 def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """Heads of a token, and how far tokens and heads lie apart in each tensor of one shape."""
+    """Heads of a token, and the strides of tokens and heads in each of these tensors of one shape."""
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors), "the last axis must be dense"
     if all(x.is_contiguous() for x in tensors):
         return 1, *(tensors[0].shape[-1], 0) * len(tensors)

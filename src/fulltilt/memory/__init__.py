@@ -1,1 +1,1 @@
-"""Memory of one device: what is recomputed, what lies on the host, and who holds how much."""
+"""Memory of one device: recompute, offload, and the account of who uses how much."""

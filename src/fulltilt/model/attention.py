@@ -99,7 +99,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Paged:
-    """New tokens of several sequences whose earlier keys and values lie in a paged cache."""
+    """New tokens of several sequences whose earlier keys and values are in a paged cache."""
 
     keys: Sequence[torch.Tensor]  # per layer [slots, key heads, head width]; slot = block * block_tokens + place in the block
     values: Sequence[torch.Tensor]

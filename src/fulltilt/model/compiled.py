@@ -45,7 +45,7 @@ def compile_and_compare(model: PreTrainedModel) -> str:
     # Beyond the limit, which is 8, torch would run layers uncompiled and only log it.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_KINDS)
     try:
-        change_and_compare(model, lambda: [install(layer) for layer in layers], "compiled", measures)
+        change_and_compare(model, partial(install, layers), "compiled", measures)
     except DifferentNumbers as error:
         restore(model)
         raise WrongCompile(str(error)) from error.__cause__
@@ -74,11 +74,12 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return list(layers)
 
 
-def install(layer: torch.nn.Module) -> None:
-    if "forward" in vars(layer):
-        raise WrongCompile(f"a {type(layer).__name__} already runs a forward that is not its class's: a forward has one owner")
-    setattr(layer, MARK, True)
-    layer.forward = two_forwards(layer.forward)
+def install(layers: Sequence[torch.nn.Module]) -> None:
+    for layer in layers:
+        if "forward" in vars(layer):
+            raise WrongCompile(f"a {type(layer).__name__} already runs a forward that is not its class's: a forward has one owner")
+        setattr(layer, MARK, True)
+        layer.forward = two_forwards(layer.forward)
 
 
 def two_forwards(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ and write the cache in one kernel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MethodType
@@ -52,7 +52,7 @@ Changed = TypeVar("Changed")
 
 
 class BrokenFusion(RuntimeError):
-    """Parameters that ran as one product no longer lie in one storage."""
+    """Parameters that ran as one product are no longer in one storage."""
 
 
 class WrongFusion(RuntimeError):
@@ -502,7 +502,6 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
     return hidden_states
 
 
-
 def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of the sum, and the sum."""
     if is_fused_norm(norm):
@@ -543,7 +542,7 @@ class DifferentNumbers(RuntimeError):
     """The changed layers do not run, or do not compute what the model's own layers do."""
 
 
-def change_and_compare(model: PreTrainedModel, change: Callable[[], Changed], kind: str, measures: dict[str, Measure]) -> Changed:
+def change_and_compare(model: PreTrainedModel, change: Callable[[], Changed], kind: str, measures: Mapping[str, Measure]) -> Changed:
     """Change the layers, and compare on random documents that hidden states, with and without gradients, and the gradients of the first
     and last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
     documents alone and side by side. Raises DifferentNumbers."""

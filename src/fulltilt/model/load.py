@@ -1,4 +1,4 @@
-"""Loading Hugging Face models and tokenizers as they are.
+"""Loading unmodified Hugging Face models and tokenizers.
 
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
 tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised); remote code runs only if asked for; end

@@ -169,7 +169,7 @@ def stored_settings(model: PreTrainedModel, path: str) -> Any:
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"lora.path: the adapter in {path} could not be read: {first_line(error)}") from error
     if not isinstance(settings, peft.LoraConfig):
-        raise UserError(f"lora.path: {path} holds an adapter of type {settings.peft_type}. Only LoRA can be trained here")
+        raise UserError(f"lora.path: {path} holds an adapter of type {settings.peft_type}; only LoRA can be trained here")
     odd = [f"{name} = {getattr(settings, name)}" for name, plain in PLAIN.items() if getattr(settings, name, plain) not in (plain, [], ())]
     if isinstance(settings.init_lora_weights, str) and settings.init_lora_weights != "gaussian":
         odd.append(f"init_lora_weights = {settings.init_lora_weights}")  # its base weights are not the model's own

@@ -8,11 +8,11 @@ Enters: a JSON-able state, and a function that writes the exported model and nam
     state.json           everything else that a resumed run needs
     manifest.json        written last: format, step, and every file's size and sha256
 
-Guaranteed: a folder gets its final name only when all of it is on the disk, so what a kill leaves behind is never taken for a checkpoint;
-the newest intact checkpoint is deleted only after a newer one is in place; a file changed or cut short afterwards is found out by its
-hash. One process writes to a store at a time. Asked to, `save` returns as soon as its caller may change what it saves, and a thread does
-the rest; what goes wrong there is raised by `finish`, or by the next `save`. Whoever lets others write to the store calls `finish` or
-`abandon` before.
+Guaranteed: a folder gets its final name only when all of it is on the disk, so a partial folder left by a kill is never taken for a
+checkpoint; the newest intact checkpoint is deleted only after a newer one is in place; a file that is changed or truncated later is
+detected by its hash. Only one process may write to a store at a time: call `finish` or `abandon` before another one does. With `beside`,
+`save` returns as soon as its caller may change the saved tensors, and a thread does the rest; its errors are raised by `finish` or the next
+`save`.
 """
 
 from __future__ import annotations
@@ -47,11 +47,10 @@ FORMAT = 1
 MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
 FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
-# Headers, directory blocks and what other programs write meanwhile.
-MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02
+MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
 BLOCK_BYTES = 16 * 2**20  # hashed at once
 ALIGNMENT = 64  # of a copied tensor, in bytes: enough for any type
-COPY_SHARE = 0.25  # of the main memory that is free: what may go to a copy that is written while training goes on
+COPY_SHARE = 0.25  # of free main memory that a copy may take, which is written while training continues
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
@@ -75,7 +74,7 @@ class Checkpoint:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
 
     def state(self) -> dict[str, Any]:
-        """What `save` was given, through JSON: tuples come back as lists, keys as strings."""
+        """The state given to `save`, through JSON: tuples come back as lists, keys as strings."""
         state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
         return state
 
@@ -90,19 +89,19 @@ class CheckpointStore:
         assert keep > 0
         self.folder = Path(folder)
         self.keep = keep
-        self.newest = 0  # step of the checkpoint that `latest` found or `save` made, though it may still be written; 0: none
-        self.skipped: list[str] = []  # what the last call of `latest` passed over, and why
+        self.newest = 0  # step of the checkpoint that `latest` found or `save` began to write; 0: none
+        self.skipped: list[str] = []  # folders that the last call of `latest` rejected, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
-        self._beside: Beside | None = None
-        self._before = 0  # `newest`, before what is written beside training
+        self._background: BackgroundSave | None = None
+        self._before = 0  # `newest` before the checkpoint that is being written in the background
 
     def save(self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False) -> Path:
-        """Write a checkpoint, then delete those beyond `keep`. `write` fills the folder that it is given, with about `written_bytes`, and
-        is told whether the rest may be left to a function that it returns.
+        """Write a checkpoint, then delete those beyond `keep`. `write` fills the given folder with about `written_bytes`; its second
+        argument says whether it may return a function that does the rest.
 
-        With `beside`, the checkpoint is there only after `finish`: hashing, waiting for the disk and deleting go on in a thread, and
-        writing the tensors too where a copy of them fits well into main memory.
-        Raises UserError when the disk is full or not writable; then no checkpoint has changed and nothing half-written is left.
+        With `beside`, the checkpoint is in place only after `finish`: a thread hashes, waits for the disk and deletes, and also writes the
+        tensors where a copy of them fits well into main memory.
+        Raises UserError when the disk is full or not writable; then no checkpoint has changed and no partial folder is left.
         """
         self.finish()
         text = json.dumps(state, indent=1)
@@ -117,35 +116,35 @@ class CheckpointStore:
             (unfinished / STATE).write_text(text, encoding="utf-8")
             rest = partial(self._complete, step, unfinished, target, needed, later)
             if beside:
-                self._beside = Beside(rest)
+                self._background = BackgroundSave(rest)
         if not beside:
             rest(lambda: None)
         self._before, self.newest = self.newest, step
         return target
 
     def finish(self, *, wait: bool = True) -> None:
-        """Until what is saved beside training is in place, or, without `wait`, only if that is over. Raises what `save` raises."""
-        if self._beside is not None and (wait or self._beside.over):
+        """Wait until the background save is in place; without `wait`, only check whether it has ended. Raises its errors."""
+        if self._background is not None and (wait or self._background.over):
             try:
-                self._beside.join()
+                self._background.join()
             except Exception:
                 self.newest = self._before
                 raise
             finally:
-                if self._beside.over:  # a wait can be cut short
-                    self._beside = None
+                if self._background.over:  # a wait can be interrupted
+                    self._background = None
 
     def abandon(self) -> None:
-        """Stop what is saved beside training, as a kill would, but for the file that is being written. Raises nothing of it."""
-        if self._beside is not None:
-            self._beside.stop.set()
+        """Stop the background save after the file that it is writing, as a kill would. Raises none of its errors."""
+        if self._background is not None:
+            self._background.stop.set()
             with contextlib.suppress(Exception):
                 self.finish()
 
     def _complete(
         self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None, go_on: Callable[[], None]
     ) -> None:
-        """What is left of a save, which reads nothing that training changes. `go_on` raises when the work is to stop."""
+        """The rest of a save, which reads nothing that training changes. `go_on` raises when the work must stop."""
         with self._whole_or_nothing(step, unfinished, needed):
             go_on()
             if later is not None:
@@ -170,11 +169,11 @@ class CheckpointStore:
             ) from error
 
     def holds(self, step: int) -> bool:
-        """Whether a checkpoint of this step is in place; it is not read."""
+        """Whether a checkpoint of this step is in place, without reading it."""
         return (self.folder / f"step-{step:08d}").is_dir()
 
     def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are all there and unchanged. Reads every byte of it; writes nothing."""
+        """The newest checkpoint whose files are complete and unchanged. Reads every byte of it; writes nothing."""
         self.finish()
         self.newest, self.skipped = 0, []
         for path, step in self._finished():
@@ -187,7 +186,7 @@ class CheckpointStore:
         return None
 
     def _finished(self) -> list[tuple[Path, int]]:
-        """Newest first; of one step, the new one before the one it replaces."""
+        """Finished checkpoints, newest first; for one step, the new one before the one it replaces."""
         if not self.folder.is_dir():
             return []
         matches = [(path, FINISHED.fullmatch(path.name)) for path in sorted(self.folder.iterdir())]
@@ -195,7 +194,7 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: entry[1], reverse=True)
 
     def _clean_up(self) -> None:
-        """Finish what a killed process left: delete half-written and half-deleted folders, undo a replacement cut in two."""
+        """Clean up after a killed process: delete partial folders, and undo an interrupted replacement."""
         if not self.folder.is_dir():
             return
         for path in list(self.folder.iterdir()):
@@ -209,7 +208,7 @@ class CheckpointStore:
                     path.rename(self.folder / f"step-{step:08d}")
 
     def require_space(self, needed: int) -> None:
-        """UserError unless a checkpoint of `needed` bytes fits."""
+        """Raise UserError unless a checkpoint of `needed` bytes fits."""
         wanted, free = needed + max(MARGIN_BYTES, int(needed * MARGIN_SHARE)), self._free_bytes()
         if wanted > free:
             raise UserError(
@@ -224,7 +223,7 @@ class CheckpointStore:
     def _put_in_place(self, unfinished: Path, target: Path) -> None:
         replaced = target.with_suffix(".replaced")
         if target.exists():
-            # `latest` reads the replaced one until the new one has its name, so a kill between the two renames loses nothing.
+            # `latest` reads the replaced one until the new one has its name: a kill between the two renames loses nothing.
             self._verified.discard(target)
             target.rename(replaced)
         unfinished.rename(target)
@@ -233,10 +232,8 @@ class CheckpointStore:
             self._delete(replaced)
 
     def _rotate(self, saved: int) -> None:
-        """Keep the one just saved and the next intact ones below it.
-
-        One above it is what a resumed run fell back from: damaged, or else the user's, and left alone.
-        """
+        """Keep the checkpoint just saved and the next intact ones before it. A later one, from which a resumed run fell back, is deleted if
+        damaged; otherwise it is the user's and stays."""
         kept = 1
         for path, step in self._finished():
             if step == saved:
@@ -249,7 +246,7 @@ class CheckpointStore:
                 self._delete(path)
 
     def _delete(self, path: Path) -> None:
-        # A folder that lost its name first cannot be taken for a checkpoint when the deletion is cut short.
+        # Renamed first, so that an interrupted deletion cannot be taken for a checkpoint.
         trash = self.folder / f".trash-{path.name}-{time.time_ns()}"
         path.rename(trash)
         self._verified.discard(path)
@@ -258,15 +255,15 @@ class CheckpointStore:
 
 
 class Stopped(Exception):
-    """The work beside training was told to stop."""
+    """The background save was told to stop."""
 
 
-class Beside:
-    """Work in a thread of its own. It is given a function to call now and then, which raises once `stop` is set."""
+class BackgroundSave:
+    """Work in its own thread. It gets a function to call now and then, which raises once `stop` is set."""
 
     def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
         self.stop = threading.Event()
-        self._over = threading.Event()  # a thread whose `join` was interrupted says that it has ended
+        self._over = threading.Event()  # a thread whose `join` was interrupted claims to have ended
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -275,7 +272,7 @@ class Beside:
         try:
             work(self._go_on)
         except BaseException as error:
-            self._error = error.with_traceback(None)  # whose frames hold what was written
+            self._error = error.with_traceback(None)  # its frames would hold the tensors
         finally:
             self._over.set()
 
@@ -288,16 +285,16 @@ class Beside:
         return self._over.is_set()
 
     def join(self) -> None:
-        """Raises what the work raised."""
+        """Wait for the end, and raise the work's error."""
         self._over.wait()
-        self._thread.join()  # it still lets go of what it wrote; Python, ending at that moment, would abort
+        self._thread.join()  # it still frees its tensors; Python would abort if it exited at that moment
         if self._error is not None:
             raise self._error
 
 
 def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
-    """Copies in one piece of memory of their own, which goes back to the system with the last of them: what `malloc` gives for tensors of
-    less than 32 MiB may stay with the process. None where the system refuses so much."""
+    """Copies in one memory of their own, which goes back to the system with the last of them: memory that `malloc` gives for tensors below
+    32 MiB may stay with the process. None where the system refuses so much memory."""
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
     *begins, count = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     try:
@@ -305,7 +302,7 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     except OSError:
         return None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # where the system has none of them; a copy takes half the time with them
+        with contextlib.suppress(OSError):  # not every system has huge pages, which halve the time of a copy
             held.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(held, dtype=torch.uint8)
     return {
@@ -317,8 +314,8 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def write_trainer(
     folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool
 ) -> Callable[[], None] | None:
-    """Write a checkpoint's exported model and tensors. With `beside`, where a copy of the tensors fits well into main memory, it returns
-    the function that writes the copy."""
+    """Write a checkpoint's exported model and tensors. With `beside`, and if a copy of the tensors fits well into main memory, return a
+    function that writes the copy."""
     (folder / MODEL).mkdir()
     export(folder / MODEL)
     count = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
@@ -334,7 +331,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None) -> None:
-    """Force everything in the folder onto the disk, the manifest last."""
+    """Flush everything in the folder to the disk, the manifest last."""
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as stream:
@@ -354,13 +351,13 @@ def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: 
 
 
 def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
-    """Why this folder is not an intact checkpoint of that step, or None if it is. Sizes first, for they cost nothing."""
+    """Why this folder is not an intact checkpoint of that step, or None if it is. Sizes are checked first: they cost nothing."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
         if manifest["step"] != step:
-            return f"its manifest speaks of step {manifest['step']}"
+            return f"its manifest names step {manifest['step']}"
         listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
@@ -386,7 +383,7 @@ def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A rename or a new file is on the disk only when its folder is."""
+    """Flush a folder: a rename or a new file is on the disk only when its folder is."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -399,12 +396,12 @@ def remove(folder: Path) -> None:
         try:
             shutil.rmtree(folder)
         except OSError as error:
-            # The run must not die of this: the folder's name says that it is rubbish, and the next save tries again.
+            # Not a reason to end the run: the folder's name marks it as rubbish, and the next save tries again.
             warnings.warn(f"{folder} could not be deleted and still takes space: {error}", stacklevel=2)
 
 
 def system_error_number(error: BaseException) -> int | None:
-    """The errno of a failed write; safetensors and tokenizers tell it only in their messages."""
+    """The errno of a failed write; safetensors and tokenizers give it only in their messages."""
     if isinstance(error, OSError):
         return error.errno
     match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))

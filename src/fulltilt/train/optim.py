@@ -1,10 +1,10 @@
 """AdamW over float32 masters.
 
 Enters: gradients accumulated on a model's parameters. Leaves: changed parameters. Guaranteed: masters, moments and accumulated gradients
-are float32 or better whatever type computes (a tied weight's two gradients are summed there too); a non-finite gradient changes nothing
-and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit; a step that has begun to change parameters ends,
-for it takes no more memory. Masters and moments are on the device, or on the host and streamed through it in buckets: the same arithmetic
-on the same numbers, so the same bits.
+are float32 or better whatever type the model computes in (a tied weight's two gradients are summed there too); a non-finite gradient
+changes nothing and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit; a step that has begun to change
+parameters is completed, since it allocates no more memory. Masters and moments are on the device, or on the host and streamed through the
+device in buckets: the same arithmetic on the same numbers, so the same bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepReport:
 
 
 def learning_rate(config: TrainConfig, update: int, total: int) -> float:
-    """Of optimizer step `update` (from 0) out of `total`."""
+    """The rate of optimizer step `update` (from 0) out of `total`."""
     if update < config.warmup_steps:
         return config.lr * (update + 1) / config.warmup_steps
     if config.schedule == "constant":
@@ -43,30 +43,30 @@ def learning_rate(config: TrainConfig, update: int, total: int) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Share:
-    """Some numbers of a parameter with their states, all flat and where AdamW changes them."""
+    """A range of a parameter's numbers with their states, all flat, where AdamW changes them."""
 
     name: str
     numbers: slice
     parameter: torch.Tensor
-    weights: torch.Tensor  # of the master; of the parameter where it is its own
+    weights: torch.Tensor  # of the master, or of the parameter where it is its own master
     moments: tuple[torch.Tensor, torch.Tensor]
     step: torch.Tensor
 
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """What an optimizer takes, beside the parameters."""
+    """Bytes that an optimizer takes, without the parameters."""
 
-    gradients: int  # accumulators on the device: always there, or during updates only (`OffloadSetting.grads`)
+    gradients: int  # accumulators on the device: always, or during updates only (`OffloadSetting.grads`)
     device: int  # masters and moments, or the buckets through which they are streamed
     host: int
 
 
 class Optimizer:
-    """Over all parameters of `model` that require a gradient.
+    """AdamW over all parameters of `model` that require a gradient.
 
     `keeps_parameters`: their values go into checkpoints with the moments, because nothing else there holds them (a critic, adapters).
-    `offload`: what is on the device only when it is needed. It changes no bit of any step, and checkpoints fit all settings.
+    `offload`: which states are on the device only when needed. It changes no bit of any step, and checkpoints fit all settings.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Optimizer:
         self.keeps_parameters = keeps_parameters
         self.offload = offload
         self.total_updates = total_updates
-        self.updates = 0  # place in the schedule: updates tried, and those that steps with too few samples left out
+        self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
         self.skipped = 0
         self._parameters = trained(model)
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
-        self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step fails for want of memory
+        self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
         layout = states_layout(self._parameters, offload)
-        # Taken now rather than at the first step, so that memory measured at the start of a run stays true.
+        # Allocated now rather than at the first step, so that memory measured at the start of a run stays true.
         self._states = States(layout, self._device, offload.buckets if offload.optimizer else 0)
         self._masters: dict[str, torch.Tensor] = dict(self._parameters)
         self._moments: dict[str, dict[str, torch.Tensor]] = {moment: {} for moment in MOMENTS}
@@ -94,7 +94,7 @@ class Optimizer:
             if MASTER in entry.kinds:
                 self._masters[entry.name] = shaped(self._states.home(entry, MASTER), parameter)
                 parameter.register_post_accumulate_grad_hook(accumulate)
-        # Parts of one parameter count the same steps, each for itself, for AdamW adds to the counters that it is given.
+        # Each part of a parameter has its own counter of the same steps, since AdamW increments the counters that it is given.
         count_on = self._device if self._fused else torch.device("cpu")
         self._shares = [
             [self._share(part, torch.zeros((), dtype=torch.float32, device=count_on)) for part in bucket] for bucket in self._states.buckets
@@ -115,16 +115,16 @@ class Optimizer:
         return Share(part.name, part.numbers, parameter, part.states.get(MASTER, parameter), (first, second), step)
 
     def begin(self, update: int) -> None:
-        """A step begins, whose first update is the run's `update`-th (from 0). Earlier steps may have made fewer than they could: the
-        schedule goes by the run's steps and ends with them."""
+        """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have left updates out: the schedule follows
+        the run's steps and ends with them."""
         self.updates = update
         self.zero_grad()
 
     def prepare(self) -> None:
-        """Before the first pass of a mini-batch: take the accumulators' memory, unless it is there."""
+        """Allocate the accumulators, unless they exist. Call it before the first pass of a mini-batch."""
         if self._gradients is not None:
             return
-        # Those that lie side by side in one storage, as layers that run as one product do, have their gradients side by side too.
+        # Neighbours in one storage, such as layers that run as one product, have neighbouring accumulators too.
         lows = [parameter for parameter in self._parameters.values() if is_low(parameter)]
         first: dict[int, int] = {}
         for place, parameter in enumerate(lows):
@@ -135,7 +135,7 @@ class Optimizer:
             parameter.main_grad = shaped(room, parameter)  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
-        """Forget the gradients; where they are offloaded, their memory is given back."""
+        """Clear the gradients; where they are offloaded, free their memory."""
         for parameter in self._parameters.values():
             parameter.grad = None
             if self.offload.grads and hasattr(parameter, "main_grad"):
@@ -146,7 +146,7 @@ class Optimizer:
             self._gradients.zero_()
 
     def step(self) -> StepReport:
-        """Apply the accumulated gradients, clipped, and forget them."""
+        """Apply the accumulated gradients, clipped, and clear them."""
         lr = learning_rate(self.config, self.updates, self.total_updates)
         self.updates += 1
         self.prepare()
@@ -163,7 +163,7 @@ class Optimizer:
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, torch.Tensor], norm: float, lr: float) -> None:
-        """All memory is there before the first bucket changes anything: from then on nothing can fail."""
+        """All memory is allocated before the first bucket changes anything: from then on nothing can fail."""
         self._require_presence()
         if self.config.clip_grad and norm > self.config.clip_grad:
             torch._foreach_mul_(list(gradients.values()), self.config.clip_grad / (norm + 1e-6))
@@ -188,8 +188,8 @@ class Optimizer:
         assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.needed)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that a checkpoint must hold beside the model itself, and the trained parameters too if it keeps them. No copies: they
-        are what the next step changes, on the device or on the host."""
+        """All tensors that a checkpoint needs in addition to the model, and the trained parameters too with `keeps_parameters`. They are no
+        copies: the next step changes them."""
         self._require_presence()
         self._states.settle()
         result: dict[str, torch.Tensor] = {}
@@ -217,12 +217,12 @@ class Optimizer:
         self.updates, self.skipped = updates, skipped
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """All that it holds beside parameters and gradients, on the device and on the host."""
+        """All of its memory except parameters and gradients, on the device and on the host."""
         yield from self._states.memory()
 
 
 def optimizer_bytes(model: torch.nn.Module, offload: OffloadSetting) -> OptimizerBytes:
-    """What `Optimizer(model, ..., offload=offload)` takes; the model needs no weights (a meta device will do)."""
+    """Bytes that `Optimizer(model, ..., offload=offload)` takes. The model needs no weights and can be on the meta device."""
     parameters = trained(model)
     layout = states_layout(parameters, offload)
     gradients = sum(4 * room_of(p) if is_low(p) else p.nbytes for p in parameters.values())
@@ -235,7 +235,7 @@ def optimizer_bytes(model: torch.nn.Module, offload: OffloadSetting) -> Optimize
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
     gaps = [name for name, p in found.items() if not is_dense(p)]
-    assert not gaps, f"{gaps[0]} does not fill the memory that it spans: give it memory of its own"
+    assert not gaps, f"{gaps[0]} does not fill its memory range: give it memory of its own"
     return found
 
 
@@ -248,24 +248,22 @@ def states_layout(parameters: Mapping[str, torch.nn.Parameter], offload: Offload
 
 
 def is_low(parameter: torch.Tensor) -> bool:
-    """Whether it is too coarse to be its own master."""
+    """Whether its type is too coarse for it to be its own master."""
     return parameter.dtype not in (torch.float32, torch.float64)
 
 
 def room_of(parameter: torch.Tensor) -> int:
-    """Numbers of float32 that its accumulator takes, the next one's alignment included."""
+    """Float32 numbers that its accumulator takes, with padding for alignment."""
     return aligned(4 * parameter.numel()) // 4
 
 
-# Flat means in the order of memory, so that a parameter's numbers, its gradient's and its states' meet whatever its strides are.
-
-
 def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The numbers in the order of memory, so that parameter, gradient and states correspond whatever the strides are."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its numbers fill a stretch of memory, in whatever order."""
+    """Whether its numbers fill a range of memory without gaps, in any order."""
     count = 1
     for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
         if stride != count:
@@ -280,19 +278,19 @@ def shaped(memory: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def like_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Autograd gives a gradient its parameter's strides; a gradient that someone else has put there may have others."""
+    """The gradient with its parameter's strides. Autograd's own have them; a gradient set by other code may not."""
     return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
 
 
 def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Each (target, source), rounded to the target's type."""
+    """Copy each (target, source), rounded to the target's type."""
     if pairs:
         torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
 
 
 @torch.no_grad()
 def restore_parameters(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The trained parameters alone, from what an optimizer that keeps them has saved: for a model that is only run."""
+    """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further."""
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             saved = tensors.get(f"parameter/{name}", tensors.get(f"master/{name}"))
@@ -317,7 +315,7 @@ def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Te
 
 
 def accumulate(parameter: torch.Tensor) -> None:
-    """Add a micro-batch's gradient to the float32 accumulator and drop it. The head has put its own there already and leaves none."""
+    """Add a micro-batch's gradient to the float32 accumulator and drop it. The head adds its own gradient there and leaves none."""
     if parameter.grad is not None:
         assert hasattr(parameter, "main_grad"), "Optimizer.prepare comes before the first pass of a mini-batch"
         parameter.main_grad.add_(parameter.grad)
