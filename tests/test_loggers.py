@@ -430,7 +430,7 @@ def test_a_run_that_was_stopped_is_not_called_finished(
     tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, told, validate = runs.make(tmp_path / "folder", model_folders("qwen2")), Told(), Run._validate
-    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.Kind(lambda opening: told, ()))  # type: ignore[misc]
+    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.LoggerKind(lambda opening: told, ()))  # type: ignore[misc]
 
     def stop_once(run: Run, step: int) -> dict[str, float]:
         if step == 1:
@@ -458,7 +458,7 @@ def test_no_logger(tmp_path: Path) -> None:
 def test_check(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = LogConfig(to=["tensorboard", "wandb", "mlflow", "trackio"])
     # Named where the key is looked for, so that a key of whoever runs the tests makes no difference.
-    monkeypatch.setitem(loggers.KINDS, "wandb", loggers.Kind(loggers.Wandb, ("wandb",)))  # type: ignore[misc]
+    monkeypatch.setitem(loggers.KINDS, "wandb", loggers.LoggerKind(loggers.Wandb, ("wandb",)))  # type: ignore[misc]
     assert check(everything) == [] and check(LogConfig()) == []
     for module in ("tensorboard", "alembic"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -44,7 +44,7 @@ def unpack(
     kept = []
     for group in described:
         # Read before looking for the prompt: the next group's tokens follow these, even if this group is left out.
-        samples = tuple(_sample(entry, *next(tokens)) for entry in group["samples"])
+        samples = tuple(Sample(entry["index"], *next(tokens), entry["finish"], _text(entry["text"]) or "") for entry in group["samples"])
         prompt = prompts_by_uid.get(group["uid"])
         if prompt is not None and _digest(prompt) == group["prompt"]:
             kept.append(ScoredGroup(Group(prompt, samples), tuple(map(_score, group["samples"])), group["step"]))
@@ -66,10 +66,6 @@ def _described(kept: ScoredGroup) -> Described:
         for sample, score in zip(kept.group.samples, kept.scores, strict=True)
     ]
     return {"uid": prompt.uid, "prompt": _digest(prompt), "step": kept.step, "samples": samples}
-
-
-def _sample(entry: Described, ids: np.ndarray, logprobs: np.ndarray) -> Sample:
-    return Sample(entry["index"], ids, logprobs, entry["finish"], _text(entry["text"]) or "")
 
 
 def _score(entry: Described) -> Score:
