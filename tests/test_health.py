@@ -353,7 +353,7 @@ def test_the_error_names_cause_remedy_and_checkpoint() -> None:
     assert "Remedy: read the run's reward_errors.jsonl" in stop
     where = last_good(20, Path("runs/mine/checkpoints"))
     assert where.startswith("The last good checkpoint is runs/mine/checkpoints/step-00000020. Fix the cause")
-    assert "The newest checkpoint, saved while it held, is mine/step-00000030." in last_good(30, Path("mine"), good=False)
+    assert "The newest checkpoint, saved while the rule held, is mine/step-00000030." in last_good(30, Path("mine"), good=False)
     assert issubclass(Unhealthy, UserError)
 
 
@@ -498,7 +498,7 @@ def test_a_run_made_to_fail_names_its_cause_and_goes_on_once_mended(tmp_path: Pa
     # Nothing is saved while a rule holds: the newest checkpoint is from before, or all that there is.
     saved = fault.well or stop
     assert list(runs.checkpoints(folder)) == (list(range(1, saved + 1)) if fault.well else [stop])
-    said = "The last good checkpoint is" if fault.well else "The newest checkpoint, saved while it held, is"
+    said = "The last good checkpoint is" if fault.well else "The newest checkpoint, saved while the rule held, is"
     assert f"{said} run/checkpoints/step-{saved:08d}. Fix the cause" in message
     assert [line["step"] for line in runs.metrics(folder)] == list(range(1, stop + 1))
     before = runs.metrics(folder)[:saved]

@@ -327,7 +327,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(as_json: bool) -> None:
         steps(console, 1)
         os.close(reader)
         steps(console, 3)
-    assert err.getvalue().count("warning: nobody reads this output any more") == 1
+    assert err.getvalue().count("warning: the reader of this output has gone") == 1
     assert ("step 3/3" in err.getvalue()) == as_json
 
 

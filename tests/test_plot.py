@@ -61,7 +61,7 @@ def test_curves_of_one_name_in_two_files_are_told_apart(tmp_path: Path) -> None:
 def test_no_source_is_left_out_in_silence(tmp_path: Path) -> None:
     other = tmp_path / "learn.json"
     other.write_text(json.dumps({"curves": [{"label": "x", "metric": "reward", "steps": [1], "seconds": [1], "values": [1]}]}))
-    with pytest.raises(UserError, match=r"learn\.json: has nothing of .*give --metric with one that it has: reward"):
+    with pytest.raises(UserError, match=r"learn\.json: has no values of .*give --metric with one that it has: reward"):
         plot.read([other, run_folder(tmp_path / "a")], [])
     assert len(plot.read([other, tmp_path / "a"], ["reward", "critic/score/mean"])) == 2
     with pytest.raises(UserError, match="It has no step yet"):
@@ -71,7 +71,7 @@ def test_no_source_is_left_out_in_silence(tmp_path: Path) -> None:
 def test_a_source_is_never_written_over(tmp_path: Path) -> None:
     curves = plot.read([run_folder(tmp_path / "a")], [])
     plot.write(curves, tmp_path / "a.json")
-    with pytest.raises(UserError, match="is what is read"):
+    with pytest.raises(UserError, match="is one of the sources"):
         plot.write(curves, tmp_path / "a.json", sources=[tmp_path / "a.json"])
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     before = (tmp_path / "a.json").read_text()
@@ -107,18 +107,18 @@ def test_trailing_means() -> None:
 
 def test_mistakes(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "a")
-    with pytest.raises(UserError, match=r"--metric reward/mean: nothing here has it. Near it: val/reward/mean"):
+    with pytest.raises(UserError, match=r"--metric reward/mean: no run has it. Similar: val/reward/mean"):
         plot.read([run], ["reward/mean"])
     with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(No such file"):
         plot.read([tmp_path], [])
     with pytest.raises(UserError, match=r"nowhere\.json: cannot be read"):
         plot.read([tmp_path / "nowhere.json"], [])
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(UserError, match="holds no curves"):
+    with pytest.raises(UserError, match="has no curves"):
         plot.read([tmp_path / "other.json"], [])
     with pytest.raises(UserError, match="is damaged"):
         plot.read([run_folder(tmp_path / "c", [], tail="no JSON\n")], [])
-    with pytest.raises(UserError, match="no step has been made"):
+    with pytest.raises(UserError, match="no step has finished"):
         plot.read([run_folder(tmp_path / "d", [])], [])
-    with pytest.raises(UserError, match=r"ends with \.png"):
+    with pytest.raises(UserError, match=r"ends in \.png"):
         plot.files(tmp_path / "a.pdf")

@@ -238,7 +238,7 @@ def test_one_call_at_a_time(model_folders) -> None:
     first = engine.generate(random_prompts(3), sampling, 3, lengths)
     next(first)
     list(engine.generate(random_prompts(3), sampling, 3, lengths))
-    with pytest.raises(RuntimeError, match="another call of generate has begun"):
+    with pytest.raises(RuntimeError, match="another call of generate has started"):
         next(first)
 
 

@@ -59,11 +59,17 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+
+def argument(metavar: str, words: str) -> Any:
+    return typer.Argument(metavar=metavar, help=words, show_default=False)
+
+
+def option(metavar: str, words: str) -> Any:
+    return typer.Option(metavar=metavar, help=words, show_default=False)
+
+
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The configuration of the run. docs/reference.md lists every key.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Overrides for keys of the file, for example run.steps=10.", show_default=False),
-]
+Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for keys of the file, for example run.steps=10.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and text for people on standard error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
 
@@ -205,10 +211,7 @@ def evaluate(
 
 @app.command()
 def doctor(
-    run: Annotated[
-        Path | None,
-        typer.Argument(metavar="RUN_DIR", help="The folder of a run. Adds the memory that its newest step used.", show_default=False),
-    ] = None,
+    run: Annotated[Path | None, argument("RUN_DIR", "The folder of a run. Adds the memory that its newest step used.")] = None,
     as_json: Json = False,
 ) -> None:
     """Report what is installed and usable here, and what is missing."""
@@ -227,23 +230,10 @@ def doctor(
 
 @app.command()
 def plot(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN_DIR...", help="Folders of runs, or JSON files written by `plot` or `bench learn`.", show_default=False),
-    ],
-    out: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE",
-            help="FILE.png for a picture and FILE.json with its numbers, or FILE.json for the numbers alone.",
-            show_default=False,
-        ),
-    ],
+    sources: Annotated[list[Path], argument("RUN_DIR...", "Folders of runs, or JSON files written by `plot` or `bench learn`.")],
+    out: Annotated[Path, option("FILE", "FILE.png for a picture and FILE.json with its numbers, or FILE.json for the numbers alone.")],
     metric: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="A metric of docs/metrics.md; one panel for each. Default: the rewards, or the losses.", show_default=False
-        ),
+        list[str] | None, option("NAME", "A metric of docs/metrics.md; one panel for each. Default: the rewards, or the losses.")
     ] = None,
     against: Annotated[str, typer.Option(metavar="step|seconds", help="The horizontal axis.")] = "step",
     smooth: Annotated[int, typer.Option(min=1, help="Average each line over this many steps.")] = 1,
@@ -511,10 +501,7 @@ def measure(benchmark: ModuleType, asked: Any, *, out: Path | None, as_json: boo
 
 @app.command()
 def prove(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KNOB", help="Knobs to prove, by fulltilt's, verl's or ChatLearn's name. Default: all.", show_default=False),
-    ] = None,
+    words: Annotated[list[str] | None, argument("KNOB", "Knobs to prove, by fulltilt's, verl's or ChatLearn's name. Default: all.")] = None,
     device: BenchDevice = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -543,10 +530,7 @@ def prove(
 
 @app.command()
 def knobs(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="WORD", help="Show only knobs whose name or alias contains one of these words.", show_default=False),
-    ] = None,
+    words: Annotated[list[str] | None, argument("WORD", "Show only knobs whose name or alias contains one of these words.")] = None,
     as_json: Json = False,
 ) -> None:
     """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change."""

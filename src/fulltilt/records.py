@@ -1,7 +1,7 @@
-"""The records that cross room walls, and the one exception that means "the user can fix this".
+"""The records that are passed between packages, and the exception for errors that the user can fix.
 
-What enters and leaves every room is one of these: frozen, typed, free of torch. Arrays are numpy; per-token arrays are aligned with
-`ids`: entry t speaks of token t (its log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
+The records are frozen, typed and free of torch. Arrays are numpy; per-token arrays are aligned with `ids`: entry t belongs to token t (its
+log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
 
     Prompt -> Group(Sample, ...) -> Score -> Row -> (batching, trainer)
 """
@@ -30,7 +30,7 @@ else:
 
 
 class UserError(ValueError):
-    """A mistake only the user can mend: says what, where and the remedy. The command line exits with 2 and no traceback."""
+    """An error that only the user can fix: says what, where and the remedy. The command line exits with 2 and no traceback."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +56,7 @@ class Sample:
     index: int  # 0 .. samples_per_prompt - 1 within its group
     ids: np.ndarray  # int64 [response tokens], the sampled end-of-sequence token included
     logprobs: np.ndarray  # float32 [response tokens], full softmax at the sampling temperature
-    finish: Finish  # "stop": an end token or a stop string; "length": cut by max_new_tokens
+    finish: Finish  # "stop": an end token or a stop string; "length": cut off by max_new_tokens
     text: str  # decoded without special tokens and without the stop string; rewards read this, training never does
 
 
@@ -70,17 +70,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward said of one sample. `error` is set when it crashed, ran out of time or of memory."""
+    """The reward of one sample. `error` is set if the reward function crashed, timed out or ran out of memory."""
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
-    answer: str | None = None  # what the reward read as the sample's answer; validation's majority votes by it
+    answer: str | None = None  # the answer that the reward found in the sample; used for the majority votes of validation
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One sample as the trainer sees it: prompt and response in one array, per-token numbers beside it.
+    """One sample as the trainer sees it: prompt and response in one array, with per-token numbers.
 
     Example, prompt [5, 6], response [7, 2]:  ids [5 6 7 2], mask [0 0 1 1], rollout_logprobs [0 0 -0.7 -0.1]
     """
@@ -88,13 +88,13 @@ class Row:
     ids: np.ndarray  # int64 [tokens]
     mask: np.ndarray  # bool [tokens]: True where the token is trained on; mask[0] is always False
     group: int = 0  # which group of the step it belongs to
-    reward: float = 0.0  # of the whole sample, the algorithm's shaping included
+    reward: float = 0.0  # for the whole sample, the algorithm's shaping included
     baseline: float | None = None  # reward of the prompt's greedy sample
-    lag: int = 0  # steps since it was sampled: above 0 for groups carried over, whose rollout log-probs are of older weights
+    lag: int = 0  # steps since it was sampled: above 0 for carried-over groups, whose rollout log-probs come from older weights
     rollout_logprobs: np.ndarray | None = None  # float32 [tokens], from the engine
     old_logprobs: np.ndarray | None = None  # float32 [tokens], from the trainer before the step's first update
     ref_logprobs: np.ndarray | None = None  # float32 [tokens], from the reference role
-    values: np.ndarray | None = None  # float32 [tokens], from the critic before the step's first update: worth of the text before token t
+    values: np.ndarray | None = None  # float32 [tokens], from the critic before the step's first update: value of the text before token t
     token_rewards: np.ndarray | None = None  # float32 [tokens]: `reward` on the last trained token, less the KL penalty of each
     advantages: np.ndarray | None = None  # float32 [tokens]
     returns: np.ndarray | None = None  # float32 [tokens]: what the critic learns to predict
@@ -111,8 +111,8 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Rows packed into one stream of tokens: one forward (and backward). There is no padded twin: where rows are padded, to see what
-    packing gains, the pads are in the stream, behind their row's tokens.
+    """Rows packed into one stream of tokens: one forward (and backward). There is no padded variant: if packing is turned off, the padding
+    is in the stream, after each row's tokens.
 
     Example, rows [5 6 7 2] and [5 8 2] with masks [0 0 1 1] and [0 1 1]:
     ids [5 6 7 2 5 8 2], positions [0 1 2 3 0 1 2], cu_seqlens [0 4 7], trained [2 3 5 6], trained_row [0 0 1 1]
@@ -132,7 +132,7 @@ class MicroBatch:
     values: np.ndarray | None = None  # float32 [R]
     advantages: np.ndarray | None = None  # float32 [R]
     returns: np.ndarray | None = None  # float32 [R]
-    pad_tokens: int = 0  # of the T: computed and read by nothing
+    pad_tokens: int = 0  # how many of the T tokens are padding
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,14 +141,16 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int  # over all micro-batches (and ranks): what per-token metrics are divided by
-    silent: bool = False  # no row of it has an advantage: one stands in for all, for a gradient of 0, and its tokens say nothing of theirs
+    silent: bool = (
+        False  # no row has an advantage: only one row is computed, for a gradient of 0, and its metrics do not represent the rest
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class TokenTerms:
-    """What a policy's loss sees: one number per trained token of a micro-batch, as torch tensors of shape [R].
+    """The input of a policy's loss: one number per trained token of a micro-batch, as torch tensors of shape [R].
 
-    A row is never cut: all its trained tokens are here, next to one another, so a loss may also look at whole samples.
+    A row is never split: all its trained tokens are here, next to one another, so a loss may also look at whole samples.
     """
 
     logprobs: torch.Tensor  # with gradient
@@ -159,12 +161,12 @@ class TokenTerms:
     old_logprobs: torch.Tensor | None = None  # None: on policy, the old log-probs are the detached `logprobs`
     ref_logprobs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
-    fresh: torch.Tensor | None = None  # bool; None: every token is
+    fresh: torch.Tensor | None = None  # bool; None: all tokens are fresh
 
 
 @dataclass(frozen=True, eq=False)
 class ValueTerms:
-    """What a critic's loss sees, in the same form."""
+    """The input of a critic's loss, in the same form."""
 
     values: torch.Tensor  # with gradient
     weights: torch.Tensor
@@ -174,7 +176,7 @@ class ValueTerms:
 
 @dataclass(frozen=True, eq=False)
 class LossParts:
-    """What a loss returns: the scalar to differentiate and, detached, the metrics of one micro-batch.
+    """The result of a loss: the scalar to differentiate and, detached, the metrics of one micro-batch.
 
     All are added up over the micro-batches of a mini-batch. `sums` are then divided by `trained_tokens`; `weighted` already hold the
     tokens' weights, the global denominator included, and are not divided; `ratios` are a sum and the count it is divided by.

@@ -1,10 +1,10 @@
-"""What a run says while it runs, to people and to machines.
+"""The console output of a run, for people and for machines.
 
 Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: on a terminal one
-progress bar with the phase in progress, elapsed time, what is left and the last reward; elsewhere one plain line per step; with `json`, one
-JSON object per step on standard output and all that is for people on standard error. Guaranteed: no thread and nothing redirected, so
-`breakpoint()`, `print` and child processes work as ever; `quiet` silences all but warnings and JSON; a reader that goes away (`| head`)
-does not end a run.
+progress bar with the current phase, elapsed time, remaining time and the last reward; elsewhere one plain line per step; with `json`, one
+JSON object per step on standard output and everything for people on standard error. Guaranteed: no thread, and no stream is redirected, so
+`breakpoint()`, `print` and child processes work as usual; `quiet` silences everything but warnings and JSON; a closed pipe (`| head`) does
+not end a run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Phases:
 
     @contextlib.contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds to what the phase already has: a phase may come twice in a step."""
+        """Measure a phase. A phase may occur twice in a step: its seconds add up."""
         assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
         self.seconds.setdefault(name, 0.0)
         begin = time.perf_counter()
@@ -68,7 +68,7 @@ class Console:
         stderr: TextIO | None = None,
         terminal: bool | None = None,
     ) -> None:
-        """`stdout` and `stderr` default to the process's own; `terminal` says whether people read on one, and is found out if left out."""
+        """`stdout` and `stderr` default to those of the process; `terminal`: whether people read on a terminal, detected by default."""
         self._json = json
         self._quiet = quiet
         self._out = stdout or sys.stdout
@@ -76,7 +76,7 @@ class Console:
         people = error if json else self._out
         self._people = _Output(file=people, force_terminal=terminal)
         self._live = self._people.is_terminal and not self._people.is_dumb_terminal
-        # Beside a bar, only what goes through the bar's own console leaves it whole.
+        # While there is a bar, everything must go through the bar's own console, or it would break the bar.
         self._warnings = self._people if self._live else _Output(file=error)
         self._bar: _Bar | None = None
         self._total = 0
@@ -86,7 +86,7 @@ class Console:
 
     @contextlib.contextmanager
     def run(self, total: int, done: int = 0) -> Iterator[None]:
-        """Shows progress over steps; `done` of them were made before a resume."""
+        """Show progress over steps; `done` of them were made before a resume."""
         self._total = total
         if self._live and not self._quiet:
             self._bar = _Bar(self._people, total, done)
@@ -104,7 +104,7 @@ class Console:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Shows and measures a phase. Phases may nest; the innermost is shown."""
+        """Show and measure a phase. Phases may nest; the innermost is shown."""
         self._running.append(name)
         self._show_phase()
         try:
@@ -115,7 +115,7 @@ class Console:
             self._show_phase()
 
     def phase_progress(self, done: int, total: int) -> None:
-        """How far the phase in progress is; cheap enough to be called often."""
+        """Show how far the current phase is; cheap enough to be called often."""
         if self._bar and self._running:
             self._bar.show_phase(f"{self._running[-1]} {done}/{total}", at_once=done >= total)
 
@@ -136,22 +136,21 @@ class Console:
         self._say(self._warnings, f"warning: {text}", style="yellow")
 
     def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:
-        # Paths and errors hold brackets, which are not markup here.
-        # A lone surrogate, which a reward's message may hold, is no UTF-8.
+        # As Text, because brackets in paths and errors are not markup. A reward's message may hold a lone surrogate, which is not UTF-8.
         with self._read_by_someone(where.file):
             where.print(Text(text.encode("utf-8", "backslashreplace").decode(), style), soft_wrap=True)
             where.file.flush()
 
     @contextlib.contextmanager
     def _read_by_someone(self, file: IO[str]) -> Iterator[None]:
-        """Around what is written. Where the reader of a pipe has gone, this and all that follows goes nowhere."""
+        """Wraps all writing. If the reader of a pipe has gone, this output and all that follows is discarded."""
         try:
             yield
         except BrokenPipeError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, file.fileno())
             os.close(nowhere)
-            self.warn("nobody reads this output any more. The run goes on, and its folder has every step's metrics; Ctrl-C stops it")
+            self.warn("the reader of this output has gone. The run continues, and its folder has every step's metrics; Ctrl-C stops it")
 
     def _show_phase(self) -> None:
         if self._bar:
@@ -170,29 +169,21 @@ class Console:
 
 class _Output(rich.console.Console):
     def on_broken_pipe(self) -> None:
-        raise  # rich would end the process; whoever writes through it decides here
+        raise  # rich would end the process; here the caller decides
 
 
 class _Bar:
-    """The progress bar. It is drawn when something changed, never by a thread of its own: a debugger's prompt stays readable, and a forked
-    child cannot inherit a lock that a thread of ours held."""
+    """The progress bar. It is drawn when something changes, never by a thread of its own: a debugger's prompt stays readable, and a forked
+    child cannot inherit a lock that such a thread held."""
 
     def __init__(self, console: rich.console.Console, total: int, done: int) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[times]}"),
-            TextColumn("{task.fields[reward]}"),
-        )
+        description, times, reward = (TextColumn(f"{{task.{name}}}") for name in ("description", "fields[times]", "fields[reward]"))
+        columns = (description, BarColumn(), MofNCompleteColumn(), times, reward)
         self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._task: TaskID = self._progress.add_task("", total=total, completed=done, times="", reward="")
-        self._total = total
-        self._done = done
-        self._seconds = 0.0
-        self._steps = 0
-        self._begin = time.perf_counter()
-        self._drawn = 0.0
+        self._total, self._done = total, done
+        self._seconds, self._steps = 0.0, 0  # of the steps since the start
+        self._begin, self._drawn = time.perf_counter(), 0.0
         self._progress.start()
         self._draw(at_once=True)
 

@@ -121,11 +121,14 @@ def _entropy_explosion(metrics: Metrics, past: Past, config: HealthConfig) -> st
     return f"rollout/entropy is {entropy:.4g} nats per token, more than {rise} times the {first:.4g} of the run's first step"
 
 
-def _all_clipped(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-    share = metrics.get("response_length/clip_ratio")
-    if share is None or not share > config.max_clip_ratio:
-        return None
-    return f"{share:.1%} of the responses were cut off, more than health.max_clip_ratio = {config.max_clip_ratio:g}"
+def _above(name: str, key: str, words: str) -> Callable[[Metrics, Past, HealthConfig], str | None]:
+    """A rule that holds while a metric is above the limit `health.KEY`."""
+
+    def holds(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
+        value, limit = metrics.get(name), getattr(config, key)
+        return None if value is None or not value > limit else f"{words.format(value)} health.{key} = {limit:g}"
+
+    return holds
 
 
 def _reward_errors(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
@@ -133,13 +136,6 @@ def _reward_errors(metrics: Metrics, past: Past, config: HealthConfig) -> str | 
     if errors is None or not samples or not errors / samples > config.max_reward_errors:
         return None
     return f"the reward of {errors:.0f} of {samples:.0f} samples failed, more than health.max_reward_errors = {config.max_reward_errors:g}"
-
-
-def _logprob_gap(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-    gap = metrics.get("rollout_corr/logprob_abs_gap")
-    if gap is None or not gap > config.max_logprob_gap:
-        return None
-    return f"rollout_corr/logprob_abs_gap is {gap:.4g}, above health.max_logprob_gap = {config.max_logprob_gap:g}"
 
 
 def _memory_growth(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
@@ -186,7 +182,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "all-clipped",
-        _all_clipped,
+        _above("response_length/clip_ratio", "max_clip_ratio", "{:.1%} of the responses were cut off, more than"),
         cause="responses are cut off at rollout.max_new_tokens, so rewards judge unfinished answers",
         remedy="raise rollout.max_new_tokens; if no response ever ends, check the chat template and the end token, or set rollout.stop",
     ),
@@ -198,7 +194,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "logprob-gap",
-        _logprob_gap,
+        _above("rollout_corr/logprob_abs_gap", "max_logprob_gap", "rollout_corr/logprob_abs_gap is {:.4g}, above"),
         cause="sampling and training do not compute the same log-probs: updates are made for a different policy than the one that sampled",
         remedy="compute in float32 (model.dtype, in another run.dir): if the gap disappears, it was rounding, and "
         "health.max_logprob_gap may be raised; if it stays, one of the two computes this model wrongly",

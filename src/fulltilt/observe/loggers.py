@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from fulltilt.config import LogConfig
 from fulltilt.observe.metrics import Number, encode_line, write_whole
@@ -251,15 +251,6 @@ class Trackio:
             self._run.finish()
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A value of `log.to`: how to make the logger, the modules it needs, and a check for anything else that would stop it."""
-
-    make: Callable[[Opening], Logger]
-    modules: tuple[str, ...]
-    mistake: Callable[[], str | None] = lambda: None
-
-
 def wandb_mistake() -> str | None:
     """Why Weights & Biases would ask for an API key, which must never happen in the middle of a job."""
     import wandb
@@ -272,11 +263,19 @@ def wandb_mistake() -> str | None:
     )
 
 
-KINDS: Mapping[str, Kind] = {
-    "tensorboard": Kind(TensorBoard, ("tensorboard",)),
-    "wandb": Kind(Wandb, ("wandb",), wandb_mistake),
-    "mlflow": Kind(MLflow, ("mlflow", "sqlalchemy", "alembic")),
-    "trackio": Kind(Trackio, ("trackio",)),
+class LoggerKind(NamedTuple):
+    """A value of `log.to`: how to make the logger, the modules it needs, and a check for anything else that would stop it."""
+
+    make: Callable[[Opening], Logger]
+    modules: tuple[str, ...]
+    mistake: Callable[[], str | None] = lambda: None
+
+
+KINDS: Mapping[str, LoggerKind] = {
+    "tensorboard": LoggerKind(TensorBoard, ("tensorboard",)),
+    "wandb": LoggerKind(Wandb, ("wandb",), wandb_mistake),
+    "mlflow": LoggerKind(MLflow, ("mlflow", "sqlalchemy", "alembic")),
+    "trackio": LoggerKind(Trackio, ("trackio",)),
 }
 
 
@@ -385,11 +384,8 @@ class Loggers:
     def catch_up(self, name: str, lines: Sequence[tuple[int, Mapping[str, Number]]]) -> None:
         """Log steps that the logger does not have: the run was killed before they left its memory, or it was not used yet."""
 
-        def job(logger: Logger) -> None:
-            for step, numbers in lines:
-                logger.log(step, numbers)
-
-        next(worker for worker in self._workers if worker.name == name).give(job)
+        worker = next(worker for worker in self._workers if worker.name == name)
+        worker.give(lambda logger: [logger.log(step, numbers) for step, numbers in lines])
 
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Log the numbers of a step, after its tables. Returns at once."""

@@ -1,9 +1,9 @@
-"""Curves of runs: numbers of `metrics.jsonl` as JSON and as a picture.
+"""Curves of runs: metrics from `metrics.jsonl` as JSON and as a picture.
 
-Enters: run folders, or JSON files with curves (what this writes, and what `fulltilt bench learn` writes). Leaves: one JSON document that
-holds every point, and a PNG with one panel for each metric and one line for each run. Guaranteed: what a run did not measure is no point;
-a metric that nothing has is the user's mistake, named with those that are near it; the JSON needs no package that a run does not, the PNG
-matplotlib (the extra `plot`). Free of torch.
+Enters: run folders, or JSON files with curves (those that this module and `fulltilt bench learn` write). Leaves: one JSON document with
+every point, and a PNG with one panel per metric and one line per run. Guaranteed: a step without the metric has no point; a metric that no
+run has is an error that names similar ones; the JSON needs only the core packages, the PNG needs matplotlib (the extra `plot`). Free of
+torch.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.records import UserError
+from fulltilt.words import listed
 
 METRICS = "metrics.jsonl"
-DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # of these, what there is
+DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # those that exist are drawn
 PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 AGAINST = ("step", "seconds")
-MARKED = 20  # points at most that are marked one by one
-NAMED = 6  # metrics at most that an error names
+MARKED = 20  # curves with at most this many points have markers
+NAMED = 6  # at most this many metrics are named in an error
 
-Line = Mapping[str, Any]  # of metrics.jsonl
+Line = Mapping[str, Any]  # one line of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Curve:
     label: str
     metric: str
     steps: tuple[float, ...]
-    seconds: tuple[float, ...]  # at the end of these steps
+    seconds: tuple[float, ...]  # since the start, at the end of these steps
     values: tuple[float, ...]
 
     def places(self, against: str) -> tuple[float, ...]:
@@ -47,20 +48,22 @@ class Curve:
 
 
 def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
-    """Every curve of `metrics`, in their order; without metrics, those of DEFAULT that there are."""
+    """Every curve of `metrics`, in their order; without metrics, those of DEFAULT that exist."""
     of_each = [of_source(source, label) for source, label in zip(sources, labels(sources), strict=True)]
     found = chosen([curve for curves in told_apart(of_each, labels(sources)) for curve in curves], metrics)
     drawn = {curve.metric for curve in found}
     for source, curves in zip(sources, of_each, strict=True):
         if drawn.isdisjoint(there := dict.fromkeys(curve.metric for curve in curves)):
-            some = ", ".join([*list(there)[:NAMED], *(["..."] if len(there) > NAMED else [])])
-            instead = f"Draw it alone, or give --metric with one that it has: {some}" if there else "It has no step yet"
-            raise UserError(f"{source}: has nothing of {', '.join(drawn)}. {instead}")
+            instead = (
+                f"Plot it alone, or give --metric with one that it has: {listed(list(there), NAMED)}" if there else "It has no step yet"
+            )
+            raise UserError(f"{source}: has no values of {', '.join(drawn)}. {instead}")
     return found
 
 
 def told_apart(of_each: Sequence[Sequence[Curve]], names: Sequence[str]) -> list[list[Curve]]:
-    """The curves of each source. Where two have a label in common, as two files of one benchmark do, their own names stand before it."""
+    """The curves of each source. A label that two sources share, like those of two files of one benchmark, gets the source's name in
+    front."""
     used = [{curve.label for curve in curves} for curves in of_each]
     shared = {label for one in used for label in one if sum(label in other for other in used) > 1}
     return [
@@ -76,15 +79,15 @@ def chosen(known: Sequence[Curve], metrics: Sequence[str]) -> list[Curve]:
     if unknown:
         near = difflib.get_close_matches(unknown[0], there, n=3, cutoff=0.3)
         raise UserError(
-            f"--metric {unknown[0]}: nothing here has it. {'Near it: ' + ', '.join(near) if near else 'docs/metrics.md lists all'}"
+            f"--metric {unknown[0]}: no run has it. {'Similar: ' + ', '.join(near) if near else 'docs/metrics.md lists all metrics'}"
         )
     if not wanted:
-        raise UserError("nothing to draw: no step has been made yet")
+        raise UserError("nothing to plot: no step has finished yet")
     return [curve for name in wanted for curve in known if curve.metric == name]
 
 
 def labels(sources: Sequence[Path]) -> list[str]:
-    """The shortest ends of their paths that tell them apart."""
+    """The shortest endings of the paths that tell the sources apart."""
     parts = [source.resolve().parts for source in sources]
     for length in range(1, max(map(len, parts), default=1)):
         found = ["/".join(part[-length:]) for part in parts]
@@ -106,7 +109,7 @@ def of_source(source: Path, label: str) -> list[Curve]:
         raise UserError(f"{source}: cannot be read ({error.strerror}). Give the folder of a run, or a JSON file with curves") from error
     except (ValueError, KeyError, TypeError):
         raise UserError(
-            f"{source}: holds no curves. Give the folder of a run, or what `fulltilt plot` or `fulltilt bench learn` wrote"
+            f"{source}: has no curves. Give the folder of a run, or what `fulltilt plot` or `fulltilt bench learn` wrote"
         ) from None
 
 
@@ -115,12 +118,12 @@ def read_lines(path: Path) -> list[Line]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). Give the folder of a run, which holds {METRICS}") from error
-    # A run that is being written, or was killed, may end in half a line.
+    # The file of a run that is still running, or was killed, may end in half a line.
     whole = text[: text.rfind("\n") + 1].splitlines()
     try:
         return [json.loads(line) for line in whole]
     except ValueError:
-        raise UserError(f"{path}: is damaged: some line is no JSON. Give the folder of a run") from None
+        raise UserError(f"{path}: is damaged: a line is not JSON. Give the folder of a run") from None
 
 
 def of_run(lines: Sequence[Line], label: str) -> list[Curve]:
@@ -130,15 +133,15 @@ def of_run(lines: Sequence[Line], label: str) -> list[Curve]:
 
 
 def curve_of(points: Iterable[tuple[float, float, float | None]], label: str, metric: str) -> Curve:
-    """Of (step, seconds, value); what has no value is left out."""
+    """The curve of points (step, seconds, value); points without a value are left out."""
     known = [(float(step), float(end), float(value)) for step, end, value in points if value is not None]
     steps, ends, values = zip(*known, strict=True) if known else ((), (), ())
     return Curve(label, metric, steps, ends, values)
 
 
 def seconds(lines: Iterable[Line]) -> list[float]:
-    """At the end of each line's step: all steps, validations and saves so far. Starting, and what a kill lost, are not in it; a save is in
-    the line after it."""
+    """Seconds at the end of each line's step: all steps, validations and saves so far. Start-up, and work that was lost when the run was
+    killed, are not included; a save is included in the next line."""
     return list(accumulate(sum(line.get(name) or 0.0 for name in PARTS_OF_TIME) for line in lines))
 
 
@@ -146,13 +149,13 @@ def seconds(lines: Iterable[Line]) -> list[float]:
 
 
 def files(out: Path) -> tuple[Path | None, Path]:
-    """Picture and JSON. Example: curves.png -> curves.png and curves.json; curves.json -> only that."""
+    """The files for the picture and the JSON. Example: curves.png -> curves.png and curves.json; curves.json -> None and curves.json"""
     if out.suffix not in (".png", ".json"):
-        raise UserError(f"--out {out}: give a name that ends with .png, or with .json for the numbers alone")
+        raise UserError(f"--out {out}: give a name that ends in .png, or in .json for the numbers alone")
     numbers = out.with_suffix(".json")
     if out.suffix == ".png" and not can_draw():
         raise UserError(
-            f'--out {out}: drawing needs matplotlib. Install it (pip install "fulltilt[plot]"), or take the numbers alone: --out {numbers}'
+            f'--out {out}: a PNG needs matplotlib. Install it (pip install "fulltilt[plot]"), or write the numbers alone: --out {numbers}'
         )
     return (out if out.suffix == ".png" else None), numbers
 
@@ -164,12 +167,12 @@ def can_draw() -> bool:
 def write(
     curves: Sequence[Curve], out: Path, against: str = "step", smooth: int = 1, title: str = "", sources: Sequence[Path] = ()
 ) -> list[Path]:
-    """The files written. `smooth`: lines are means over so many steps, in the picture only. A source is never written over: a picture
-    beside the JSON it was made of has its numbers there already."""
+    """Write the files and return their paths. `smooth`: in the picture, each line is averaged over this many steps. A source is never
+    overwritten: if the numbers would go to a source, only the picture is written."""
     picture, numbers = files(out)
     has_numbers = numbers.resolve() in [source.resolve() for source in sources]
     if has_numbers and not picture:
-        raise UserError(f"--out {out}: is what is read. Give another name")
+        raise UserError(f"--out {out}: is one of the sources. Give another name")
     document = {"against": against, "smooth": smooth, "title": title, "curves": [asdict(curve) for curve in curves]}
     try:
         if not has_numbers:
@@ -177,7 +180,7 @@ def write(
         if picture:
             draw(curves, picture, against, smooth, title)
     except OSError as error:
-        raise UserError(f"--out {out}: it cannot be written ({error.strerror}). Give a file that can") from error
+        raise UserError(f"--out {out}: cannot be written ({error.strerror}). Give another file") from error
     return [*([] if has_numbers else [numbers]), *([picture] if picture else [])]
 
 
@@ -194,7 +197,7 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
     for panel, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
         for curve in (curve for curve in curves if curve.metric == metric):
             x, y = curve.places(against), trailing_means(curve.steps, curve.values, smooth)
-            # A few points, of validations, are marked; the many of training steps would hide their line.
+            # The few points of validations get markers; those of many training steps would hide the line.
             panel.plot(
                 x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= MARKED else None, markersize=3
             )
@@ -206,8 +209,8 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
 
 
 def trailing_means(steps: Sequence[float], values: Sequence[float], size: int) -> list[float]:
-    """Each value with those of the last `size` steps, its own included; the first ones with as many as there are. Validations that lie
-    farther apart stay what they are.
+    """The mean of each value and those of the `size` - 1 steps before it, as far as they exist. Validations that are farther apart stay as
+    they are.
 
     Example: steps (1, 2, 20), values (0.1, 0.3, 0.5), size 10 -> [0.1, 0.2, 0.5]
     """

@@ -1,9 +1,9 @@
 """Statistics of a validation, under verl's names.
 
 Enters: the validation groups and the score of each of their samples. Leaves: one number per name, and a few samples for people. Guaranteed:
-what is said of K of a prompt's N samples (`best@K`, `worst@K`, `maj@K`) is the exact expectation over all ways to draw K of them, without
-putting back and without random numbers; a failed reward has no part in any number but the count of failures; a name with nothing to
-measure is left out. Free of torch.
+the statistics of K out of a prompt's N samples (`best@K`, `worst@K`, `maj@K`) are exact expectations over all ways to draw K of them
+without replacement, and use no random numbers; a failed reward counts only in the number of failures; a statistic without any value is
+left out. Free of torch.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 
 from fulltilt.records import Group, Score
 
-# Whose figures over all N samples belong in `val-core`, as in verl: the reward itself and, where a reward function returns it, accuracy.
+# Variables whose statistics over all N samples go to `val-core`, as in verl: the reward and, if the reward function returns it, accuracy.
 REWARD = "reward"
 CORE = (REWARD, "acc")
 
-MOST_VOTERS = 128  # with more samples than these, only the majority of all is voted on: those of K would take seconds
+MOST_VOTERS = 128  # with more samples, only the majority of all N is computed: maj@K would take seconds
 
 COLUMNS = ("uid", "source", "sample", "prompt", "response", "ground_truth", "answer", "reward", "finish", "error")
 
-Values = tuple[list[float], list[str | None]]  # of one variable, over a prompt's good samples, with the answers of these
+Values = tuple[list[float], list[str | None]]  # one variable of a prompt's successfully scored samples, and their answers
 
 
 def summarise(groups: Sequence[Group], scores: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
@@ -45,7 +45,7 @@ def summarise(groups: Sequence[Group], scores: Sequence[Sequence[Score]], sample
 
 
 def sample_rows(groups: Sequence[Group], scores: Sequence[Sequence[Score]], limit: int) -> tuple[list[str], list[list[Any]]]:
-    """Up to `limit` samples to look at: prompts spread evenly over the data, the same at every validation, first samples first."""
+    """Up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first."""
     shown = min(limit, len(groups))
     chosen = [number * len(groups) // shown for number in range(shown)]
     most = max((len(groups[number].samples) for number in chosen), default=0)
@@ -66,7 +66,7 @@ def _row(group: Group, index: int, score: Score) -> list[Any]:
 
 
 def _source(source: str, prompts: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
-    # As in verl, `reward` is the score itself: a part of that name does not show.
+    # As in verl, `reward` is the score itself: a part of that name is not shown.
     parts = dict.fromkeys(name for prompt in prompts for score in prompt for name in score.parts if name != REWARD)
     found: dict[str, float] = {}
     whole = tuple(f"{what}@{samples}" for what in ("mean", "best", "maj"))
@@ -89,7 +89,7 @@ def _means(prompts: Sequence[Values], samples: int) -> dict[str, float]:
 
 
 def _statistics(prompts: Sequence[Values], samples: int) -> dict[str, float]:
-    """Means over prompts. A prompt with fewer than K good samples has no part in what is said of K."""
+    """Means over prompts. A prompt with fewer than K successfully scored samples is left out of the statistics of K."""
     found = _means(prompts, samples)
     if samples == 1:
         return found
@@ -110,7 +110,7 @@ def sizes(samples: int) -> list[int]:
 
 
 def _mean(name: str, values: Iterable[float]) -> dict[str, float]:
-    # Of nothing there is no mean: the name is left out rather than written as a number that means nothing.
+    # Nothing has no mean: the name is left out instead of being written with a meaningless number.
     listed = list(values)
     return {name: _average(listed)} if listed else {}
 
@@ -123,7 +123,7 @@ def _average(values: Sequence[float]) -> float:
 
 
 def best_of(values: Sequence[float], size: int) -> float:
-    """Expected maximum of `size` of the values: the i-th smallest is the largest of C(i - 1, size - 1) of the C(N, size) draws."""
+    """Expected maximum of `size` of the values: the i-th smallest is the maximum in C(i - 1, size - 1) of the C(N, size) draws."""
     draws = comb(len(values), size)
     return sum(value * (comb(rank, size - 1) / draws) for rank, value in enumerate(sorted(values)))
 
@@ -131,8 +131,8 @@ def best_of(values: Sequence[float], size: int) -> float:
 def majority_of(values: Sequence[float], answers: Sequence[str | None], size: int) -> float:
     """Expected value of the answer that most of `size` samples gave.
 
-    An answer is worth the mean value of the samples that gave it; tied answers are worth their average. A sample without an answer has no
-    vote; a draw without any vote is worth the mean of its samples.
+    The value of an answer is the mean value of the samples that gave it; tied answers count with their average. A sample without an answer
+    has no vote; the value of a draw without any vote is the mean of its samples.
     """
     with_answer: dict[str, list[float]] = {}
     blank: list[float] = []
@@ -141,8 +141,8 @@ def majority_of(values: Sequence[float], answers: Sequence[str | None], size: in
     if size == len(values):
         most = max(map(len, with_answer.values()), default=0)
         return _average([_average(each) for each in with_answer.values() if len(each) == most] or blank)
-    # Given how many of an answer's samples are drawn, every choice of them is equally likely: their mean value is expected to be that of
-    # all samples with the answer. So only the numbers of votes have to be gone through, not the draws.
+    # Given how many of an answer's samples are drawn, every choice of them is equally likely, so their expected mean value is that of all
+    # samples with the answer. It is enough to enumerate the numbers of votes instead of the draws.
     counts = tuple(sorted(map(len, with_answer.values())))
     silent = comb(len(blank), size) / comb(len(values), size)
     return sum(
@@ -159,7 +159,7 @@ def win_share(count: int, counts: tuple[int, ...], blank: int, size: int) -> flo
     others.remove(count)
     share = 0.0
     for votes in range(1, min(count, size) + 1):
-        # ways[t, s]: how often the others and the blanks are s of the drawn, t of the others having just as many votes and none more.
+        # ways[t, s]: draws in which the others and the blanks are s of the samples, t others have just as many votes, and none has more.
         ways = np.zeros((size // votes + 1, size - votes + 1))
         ways[0] = [comb(blank, drawn) for drawn in range(size - votes + 1)]
         for other in others:
@@ -169,7 +169,7 @@ def win_share(count: int, counts: tuple[int, ...], blank: int, size: int) -> flo
 
 
 def _with(ways: np.ndarray, other: int, votes: int) -> np.ndarray:
-    """`ways` with one answer more among the others."""
+    """`ways` with one more answer among the others."""
     most = ways.shape[1] - 1
     found = ways.copy()
     for drawn in range(1, min(other, votes, most) + 1):

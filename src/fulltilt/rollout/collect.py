@@ -1,12 +1,12 @@
-"""Collecting a step's groups.
+"""Collect the groups of a step.
 
-`collect` is one round. Enters: prompts. Leaves: one group for each, in prompt order whatever order they finished in. Guaranteed:
-`on_group` sees each group the moment it is complete, so that rewards run while generation goes on.
+`collect` is one round of sampling. Enters: prompts. Leaves: one group for each, in prompt order, whatever order they finished in.
+Guaranteed: `on_group` sees each group as soon as it is complete, so that rewards run while generation continues.
 
-`fill` is dynamic sampling. Enters: how many useful groups a step wants, those left over from earlier steps, and a way to ask for a round
-of new ones. Leaves: the groups to train on and those left over. Guaranteed: the oldest come first, and within a round prompt order is
-kept; no useful group is lost or used twice; no round is asked for once there are enough, nor more than `max_rounds`; when these run out
-the step gets fewer groups instead of failing. Free of torch, as is all of this file.
+`fill` is dynamic sampling. Enters: how many useful groups a step wants, those left over from earlier steps, and a function that samples a
+round of new ones. Leaves: the groups to train on and those left over. Guaranteed: the oldest come first, and within a round prompt order
+is kept; no useful group is lost or used twice; no round is sampled once there are enough groups, and at most `max_rounds` in all; when
+these are used up, the step gets fewer groups instead of failing. Free of torch.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class StepGroups:
     """The groups that one step collected."""
 
     kept: tuple[ScoredGroup, ...]  # to train on: as many as wanted, or fewer when the rounds ran out
-    surplus: tuple[ScoredGroup, ...]  # useful ones beyond, for the next step
+    surplus: tuple[ScoredGroup, ...]  # useful ones that were not needed, for the next step
     sampled: tuple[ScoredGroup, ...]  # all of this step's rounds, useful or not
     rounds: int
-    dropped: int  # of the sampled ones, those that were not useful
+    dropped: int  # how many of the sampled ones were not useful
 
 
 def fill(
@@ -64,8 +64,8 @@ def fill(
     useful: Callable[[ScoredGroup], bool],
     max_rounds: int,
 ) -> StepGroups:
-    """`ask` gets the number of the round in this step, from 0, and returns all its groups, scored, in prompt order. `surplus` is that of
-    the step before: its groups are known to be useful."""
+    """Collect `wanted` useful groups. `ask` gets the number of the round in this step, from 0, and returns the round's groups, scored, in
+    prompt order. `surplus` comes from the step before, and its groups are known to be useful."""
     ready, sampled = list(surplus), list[ScoredGroup]()
     rounds = 0
     while len(ready) < wanted and rounds < max_rounds:

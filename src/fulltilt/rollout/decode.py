@@ -1,17 +1,17 @@
 """Many steps of decoding without the host in between.
 
 Enters: the rows of a pass (one sample each: its newest token, its blocks, its seed) and how many steps to make. Leaves: the tokens and
-log-probs that each row drew, up to the end token or the longest response. Guaranteed: the same tokens as one pass after another; on CUDA
-one captured graph per batch size runs a step (model, head, sampling and stop detection), captured once and used for as long as the engine
-lives, although weights change in place and the cache moves; the host waits once for all steps, and only when it asks for their results: by
-then more steps of the same rows may be on their way. A model that no graph can hold runs the same steps eagerly from then on, and
-`eager_reason` says why.
+log-probs that each row drew, up to the end token or the longest response. Guaranteed: the tokens are the same as if the host looked after
+every step; on CUDA one captured graph per batch size runs a step (model, head, sampling and stop detection), captured once and used for as
+long as the engine lives, although weights change in place and the cache moves; the host waits once for all steps, and only when it asks
+for their results: by then more steps of the same rows may be running. A model that no graph can hold runs the same steps eagerly from then
+on, and `eager_reason` says why.
 
     decoder.start(rows, sampling)
     first = decoder.launch(16)
-    decoder.give(blocks)  # that the rows need for more
+    decoder.give(blocks)  # those that the rows need for more steps
     second = decoder.launch(16)
-    first(), second()  # what was drawn, in the order of the launches
+    first(), second()  # the drawn tokens, in the order of the launches
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from fulltilt.model.load import first_line
 from fulltilt.records import UserError
 from fulltilt.rollout.sampler import Sampling
 
-BURST = 16  # steps between two looks of the host, at most
-SHORTEST = 4  # the same, at least
-# Parameters times rows times steps: some 20 ms of products on the fastest devices, in which the host is done with the last steps. A sample
-# that has ended is computed until the host has looked, so it had better not be longer.
+BURST = 16  # most steps before the host looks at the results
+SHORTEST = 4  # fewest steps before the host looks at the results
+# Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the steps before.
+# A sample that has ended is computed until the host looks, so more would be wasted.
 WORK = 6.5e12
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # of batches that graphs are made for: rows that only fill up cost what others do
-TABLE_STEP = 64  # blocks by which the table grows
+SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # batch sizes of graphs: rows that only fill up a batch cost as much as others
+TABLE_STEP = 64  # the block table grows by this many blocks
 
 
 def sizes_up_to(rows: int) -> list[int]:
-    """Of the batches that graphs are captured for, where at most that many samples decode at once."""
+    """The batch sizes that graphs are captured for if at most `rows` samples decode at once."""
     return [size for size in (*SIZES, *range(192, 1024, 64), *range(1024, rows, 256)) if size < rows] + [rows]
 
 
-class DecodeRow(NamedTuple):  # a dataclass takes three times as long to make, and the device waits for a thousand of them
+class DecodeRow(NamedTuple):  # a dataclass takes three times as long to create, and the device waits for a thousand of them
     """One sample that decodes."""
 
     token: int  # the newest, whose keys and values are not in the cache yet
@@ -61,7 +61,7 @@ class DecodeRow(NamedTuple):  # a dataclass takes three times as long to make, a
     drawn: int  # tokens of the response so far
     seed: np.uint64
     blocks: Sequence[int]
-    forced: int | None = None  # the response gets exactly that many tokens, end tokens or not
+    forced: int | None = None  # the response gets exactly this many tokens, whether or not there are end tokens among them
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +80,14 @@ class Decoder:
         self.layers = layers
         self.block_tokens = block_tokens
         self.graphs = graphs
-        self.required = required  # that there are graphs, if they were asked for
+        self.required = required  # a model without graphs is an error
         self.rows = max_seqs
         self._parameters = sum(used_by_a_token(parameter, model.config) for parameter in model.parameters())
         self._sizes = sizes_up_to(max_seqs)
         device = model.device
-        self.overlaps = device.type != "cpu"  # steps run while the host does something else, so that it pays to launch ahead
+        self.overlaps = device.type != "cpu"  # steps run while the host works on, so it pays to launch ahead
         self._end_tokens = torch.tensor(sorted(end_tokens) or [-1], dtype=torch.int64, device=device)
-        self._ends = self._end_tokens.repeat(max_seqs, 1)  # of each row: none where its length is forced
+        self._ends = self._end_tokens.repeat(max_seqs, 1)  # end tokens of each row: none if its length is forced
         self._progress = DecodeProgress.make(max_seqs, BURST, device)
         self._seeds = torch.zeros(max_seqs, dtype=torch.int64, device=device)
         self._temperature = torch.ones(max_seqs, dtype=torch.float32, device=device)
@@ -107,14 +107,14 @@ class Decoder:
             self._give_up_graphs(obstacle)
 
     def use_cache(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """The cache's tensors, which may lie elsewhere than the last time: captured graphs read their addresses from the device."""
+        """Set the cache's tensors. They may have moved since the last time: captured graphs read their addresses from the device."""
         self._caches = (keys, values)
         addresses = [[[key.data_ptr()], [value.data_ptr()]] for key, value in zip(keys, values, strict=True)]
         self._bases.copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def reach(self, tokens: int) -> None:
-        """Make room for samples of that many tokens."""
-        blocks = -(-(tokens + 2 * BURST) // self.block_tokens)  # of two launches the second may reach beyond the end
+        """Make the block table large enough for samples of that many tokens."""
+        blocks = -(-(tokens + 2 * BURST) // self.block_tokens)  # the second of two launches may go beyond the end
         if blocks <= self._table.shape[1]:
             return
         blocks = -(-blocks // TABLE_STEP) * TABLE_STEP
@@ -123,23 +123,23 @@ class Decoder:
         self._workspace = None
 
     def size_for(self, rows: int) -> int:
-        """Rows that a step computes for that many."""
+        """How many rows a step computes for that many samples."""
         return next(size for size in self._sizes if size >= rows) if self.graphs else rows
 
     def burst(self, rows: int) -> int:
-        """Steps until the host looks at that many rows. A host that has to wait anyway looks seldom: each look costs it something."""
+        """Steps until the host looks at that many rows. Where steps do not overlap with the host, it looks rarely: each look takes time."""
         return max(SHORTEST, min(BURST, int(WORK / max(1, self._parameters * rows)))) if self.overlaps else BURST
 
     def start(self, rows: Sequence[DecodeRow], sampling: Sampling) -> None:
-        """A new batch; results of the one before are to be had no longer."""
+        """Start a new batch. The previous batch's results are no longer valid."""
         self._sampling, self._count, self._size = sampling, len(rows), self.size_for(len(rows))
-        self._taken = np.array([row.drawn for row in rows])  # tokens of each response that the host has
+        self._taken = np.array([row.drawn for row in rows])  # tokens of each response that the host already has
         self._fill(rows, self._size, sampling)
 
     @torch.no_grad()
     def launch(self, steps: int) -> Callable[[], list[Drawn]]:
-        """Set steps going on the device, at most BURST. What comes back is called for what was drawn, and waits for them. On a CPU, which
-        does one thing after another, it is what runs them."""
+        """Start at most BURST steps on the device. Returns a function that waits for them and returns what was drawn; on a CPU the steps
+        run in that function."""
         assert 0 < steps <= BURST
         sampling = self._sampling
         restricted = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
@@ -151,17 +151,17 @@ class Decoder:
                 self._step(self._size, restricted)
             else:
                 step.replay()
-        # Into memory of its own, behind these steps and before any others: the rings come round.
+        # Copied after these steps and before any others, because later steps overwrite the ring buffers.
         return partial(self._take, [to_host(there) for there in self._results()])
 
     def give(self, blocks: Sequence[tuple[int, int, int]]) -> None:
-        """More blocks for rows of the batch, as (row, place in its table, block), for launches to come."""
+        """Give rows of the batch more blocks, as (row, place in its table, block), for the next launches."""
         if blocks:
             rows, places, numbers = to_device(np.array(blocks, dtype=np.int64).T, self.model.device).unbind(0)
             self._table[rows, places] = numbers.int()
 
     def _fill(self, rows: Sequence[DecodeRow], size: int, sampling: Sampling) -> None:
-        """Everything that a step reads, in one go."""
+        """Copy everything that a step reads to the device, in few transfers."""
         tokens, positions, drawn, seeds, blocks, forced = zip(*rows, strict=True)
         numbers = np.zeros((7, size), dtype=np.int64)
         numbers[0, : len(rows)], numbers[0, len(rows) :] = RUNNING, EMPTY
@@ -184,7 +184,7 @@ class Decoder:
 
     @torch.no_grad()
     def _run_on_cpu(self, steps: int, restricted: bool) -> list[Drawn]:
-        """A look at the rows is free here and a row is not: those that have ended are left out."""
+        """Rows that have ended are left out of each step: on a CPU, looking is free and computing is not."""
         sampling = self._sampling
         narrowed = {"top_k": sampling.top_k, "top_p": sampling.top_p} if restricted else {}
         for _ in range(steps):
@@ -195,13 +195,13 @@ class Decoder:
         return self._take([to_host(there) for there in self._results()])
 
     def _step(self, size: int, restricted: bool) -> None:
-        """As a graph holds it: whatever may change is read from the device."""
+        """One step as a graph captures it: everything that may change is read from the device."""
         rows = slice(0, size)
         narrowed = {"top_k": self._top_k[rows], "top_p": self._top_p[rows]} if restricted else {}
         self._advance(rows, torch.arange(size, device=self.model.device), temperature=self._temperature[rows], **narrowed)
 
     def _advance(self, rows: slice | torch.Tensor, numbers: torch.Tensor, **sampling: Any) -> None:
-        """One step of `rows`, which are these `numbers`."""
+        """One step of `rows`, whose row numbers are `numbers`."""
         progress, block = self._progress, self.block_tokens
         running, positions, table = progress.states[rows] == RUNNING, progress.positions[rows], self._table[rows]
         place = table.gather(1, (positions // block)[:, None])[:, 0].long() * block + positions % block
@@ -227,7 +227,7 @@ class Decoder:
         finish(tokens, logprobs, self._ends, progress, numbers)
 
     def _graph(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph | None:
-        """The captured step of that size. None where it cannot be captured: nothing has changed then but that no graph is tried again."""
+        """The captured step of that size, or None if it cannot be captured: then no graph is tried again and nothing else has changed."""
         found = self._captured.get((size, restricted))
         if found is not None:
             return found
@@ -236,18 +236,18 @@ class Decoder:
         try:
             self._prepare()
             self._captured[size, restricted] = self._capture_with_room(size, restricted)
-        except RuntimeError as error:  # all errors of torch.cuda are such
+        except RuntimeError as error:  # the type of all errors of torch.cuda
             reason = f"a step of the model cannot be captured: {first_line(error)}"
         finally:
             self._progress.states.copy_(states)
-        if reason is not None:  # out of the handler, whose error still holds what is to be freed
+        if reason is not None:  # outside the handler, whose error still holds the memory to be freed
             self._give_up_graphs(reason)
             return None
         self.captures += 1
         return self._captured[size, restricted]
 
     def _capture_with_room(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
-        """Out of memory is no fault of the model: graphs are not given up for it."""
+        """Capture, if needed after freeing memory. Running out of memory is not the model's fault, so graphs are not given up for it."""
         with contextlib.suppress(torch.OutOfMemoryError):
             return self._capture(size, restricted)
         gc.collect()
@@ -256,13 +256,13 @@ class Decoder:
             return self._capture(size, restricted)
         except torch.OutOfMemoryError as error:
             raise UserError(
-                f"rollout.kv_bytes: no memory is left beside the KV cache to capture decoding of {size} samples: {first_line(error)}. "
+                f"rollout.kv_bytes: no memory is left next to the KV cache to capture decoding of {size} samples: {first_line(error)}. "
                 "Give the cache fewer bytes, lower rollout.max_seqs, or set rollout.cuda_graphs = false"
             ) from error
 
     def _capture(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph:
-        """Before the step is captured it runs on empty rows, so that kernels are compiled by then, and a wait is found while it is only an
-        error: inside a capture it would break the stream."""
+        """Run the step on empty rows, then capture it. The first runs compile the kernels, and find a wait for the device while that is
+        only an error: inside a capture it would break the stream."""
         outside, side = torch.cuda.current_stream(), capture_stream()
         side.wait_stream(outside)
         try:
@@ -277,9 +277,9 @@ class Decoder:
             with torch.cuda.graph(graph, pool=self._pool, stream=side):
                 self._step(size, restricted)
         except RuntimeError as error:
-            torch.cuda.set_stream(outside)  # torch leaves the stream of an invalid capture current
+            torch.cuda.set_stream(outside)  # torch leaves an invalid capture's stream as the current one
             leave_capture(self._pool)
-            # As it ends, an invalid capture fails once more: the first failure says what was wrong.
+            # An invalid capture fails once more when it ends: the first failure says what was wrong.
             first = error.__context__ or error
             raise (torch.OutOfMemoryError if isinstance(first, torch.OutOfMemoryError) else RuntimeError)(str(first)) from error
         return graph
@@ -292,11 +292,11 @@ class Decoder:
         self.graphs, self.eager_reason = False, reason
         self._captured.clear()
         self._workspace = self._space = None
-        torch.cuda.empty_cache()  # what only graphs had a use for
+        torch.cuda.empty_cache()  # memory that only graphs used
         warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", stacklevel=2)
 
     def _prepare(self) -> None:
-        """What all graphs share: a pool for their temporaries, and the kernels' workspaces."""
+        """Allocate what all graphs share: a pool for their temporaries, and the kernels' workspaces."""
         if self._workspace is not None:
             return
         longest, itemsize = self._table.shape[1] * self.block_tokens, self.model.dtype.itemsize
@@ -316,7 +316,7 @@ class Decoder:
 
     def _take(self, results: Sequence[Callable[[], np.ndarray]]) -> list[Drawn]:
         lengths, tokens, logprobs = (arrive() for arrive in results)
-        columns = (self._taken[:, None] + np.arange(BURST)) % BURST  # of the rings, the first that was drawn now in front
+        columns = (self._taken[:, None] + np.arange(BURST)) % BURST  # columns of the ring buffers, the first new token in front
         counts = (lengths - self._taken).tolist()
         self._taken = lengths.astype(np.int64)
         rings = (np.take_along_axis(ring, columns, 1).tolist() for ring in (tokens, logprobs))
@@ -326,16 +326,16 @@ class Decoder:
 
 @cache
 def capture_stream() -> torch.cuda.Stream:
-    """One for all captures: each stream that ran a matrix product keeps a workspace of tens of MiB."""
+    """One stream for all captures: each stream that ran a matrix product keeps a workspace of tens of MiB."""
     return torch.cuda.Stream()
 
 
 @contextlib.contextmanager
 def refuse_waits() -> Iterator[None]:
-    """The host raises a RuntimeError where it would wait for the device."""
+    """Raise a RuntimeError wherever the host would wait for the device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that it does not know every wait; a capture finds the others
+        warnings.simplefilter("ignore")  # torch warns that it does not know every wait; a capture finds the others
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -344,12 +344,14 @@ def refuse_waits() -> Iterator[None]:
 
 
 def leave_capture(pool: tuple[int, int]) -> None:
-    """Undo what some versions of torch leave behind where a capture has become invalid."""
+    """Undo what some versions of torch leave behind after an invalid capture."""
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # some go on recording into its pool; the others have ended that themselves
+    with contextlib.suppress(RuntimeError):  # some versions keep recording into the pool; the others have stopped by themselves
         torch._C._cuda_endAllocateToPool(device, pool)
-    if torch.__version__ < "2.12":  # later ones are about to give the pool's memory back by themselves: it must not happen twice
+    if torch.__version__ < "2.12":  # later versions free the pool's memory by themselves, which must not happen twice
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_releasePool(device, pool)
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one that succeeds: else the device's random generator would stay in capture
+    with torch.cuda.graph(
+        torch.cuda.CUDAGraph()
+    ):  # a capture that succeeds: otherwise the device's random generator would stay in capture mode
         torch.zeros(1, device="cuda")

@@ -1,26 +1,26 @@
-"""Who holds which block of the KV cache, and which blocks hold known tokens. Pure Python.
+"""The blocks of the KV cache: who holds which, and which hold known tokens. Pure Python.
 
 Enters: requests to take, hold and release blocks, and what full blocks hold. Leaves: block numbers. Guaranteed:
 - a block is free or held by a known number of holders, never both; releasing what is not held is an error at once; taking is all or
   nothing;
 - a block is found again only for the very tokens it holds behind the very tokens before them: contents are compared, not only hashed;
-- a free block keeps its content until it is taken for something else, those released longest ago first;
-- a pool knows of nothing that was computed before it was made: weights change from one to the next.
+- a free block keeps its content until it is taken for something else; those released longest ago are taken first;
+- a new pool knows no content: weights may have changed since the pool before it was used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-START = 0  # the content before the first block
+START = 0  # the number of the content before the first block
 Content = tuple[int, tuple[int, ...]]  # the number of the content before, and a block's tokens
 
 
 class BlockPool:
     def __init__(self, blocks: int) -> None:
         self.size = blocks
-        self._empty = list(range(blocks - 1, -1, -1))  # free, their content not known; popped from the end: low numbers first
-        self._kept: dict[int, None] = {}  # free, their content known; released longest ago first
+        self._empty = list(range(blocks - 1, -1, -1))  # free, content unknown; popped from the end: low numbers first
+        self._kept: dict[int, None] = {}  # free, content known; released longest ago first
         self._holders = [0] * blocks
         self._known: dict[Content, int] = {}  # content -> block
         self._contents: dict[int, tuple[int, Content]] = {}  # block -> the content and its number, which is never used again
@@ -55,8 +55,8 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder fewer; a block without holders is free. Later blocks are given up before earlier ones, without which they are of no
-        use."""
+        """One holder fewer; a block without holders is free. Later blocks become free before earlier ones, without which they are
+        useless."""
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is released twice"
             self._holders[block] -= 1
@@ -76,13 +76,13 @@ class BlockPool:
         return self._contents[block][0]
 
     def remember(self, block: int, before: int, tokens: tuple[int, ...]) -> int:
-        """A held block is full and will not be written again. Returns the number of its content; where another block is known to hold the
-        same, that one stays the one to be found."""
+        """Register the content of a held block that is full and will not be written again. Returns the number of its content; if another
+        block is known to hold the same content, `find` keeps returning that one."""
         assert self._holders[block] > 0
         known = self._known.get((before, tokens))
         if known is not None:
             return self.content(known)
-        if block in self._contents:  # behind a block that is known no longer, though another holds the same
+        if block in self._contents:  # it followed a block that is no longer known, though another block holds the same content
             self._forget(block)
         self._last_number += 1
         self._known[before, tokens] = block

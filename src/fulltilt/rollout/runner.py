@@ -1,4 +1,4 @@
-"""Running a pass of the scheduler through the model.
+"""Run a pass of the scheduler through the model.
 
 Enters: a `Pass`. Leaves: the logits of the tokens that samples are drawn from. Guaranteed: the parameters are the trainer's own, read in
 place; keys and values of the pass are in the cache afterwards.
@@ -20,7 +20,7 @@ from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
 from fulltilt.rollout.scheduler import Pass
 
-ALIGNED = 128  # numbers: every layer's cache begins at a multiple of them, since kernels read 16 bytes at a time
+ALIGNED = 128  # every layer's cache begins at a multiple of this many elements, because kernels read 16 bytes at a time
 
 
 def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int:
@@ -28,8 +28,8 @@ def bytes_per_token(layers: Mapping[int, LayerShape], dtype: torch.dtype) -> int
 
 
 def memory(numbers: int, model: PreTrainedModel) -> torch.Tensor:
-    """With numbers in it, where some are read that nobody wrote."""
-    if model.device.type == "cpu":  # zeros that take memory and time only once they are touched: most of a large cache never is
+    """Memory of that many elements, initialised if attention may read slots that were never written."""
+    if model.device.type == "cpu":  # zeros take memory and time only when they are touched, and most of a large cache never is
         return torch.from_numpy(np.zeros(numbers * model.dtype.itemsize, np.uint8)).view(model.dtype)
     found = empty(numbers, model)
     return found.zero_() if reads_unwritten(model) else found
@@ -39,14 +39,14 @@ def empty(numbers: int, model: PreTrainedModel) -> torch.Tensor:
     try:
         return torch.empty(numbers, dtype=model.dtype, device=model.device)
     except torch.OutOfMemoryError:
-        gc.collect()  # what only a cycle still holds may lie in the piece that the cache had before
+        gc.collect()  # objects that only a reference cycle holds may occupy part of the memory that the cache had before
         torch.cuda.empty_cache()
         return torch.empty(numbers, dtype=model.dtype, device=model.device)
 
 
 def reads_unwritten(model: PreTrainedModel) -> bool:
-    """Flash attention and the decoding kernels never touch a slot that was not written. torch's own attention, which runs everywhere else,
-    gives it the weight 0, and 0 times what lies there may not be a number."""
+    """Whether attention may read slots that were never written. Flash attention and the decoding kernels do not; torch's own attention,
+    which runs everywhere else, gives such slots the weight 0, and 0 times an arbitrary value may be NaN."""
     flash = model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
     return not flash or getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
 
@@ -62,8 +62,8 @@ class Runner:
         self._values: list[torch.Tensor] = []
 
     def acquire(self) -> None:
-        """Take the cache's memory, if it is not held: one piece for all layers. On CUDA the allocator keeps the piece while it is given
-        back, so that activations are split from it, and hands it out again whole once they are gone."""
+        """Allocate the cache if it is not held: one piece for all layers. On CUDA the allocator keeps the piece after `release`, splits
+        activations from it, and hands it out whole again once they are gone."""
         if self._keys:
             return
         shapes = [(self.blocks * self.block_tokens, shape.key_heads, shape.head_width) for shape in self.layers for _ in range(2)]
@@ -75,7 +75,7 @@ class Runner:
 
     def release(self) -> None:
         """Give the cache's memory back for the update."""
-        # The lists themselves are emptied: whoever was handed them must not keep the memory.
+        # The lists themselves are emptied, so that nobody who was given them keeps the memory.
         self._keys.clear()
         self._values.clear()
 
@@ -108,7 +108,7 @@ class Runner:
             for blocks in zip(*copies, strict=True)
         )
         for cache in self._keys + self._values:
-            cache.index_copy_(0, targets, cache[sources])  # read whole before it is written: a source may be another's target
+            cache.index_copy_(0, targets, cache[sources])  # read completely before writing: a source may also be a target
 
     def _context(self, step: Pass) -> Paged:
         device = self.model.device

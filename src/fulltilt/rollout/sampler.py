@@ -1,8 +1,8 @@
-"""How responses are drawn, and the seeds of their noise.
+"""Sampling settings, drawing tokens from logits, and the seeds of the noise.
 
 Enters: logits [S, vocabulary], and for each row its sample's seed and its place in the response. Leaves: a token and its log-prob for each
 row. Guaranteed: the noise is a function of (seed, sample, position) and the vocabulary entry alone, so a sample's tokens do not depend on
-what else is in the batch; the log-prob is the one of the full softmax at the sampling temperature, whatever top-k and top-p cut away.
+the rest of the batch; the log-prob is that of the full softmax at the sampling temperature, whatever top-k and top-p exclude.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Sampling:
 def draw(
     logits: torch.Tensor, seeds: np.ndarray, positions: np.ndarray, sampling: Sampling, rows: np.ndarray | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens int64 [S] and log-probs float32 [S]. `seeds` is uint64 [S]; `rows` says which row of the logits each draws from when several
-    draw from one."""
+    """Tokens int64 [S] and log-probs float32 [S]. `seeds` is uint64 [S]; `rows` gives the row of the logits for each draw, if several
+    draws share a row."""
     device = logits.device
     return sample(
         logits.float(),
@@ -46,7 +46,7 @@ def draw(
 
 
 def sample_seed(seed: int, prompt: int, sample: int) -> np.uint64:
-    """The seed of one sample: all three numbers, well mixed."""
+    """The seed of one sample, mixed from all three numbers."""
     value = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
     for number in (prompt, sample):
         value = mix64(value + np.uint64(0x9E3779B97F4A7C15) * np.array([number + 1], dtype=np.uint64))

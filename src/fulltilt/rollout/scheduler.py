@@ -1,19 +1,19 @@
-"""Which tokens run in the next pass. Pure Python, no tensors.
+"""The scheduler: which tokens run in the next pass. Pure Python, no tensors.
 
 Enters: groups (a prompt and how many samples), and after each pass the tokens it sampled. Leaves: passes. Guaranteed:
-- a pass prefills (prompts, and the tokens of samples that were preempted) or decodes, never both; no pass holds more than `max_seqs`
-  sequences, and one that prefills no more than `max_batched_tokens` tokens (unless chunking is off and a prompt alone is longer);
-- while samples decode, no two passes that prefill follow one another, and newcomers are let in only where it is worth a pass
-  (`_worth_a_pass`); whoever waits gets in at the latest when nothing else runs;
+- a pass prefills (prompts, and the tokens of preempted samples) or decodes, never both; no pass has more than `max_seqs` sequences, and a
+  pass that prefills has at most `max_batched_tokens` tokens (unless chunking is off and a single prompt is longer);
+- while samples decode, no two prefill passes follow one another, and waiting sequences are admitted only when it is worth a pass
+  (`_worth_a_pass`), at the latest when nothing else runs;
 - a decoding pass of `steps` steps has blocks for that many more tokens of each of its sequences, the longest of which come first;
-- steps that are started ahead (`further`) are of the same sequences, take blocks from nobody, and are not started where prefill is due;
-- tokens that lie in the cache are not computed again: a group's prompt while one of its samples runs, full blocks of any tokens that
-  another prompt begins with, or that a preempted sample left, for as long as they are there. A pass may read blocks that it writes
-  itself: its keys and values are all written, layer by layer, before they are read. A block that is shared is never written again;
-- the last token of a prompt is always computed, for samples are drawn from it, and once for all samples of a group that start with it;
-- when blocks run out, the youngest sequence gives its blocks back and is finished later from the tokens it has: nothing is lost, and
-  the oldest sequence always goes on, so every sequence ends;
-- the order is a function of the requests alone, and of the tokens drawn so far.
+- steps that are started ahead (`further`) are of the same sequences, take blocks from nobody, and are not started when prefill is due;
+- tokens that are in the cache are not computed again: a group's prompt while one of its samples runs, and full blocks that another prompt
+  begins with or that a preempted sample left, for as long as they are there. A pass may read blocks that it writes itself, because each
+  layer writes all its keys and values before it reads them. A shared block is never written again;
+- the last token of a prompt is always computed, because samples are drawn from it, and once for all samples of a group that start with it;
+- when blocks run out, the youngest sequence gives its blocks back and is finished later from the tokens it has: nothing is lost, and the
+  oldest sequence always continues, so every sequence ends;
+- the order depends only on the requests and on the tokens drawn so far.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from dataclasses import dataclass, field, replace
 
 from fulltilt.rollout.kv_cache import START, BlockPool, blocks_for
 
-GROWTH_SHARE = 16  # a newcomer leaves at least this part of the blocks in use free for those that run to grow
-WORTHWHILE_SHARE = 8  # a pass for newcomers is worth it when they are at least this part of those that decode
-WORTHWHILE_TOKENS = 2  # or fill this part of max_batched_tokens
-READ_TIMES = 8  # a pass that prefills reads at most about this many times max_batched_tokens from the cache: attention gathers them
-LEAST_STEPS = 4  # a decoding pass has at least this part of the steps it might have
-STEPS_BETWEEN = 4  # of decoding between two passes that prefill
+GROWTH_SHARE = 16  # an admission leaves at least 1/16 of the used blocks free, so that running sequences can grow
+WORTHWHILE_SHARE = 8  # a pass for waiting sequences is worth it if they are at least 1/8 of those that decode,
+WORTHWHILE_TOKENS = 2  # or if their tokens are at least 1/2 of max_batched_tokens
+READ_TIMES = 8  # a prefill pass reads at most about this many times max_batched_tokens from the cache: attention gathers them
+LEAST_STEPS = 4  # a decoding pass has at least 1/4 of the steps that it might have
+STEPS_BETWEEN = 4  # decoding steps between two prefill passes
 
 
 def block_list(blocks: Iterable[int] = ()) -> array[int]:
-    """Blocks as an array: they are copied into tables many thousands at a time, for which a list takes ten times as long."""
+    """Blocks as an array: they are copied into tables by the thousands, for which a list takes ten times as long."""
     return array("i", blocks)
 
 
 @dataclass(eq=False)
 class Family:
-    """The sequences of one prompt."""
+    """A prompt and the sequences that are sampled from it."""
 
     prompt: Seq[int]
     members: list[Sequence] = field(default_factory=list)
-    opened: bool = False  # the members other than the first have been let loose
+    opened: bool = False  # all members may run, not only the first, which prefills the prompt
     full_blocks: list[tuple[int, ...]] = field(default_factory=list)  # the prompt's tokens by block, a partly filled one left out
 
     def holder(self) -> Sequence | None:
@@ -55,7 +55,7 @@ class Family:
 
 @dataclass(eq=False)
 class Sequence:
-    """One sample in the making."""
+    """One unfinished sample."""
 
     number: int  # age: smaller is older
     family: Family
@@ -72,25 +72,26 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Only its newest token is to be computed, and that is one it drew."""
+        """Whether only its newest token has to be computed, and that token was sampled."""
         return bool(self.tokens) and len(self.family.prompt) + len(self.tokens) - self.computed == 1
 
     @property
     def seats(self) -> int:
-        """A family that has yet to be let loose takes a seat for every member, so that its prompt is still there when they follow."""
+        """Places it takes among `max_seqs`. A family that is not opened takes one for every member, so that its prompt is still in the
+        cache when they follow."""
         return 1 if self.family.opened else len(self.family.members)
 
     def ids(self, start: int, stop: int) -> list[int]:
-        """Tokens start..stop of prompt and response together."""
+        """Tokens start to stop of prompt and response together."""
         prompt = len(self.family.prompt)
         return [*self.family.prompt[start:stop], *self.tokens[max(0, start - prompt) : max(0, stop - prompt)]]
 
 
 @dataclass(frozen=True)
 class Work:
-    """`count` tokens of a sequence from `start` on.
+    """The part of a sequence in a pass: `count` tokens from `start` on.
 
-    `samples` draw their next token from the last of these: nobody while a prompt is unfinished, a whole family at its end.
+    `samples` draw their next token from the last of these: none while a prompt is unfinished, a whole family at its end.
     """
 
     sequence: Sequence
@@ -109,7 +110,7 @@ class Work:
 @dataclass(frozen=True)
 class Pass:
     work: tuple[Work, ...]  # decoding: longest first
-    copies: tuple[tuple[int, int], ...]  # (from block, to block), to be done before the pass and all at once
+    copies: tuple[tuple[int, int], ...]  # (from block, to block): copied before the pass, all at once
     decoding: bool
     steps: int = 1  # how many tokens may be drawn for each sequence before the next pass is planned; above 1 only when decoding
 
@@ -119,9 +120,9 @@ class Counts:
     preemptions: int = 0
     prefill_tokens: int = 0
     shared_tokens: int = 0  # found in the cache instead of being prefilled
-    recovered_tokens: int = 0  # those of them that preempted samples found
+    recovered_tokens: int = 0  # the part of shared_tokens that preempted samples found
     decode_tokens: int = 0
-    passes: int = 0  # that prefilled, and steps of decoding in which some sample drew
+    passes: int = 0  # prefill passes, and decoding steps in which some sample drew a token
 
 
 class Scheduler:
@@ -134,7 +135,7 @@ class Scheduler:
         *,
         chunked_prefill: bool = True,
         prefix_sharing: bool = True,
-        most_tokens: int | None = None,  # that a sample draws, where there is a limit
+        most_tokens: int | None = None,  # most tokens of a sample, if there is a limit
     ) -> None:
         self.pool = BlockPool(blocks)
         self.block_tokens = block_tokens
@@ -147,10 +148,10 @@ class Scheduler:
         self.counts = Counts()
         self._waiting: list[tuple[int, Sequence]] = []
         self._copies: dict[int, int] = {}  # target -> source
-        self._being_written: set[int] = set()  # blocks that the pass which is being planned prefills
+        self._being_written: set[int] = set()  # blocks that the pass being planned prefills
         self._next_number = 0
-        self._prefilled = False  # the newest pass did
-        self._seats = 0  # taken
+        self._prefilled = False  # whether the newest pass prefilled
+        self._seats = 0  # taken seats
 
     def add(self, prompt: Seq[int], samples: int) -> Family:
         size = self.block_tokens
@@ -176,7 +177,7 @@ class Scheduler:
         work, steps = self._prefill() if self._prefill_is_due() else [], 0
         if not work:
             work, steps = self._decode(self._until_prefill(most_steps))
-        if not work:  # all that decoded gave way to an older sequence whose prompt is not through
+        if not work:  # all decoding sequences gave way to an older one whose prompt is not finished
             work = self._prefill()
         assert work, "a pass without work: the cache is smaller than one sample"
         self._prefilled = not steps
@@ -186,8 +187,8 @@ class Scheduler:
         return Pass(tuple(work), copies, steps > 0, max(1, steps))
 
     def further(self, step: Pass, steps: int) -> Pass | None:
-        """That many more steps of the same sequences, to be started before the decoding pass `step` has ended; None where another kind of
-        pass is due, or blocks are short."""
+        """That many more steps of the same sequences, to be started before the decoding pass `step` has ended; None if another kind of pass
+        is due or there are too few blocks."""
         work = [item for item in step.work if not item.sequence.finished]
         decoding = [item.sequence for item in work]
         if not work or self._prefill_is_due():
@@ -200,11 +201,11 @@ class Scheduler:
         return Pass(tuple(Work(item.sequence, item.start + step.steps, 1, item.samples) for item in work), (), True, steps)
 
     def goes_on(self, step: Pass) -> Pass:
-        """What is left of a pass from `further`, now that the one before it has ended."""
+        """The rest of a pass from `further`, now that the pass before it has ended."""
         return replace(step, work=tuple(item for item in step.work if not item.sequence.finished))
 
     def ran(self, step: Pass) -> None:
-        """The pass ran, and the tokens it drew are with their sequences: keys and values of all tokens but these last are in the cache."""
+        """The pass ran and its sequences have the drawn tokens: keys and values of all tokens but the newest ones are in the cache."""
         longest = 0 if step.decoding else 1
         for work in step.work:
             if step.decoding:
@@ -218,9 +219,9 @@ class Scheduler:
         self.counts.passes += longest
 
     def settle(self, family: Family) -> None:
-        """After a family's tokens of a pass: let siblings loose on a fresh prompt, then free what is finished.
+        """After a pass: let the siblings of a freshly prefilled prompt run, then free the blocks of finished members.
 
-        Siblings are admitted before a finished holder leaves, so that the prompt it computed is not lost with it.
+        Siblings are admitted before a finished member leaves, so that the prompt it computed is not lost.
         """
         if not family.opened and family.members[0].tokens:
             self._seats -= family.members[0].seats - 1
@@ -243,15 +244,15 @@ class Scheduler:
         return decoding < len(self.running) or self._worth_a_pass(decoding)
 
     def _until_prefill(self, most_steps: int) -> int:
-        """Steps of decoding in a row. Few where more is to be prefilled: those that decode are not held up for long, and a step costs the
-        device much the same when the others have joined it."""
+        """Decoding steps in a row. Few if more is waiting for prefill: a prefill pass does not delay decoding for long, and a step costs
+        about the same after the others have joined."""
         decoding = sum(sequence.decoding for sequence in self.running)
         more = decoding < len(self.running) or self._worth_a_pass(decoding)
         return min(most_steps, STEPS_BETWEEN) if self._prefilled and more else most_steps
 
     def _worth_a_pass(self, decoding: int) -> bool:
-        """A pass costs much the same for one newcomer as for many: wait until they are some part of those that decode, or their tokens some
-        part of a pass, or until they are all that wait. Judged by the first of them."""
+        """A prefill pass costs about the same for one sequence as for many: wait until those that fit are a worthwhile share of the
+        decoding ones, or their tokens of a pass, or until all that wait fit. Estimated from the first of them."""
         if not self._waiting:
             return False
         head = self._waiting[0][1]
@@ -266,7 +267,7 @@ class Scheduler:
     # -- prefill --------------------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> list[Work]:
-        """What runs first, oldest first; then newcomers with the tokens, seats and blocks that are left. Takes no block from anyone."""
+        """Running sequences, oldest first; then waiting ones with the tokens, seats and blocks that are left. Preempts nobody."""
         left, room = self.max_batched_tokens, READ_TIMES * self.max_batched_tokens
         work: list[Work] = []
         for sequence in self.running:
@@ -281,11 +282,11 @@ class Scheduler:
             left -= planned
             room -= sequence.computed + planned if planned else 0
             if not planned and not sequence.decoding:
-                break  # it does not fit any more, so neither do those behind it
+                break  # it does not fit any more, and neither do those after it
         return work
 
     def _plan(self, sequence: Sequence, work: list[Work], left: int) -> int:
-        """Add the sequence's next tokens to the pass if that many are allowed; returns their number."""
+        """Add the sequence's next tokens to the pass, at most `left`. Returns their number."""
         if sequence.decoding:
             return 0
         count = sequence.length - sequence.computed
@@ -303,7 +304,7 @@ class Scheduler:
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Let a waiting sequence run if there is a seat, and blocks for all it has. What lies in the cache is held, not computed."""
+        """Let a waiting sequence run if there is a seat, and blocks for all its tokens. Blocks that are in the cache are shared."""
         if self.running and self._seats + sequence.seats > self.max_seqs:
             return False
         found = self._known_blocks(sequence)
@@ -328,16 +329,16 @@ class Scheduler:
         return True
 
     def _blocks_to_enter(self, sequence: Sequence) -> int:
-        """Blocks for all tokens, and for the siblings who follow at once an end of the prompt each."""
+        """Blocks for all its tokens, and one for each sibling that follows at once: the end of the prompt."""
         return blocks_for(sequence.length, self.block_tokens) + sequence.seats - 1
 
     def _room_to_grow(self) -> int:
-        """Blocks that newcomers leave free: at least one for each that runs, else they are soon sent away again. In simulations with
-        lognormal lengths, of means from 200 to 2,000, this share comes within 2% of the best of all that were tried (1/32 to 1/4, or up to
-        32 blocks each). Where all responses are equally long more room would be better, but nobody knows beforehand."""
+        """Blocks that an admission leaves free: at least one for each running sequence, or sequences would soon be preempted again. In
+        simulations with lognormal lengths, with means from 200 to 2,000, this share is within 2% of the best of all that were tried (1/32
+        to 1/4, or up to 32 blocks each). If all responses were equally long, more would be better, but lengths are not known in advance."""
         return max(len(self.running), self.pool.used // GROWTH_SHARE)
 
-    # -- what lies in the cache -----------------------------------------------------------------------------------------------------
+    # -- what is in the cache -------------------------------------------------------------------------------------------------------
 
     def _tokens_of_block(self, sequence: Sequence, index: int) -> tuple[int, ...]:
         if index < len(sequence.family.full_blocks):
@@ -345,7 +346,7 @@ class Scheduler:
         return tuple(sequence.ids(index * self.block_tokens, (index + 1) * self.block_tokens))
 
     def _known_blocks(self, sequence: Sequence) -> list[int]:
-        """Blocks of the cache that hold what the sequence begins with, its last token left over: that one is computed."""
+        """Blocks of the cache that hold the beginning of the sequence, without its last token, which is always computed."""
         found: list[int] = []
         content = START
         for index in range((sequence.length - 1) // self.block_tokens if self.prefix_sharing else 0):
@@ -357,25 +358,25 @@ class Scheduler:
         return found
 
     def _remember(self, sequence: Sequence, tokens: int) -> None:
-        """Make the full blocks among the first `tokens` tokens known, which are in the cache or will be after this pass."""
+        """Register the full blocks of the first `tokens` tokens, which are in the cache or will be after this pass."""
         content = START
         for index in range(tokens // self.block_tokens):
             content = self.pool.remember(sequence.blocks[index], content, self._tokens_of_block(sequence, index))
 
     def _copy_end_of_prompt(self, sequence: Sequence) -> None:
-        """The last block of a prompt that a sibling holds, where it is partly filled: each sample goes on writing in one of its own."""
+        """Copy the partly filled last block of the prompt from a sibling: each sample continues in a block of its own."""
         prompt = len(sequence.family.prompt)
         holder = sequence.family.holder() if self.prefix_sharing else None
         if holder is None or not 0 < prompt - sequence.computed < self.block_tokens:
             return
         index = prompt // self.block_tokens
         source = holder.blocks[index]
-        if source not in self._being_written and source not in self._copies:  # copies come before all else, so it must be there by now
+        if source not in self._being_written and source not in self._copies:  # copies come first, so the source must be complete by then
             self._copies[sequence.blocks[index]] = source
             self._skip(sequence, prompt)
 
     def _skip(self, sequence: Sequence, computed: int) -> None:
-        """The sequence's first `computed` tokens are in the cache without having been computed for it."""
+        """The sequence's first `computed` tokens are in the cache and were not computed for it."""
         self.counts.shared_tokens += computed - sequence.computed
         if sequence.preempted:
             self.counts.recovered_tokens += computed - sequence.computed
@@ -384,7 +385,7 @@ class Scheduler:
     # -- decoding -------------------------------------------------------------------------------------------------------------------
 
     def _decode(self, most_steps: int) -> tuple[list[Work], int]:
-        """All that decode, and for how many steps: youngest sequences give way until there are blocks for a worthwhile part of them."""
+        """All decoding sequences, and for how many steps: the youngest are preempted until there are blocks for enough steps."""
         while decoding := [sequence for sequence in self.running if sequence.decoding]:
             steps = min(most_steps, self._tokens_to_come(decoding, most_steps))
             least = max(1, steps // LEAST_STEPS)
@@ -401,11 +402,11 @@ class Scheduler:
         return [Work(sequence, sequence.computed, 1, (sequence,)) for sequence in decoding], steps
 
     def _tokens_to_come(self, decoding: list[Sequence], otherwise: int) -> int:
-        """That any of these may still draw."""
+        """The most tokens that any of these may still draw; `otherwise` if there is no limit."""
         return otherwise if self.most_tokens is None else self.most_tokens - min(len(sequence.tokens) for sequence in decoding)
 
     def _missing(self, decoding: list[Sequence], steps: int) -> list[int]:
-        """Blocks that each lacks for that many more tokens."""
+        """How many blocks each sequence lacks for that many more tokens."""
         size = self.block_tokens
         return [max(0, -(-(sequence.computed + steps) // size) - len(sequence.blocks)) for sequence in decoding]
 

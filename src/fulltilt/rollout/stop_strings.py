@@ -19,10 +19,10 @@ class StopStrings:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
         self.tokenizer = tokenizer
         self.strings = tuple(strings)
-        # A token is at least one byte of text, so a string that the newest token completes began at most its byte count of tokens ago;
-        # a few more for ids beyond the tokenizer, which have no text.
+        # A token has at least one byte of text, so a string that the newest token completes began at most as many tokens ago as it has
+        # bytes; a few more for ids that the tokenizer does not know, which have no text.
         self._window = max((len(string.encode()) for string in self.strings), default=0) + 8
-        # Decoded behind another token: some tokenizers swallow the space that a text begins with.
+        # Decoded after another token, because some tokenizers drop the space at the beginning of a text.
         anchor = tokenizer("a", add_special_tokens=False).input_ids[-1:] if self.strings else []
         self._anchor = [token for token in anchor if token not in tokenizer.all_special_ids]
 
@@ -33,8 +33,8 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
     def first_end(self, ids: Sequence[int], new: int) -> int:
-        """At which of the `new` last ids, from 1, a stop string is first complete; 0: at none. To decode is slow: they are looked at
-        together, and one by one only where there is something to find."""
+        """At which of the last `new` ids, counted from 1, a stop string is first complete; 0: at none. Decoding is slow: they are decoded
+        together, and one by one only if there is a stop string."""
         if not self.strings:
             return 0
         text = self._whole(ids[-self._window - new :], skip_special_tokens=False)

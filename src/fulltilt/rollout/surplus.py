@@ -1,4 +1,4 @@
-"""Groups carried over to the next step, in the form that a checkpoint keeps.
+"""Groups carried over to the next step, in the form in which a checkpoint saves them.
 
 Enters: groups with their scores. Leaves: arrays for the checkpoint's tensors and a list for its JSON; and the same groups again, given the
 prompts of the data. Guaranteed: token ids, log-probs, scores and text come back bit for bit, through JSON too; a group whose prompt the
@@ -20,14 +20,16 @@ Described = dict[str, Any]
 
 
 def pack(kept: Sequence[ScoredGroup]) -> tuple[dict[str, np.ndarray], list[Described]]:
-    """The tokens of all samples, one after another, and beside them what each group and sample is."""
+    """The tokens of all samples, concatenated, and a description of each group and its samples."""
     samples = [sample for each in kept for sample in each.group.samples]
     arrays = {
         "ids": np.concatenate([np.zeros(0, np.int64), *(sample.ids for sample in samples)]),
         "logprobs": np.concatenate([np.zeros(0, np.float32), *(sample.logprobs for sample in samples)]),
         "lengths": np.array([len(sample.ids) for sample in samples], dtype=np.int64),
     }
-    assert arrays["ids"].dtype == np.int64 and arrays["logprobs"].dtype == np.float32, "a sample is not of the types of its record"
+    assert arrays["ids"].dtype == np.int64 and arrays["logprobs"].dtype == np.float32, (
+        "a sample's arrays do not have the types of its record"
+    )
     assert len(arrays["ids"]) == len(arrays["logprobs"]) == arrays["lengths"].sum()
     return arrays, [_described(each) for each in kept]
 
@@ -35,14 +37,14 @@ def pack(kept: Sequence[ScoredGroup]) -> tuple[dict[str, np.ndarray], list[Descr
 def unpack(
     arrays: Mapping[str, np.ndarray], described: Sequence[Described], prompts_by_uid: Mapping[int, Prompt]
 ) -> tuple[list[ScoredGroup], int]:
-    """The groups that `pack` was given, and how many had to be left out because the data no longer has their prompts."""
+    """The groups that `pack` was given, and how many are left out because the data no longer has their prompts."""
     assert sum(len(group["samples"]) for group in described) == len(arrays["lengths"])
     borders = np.cumsum(arrays["lengths"])[:-1]
     tokens = zip(np.split(arrays["ids"], borders), np.split(arrays["logprobs"], borders), strict=True)
     kept = []
     for group in described:
-        # Read before the prompt is looked for: the next group's tokens follow these, whether or not this one is left out.
-        samples = tuple(_sample(entry, *next(tokens)) for entry in group["samples"])
+        # Read before looking for the prompt: the next group's tokens follow these, even if this group is left out.
+        samples = tuple(Sample(entry["index"], *next(tokens), entry["finish"], _text(entry["text"]) or "") for entry in group["samples"])
         prompt = prompts_by_uid.get(group["uid"])
         if prompt is not None and _digest(prompt) == group["prompt"]:
             kept.append(ScoredGroup(Group(prompt, samples), tuple(map(_score, group["samples"])), group["step"]))
@@ -66,21 +68,17 @@ def _described(kept: ScoredGroup) -> Described:
     return {"uid": prompt.uid, "prompt": _digest(prompt), "step": kept.step, "samples": samples}
 
 
-def _sample(entry: Described, ids: np.ndarray, logprobs: np.ndarray) -> Sample:
-    return Sample(entry["index"], ids, logprobs, entry["finish"], _text(entry["text"]) or "")
-
-
 def _score(entry: Described) -> Score:
     return Score(entry["value"], entry["parts"], _text(entry["error"]), _text(entry["answer"]))
 
 
 def _digest(prompt: Prompt) -> str:
-    """Row numbers alone would take the rows of other data for these."""
+    """Identifies the prompt's tokens: row numbers alone would match rows of other data."""
     return hashlib.sha256(prompt.ids.astype("<i8").tobytes()).hexdigest()[:16]
 
 
 def _exact(text: str | None) -> str | list[int] | None:
-    """Text as JSON gives it back: two lone surrogates that happen to stand side by side would come back as one character."""
+    """Text in a form that JSON restores exactly: two adjacent lone surrogates would come back as one character."""
     if text is None or not any("\ud800" <= character <= "\udfff" for character in text):
         return text
     return [ord(character) for character in text]

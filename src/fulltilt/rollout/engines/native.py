@@ -27,26 +27,26 @@ from fulltilt.rollout.stop_strings import StopStrings
 
 @dataclass(eq=False)
 class Draft:
-    """A sample in the making: what the scheduler does not need to know."""
+    """An unfinished sample, with what the scheduler does not need to know."""
 
     index: int
     seed: np.uint64
     sequence: scheduling.Sequence
     logprobs: list[float]
-    forced: int | None = None  # exactly that many tokens, whatever they are
+    forced: int | None = None  # it gets exactly this many tokens, whatever they are
     finish: Finish | None = None
 
 
-Drawing = Iterable[tuple[Draft, list[int], list[float]]]  # what a pass drew: for each sample its tokens and their log-probs
+Drawing = Iterable[tuple[Draft, list[int], list[float]]]  # the results of a pass: the new tokens of each sample and their log-probs
 
 
 @dataclass(frozen=True, eq=False)
 class Flight:
-    """A pass on its way."""
+    """A pass that has been started."""
 
     step: Pass
-    drawing: list[Draft]  # when decoding: of each row of the batch, ended ones too
-    arrive: Callable[[], Drawing]  # waits for it
+    drawing: list[Draft]  # when decoding: one per row of the batch, finished ones included
+    arrive: Callable[[], Drawing]  # waits for the results
 
 
 class NativeEngine(Engine):
@@ -69,8 +69,8 @@ class NativeEngine(Engine):
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Mapping[tuple[int, int], int] | None = None
     ) -> Iterator[Group]:
-        """`lengths` forces the number of tokens of the samples it names, by (prompt uid, sample index); it may name others too. End tokens
-        and stop strings mean nothing to these, and nothing is planned by a length before it is reached."""
+        """`lengths` forces the number of tokens of samples, by (prompt uid, sample index); other entries are ignored. End tokens
+        and stop strings do not end such samples, and nothing is planned from a length before it is reached."""
         lengths = lengths or {}
         self._check_size(prompts, sampling, lengths)
         self._calls = call = self._calls + 1
@@ -98,7 +98,7 @@ class NativeEngine(Engine):
         ahead: Flight | None = None
         end = time.perf_counter()
         while plan.busy:
-            if not self.decoder.overlaps:  # nothing would run meanwhile
+            if not self.decoder.overlaps:  # the device would not work meanwhile
                 yield from self._hand_over(finished, stops, call)
             if ahead is None:
                 end, flight = time.perf_counter(), self._launch(plan.next_pass(self.decoder.burst(len(plan.running))), drafts, sampling)
@@ -135,7 +135,7 @@ class NativeEngine(Engine):
         for sample, length in lengths.items():
             if not 1 <= length <= sampling.max_new_tokens:
                 raise UserError(
-                    f"lengths: sample {sample} is to get {length} tokens, which is not from 1 to rollout.max_new_tokens "
+                    f"lengths: sample {sample} should get {length} tokens, which is not from 1 to rollout.max_new_tokens "
                     f"({sampling.max_new_tokens}): change the length or rollout.max_new_tokens"
                 )
         capacity = self.limits.blocks * self.limits.block_tokens
@@ -147,12 +147,12 @@ class NativeEngine(Engine):
             )
 
     def _hand_over(self, finished: list[tuple[Prompt, list[Draft]]], stops: StopStrings, call: int) -> Iterator[Group]:
-        """To make text of tokens, and whatever is done with it, takes time: on CUDA the device works meanwhile."""
+        """Yield finished groups. Decoding text, and whatever the caller does with it, takes time: on CUDA the device works meanwhile."""
         while finished:
             prompt, members = finished.pop(0)
             yield Group(prompt, tuple(finished_sample(draft, stops) for draft in members))
             if call != self._calls:
-                raise RuntimeError("another call of generate has begun since, and has taken the KV cache: one call at a time")
+                raise RuntimeError("another call of generate has started and uses the KV cache: only one call may run at a time")
 
     def _launch(self, step: Pass, drafts: Mapping[scheduling.Sequence, Draft], sampling: Sampling) -> Flight:
         return self._decode(step, drafts, sampling) if step.decoding else self._prefill(step, drafts, sampling)
@@ -188,8 +188,8 @@ class NativeEngine(Engine):
         )  # fmt: skip
 
     def _further(self, plan: Scheduler, flight: Flight, stops: StopStrings) -> Flight | None:
-        """More steps of the same rows, on their way before the tokens of these are known, so that the device does not wait for the host.
-        Not where fewer rows would do; nor with stop strings, which the host finds: such a row would go on in blocks that are another's."""
+        """Start more steps of the same rows before the tokens of `flight` are known, so that the device does not wait for the host. Not if
+        fewer rows would be enough, and not with stop strings, which the host finds: a stopped row would write to blocks of others."""
         step, decoder = flight.step, self.decoder
         if not step.decoding or not decoder.overlaps or stops.strings:
             return None
@@ -210,7 +210,7 @@ class NativeEngine(Engine):
         return self._steps(following, flight.drawing)
 
     def _take(self, draft: Draft, drawn: list[int], logprobs: list[float], sampling: Sampling, stops: StopStrings) -> None:
-        """Give a sample what was drawn for it, up to a stop string: the device, which sees end tokens and limits, does not see these."""
+        """Give a sample its drawn tokens, up to a stop string: the device stops at end tokens and limits, but does not see strings."""
         tokens = draft.sequence.tokens
         tokens += drawn
         stopped = 0 if draft.forced else stops.first_end(tokens, len(drawn))
