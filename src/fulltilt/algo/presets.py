@@ -39,7 +39,7 @@ from fulltilt.algo.loss import (
     value_loss,
 )
 from fulltilt.algo.shaping import LARGEST_ERROR, Overlong, RewardKL
-from fulltilt.config import AlgorithmConfig, Config, Rule, uses_reward_model
+from fulltilt.config import AlgorithmConfig, Config, ConfigRule, uses_reward_model
 from fulltilt.records import UserError
 
 Settings = Mapping[str, Any]
@@ -476,10 +476,10 @@ def _keys_without_effect(config: Config) -> Iterator[str]:
 _FUNCTIONS = ("algorithm.name", "algorithm.advantage", "algorithm.loss")
 _KL = tuple(f"algorithm.{key}" for key in AlgorithmConfig.model_fields if "kl_" in key)
 
-RULES: tuple[Rule, ...] = (
-    Rule(_FUNCTIONS, _wrong_keys),
-    Rule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
-    Rule(
+RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(_FUNCTIONS, _wrong_keys),
+    ConfigRule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
+    ConfigRule(
         (
             *_FUNCTIONS,
             *_KL,
@@ -489,7 +489,7 @@ RULES: tuple[Rule, ...] = (
         ),
         _wrong_numbers,
     ),
-    Rule(
+    ConfigRule(
         (
             *_FUNCTIONS,
             *_KL,
