@@ -188,7 +188,7 @@ def test_missing_keys_say_what_they_mean() -> None:
     model, data, steps = mistakes_of({})
     assert model.startswith("model.path: missing, and every run needs it. Folder of a Hugging Face")
     assert data.startswith("data.train: missing, and every run needs it. Parquet")
-    assert steps.startswith("run.steps: neither run.steps nor run.epochs is given.")
+    assert steps.startswith("run.steps: missing, but run.epochs is not set. Set it: Steps to run.")
 
 
 # ---- verl's spellings of values
@@ -290,10 +290,13 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
 @pytest.mark.parametrize(
     ("overrides", "begins"),
     [
-        (["run.epochs=2"], "run.steps: given together with run.epochs (3 and 2). Remove one"),
+        (["run.epochs=2"], "run.steps: 3 has no effect while run.epochs is 2. Remove it, or remove run.epochs"),
         (["run.eval_every=5"], "data.val: missing, but run.eval_every asks for validation. Set data.val, or remove run.eval_every"),
         (["run.eval_every=5", "run.eval_before=true"], "data.val: missing, but run.eval_every and run.eval_before asks"),
-        (["rollout.kv_bytes=1000000", "rollout.memory_fraction=0.5"], "rollout.kv_bytes: given together with rollout.memory_fraction"),
+        (
+            ["rollout.kv_bytes=1000000", "rollout.memory_fraction=0.5"],
+            "rollout.kv_bytes: 1000000 has no effect while rollout.memory_fraction is 0.5. Remove it, or",
+        ),
         (["rollout.temperature=1e-38"], "rollout.temperature: 1e-38 is out of range. Use a value from 0.0001 to 10000, or 0 for greedy"),
         (["rollout.temperature=1e39"], "rollout.temperature: 1e+39 is out of range."),
         (["rollout.temperature=9.9e-5"], "rollout.temperature: 9.9e-05 is out of range."),
@@ -306,13 +309,13 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
             ["actor.micro_batch=2"],
             "actor.micro_batch: 2 has no effect while actor.dynamic_batch is true. Remove it, or set actor.dynamic_batch = false",
         ),
-        (["actor.dynamic_batch=false"], "actor.micro_batch: missing, but actor.dynamic_batch is off. Set actor.micro_batch"),
+        (["actor.dynamic_batch=false"], "actor.micro_batch: missing, but actor.dynamic_batch is false. Set it: Samples per micro-batch."),
         (
             ["actor.dynamic_batch=false", "actor.micro_batch=2", "actor.token_budget=64"],
             "actor.token_budget: 64 has no effect while actor.dynamic_batch is false. Remove it, or set actor.dynamic_batch = true",
         ),
         (["ref.micro_batch=2"], "ref.micro_batch: 2 has no effect while ref.dynamic_batch is true."),
-        (["ref.dynamic_batch=false"], "ref.micro_batch: missing, but ref.dynamic_batch is off."),
+        (["ref.dynamic_batch=false"], "ref.micro_batch: missing, but ref.dynamic_batch is false."),
         (
             ["algorithm.prompts_per_step=4", "algorithm.minibatches_per_step=5"],
             "algorithm.minibatches_per_step: 5 is more than algorithm.prompts_per_step (4)",
@@ -322,7 +325,10 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         (["model.path=~/model"], 'model.path: no such folder: "~/model" (~ is not expanded).'),
         (["model.path=."], 'model.path: "." has no config.json.'),
         (["model.path=train.jsonl"], 'model.path: "train.jsonl" is a file.'),
-        (["model.revision=main"], 'model.revision: "main" has no effect, since model.path is a folder.'),
+        (
+            ["model.revision=main"],
+            'model.revision: "main" has no effect while model.path is "model". Remove it, or give a hub name as model.path',
+        ),
         (["ref.path=gone"], 'ref.path: no such folder: "gone".'),
         (["data.train=gone.jsonl"], 'data.train: no such file or folder: "gone.jsonl". Paths are relative to the current directory'),
         (['data.train=["train.jsonl", "gone.jsonl"]'], 'data.train: no such file or folder: "gone.jsonl"'),
@@ -335,7 +341,10 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         ),
         (["reward.function={}"], "reward.function: an empty table is not a reward. Name at least one function with its weight"),
         (["reward.function={ gsm8k = 0.0 }"], 'reward.function: "gsm8k" has the weight 0 and no effect.'),
-        (["reward.function=reward_model"], "reward_model.path: missing, but the reward names reward_model."),
+        (
+            ["reward.function=reward_model"],
+            'reward_model.path: missing, but reward.function is "reward_model" and reward.sources is {}. Set it: Folder or hub name',
+        ),
         (
             ["reward_model.path=model"],
             'reward_model.path: "model" has no effect while reward.function is "gsm8k" and reward.sources is {}. Remove it, or set',
@@ -457,7 +466,7 @@ def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs
     (mistake,) = mistakes_of(run, f"{theirs}=1")
     assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for {ours}: ")
     for key in ours.split(" and "):  # what it means here, for the value may have to be another
-        assert " ".join(str(configuration.keys()[key].description).split()) in mistake
+        assert configuration.words(configuration.keys()[key]).meaning in mistake
 
 
 def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -597,8 +606,8 @@ def test_reference_page_is_up_to_date() -> None:
 def test_every_key_is_on_the_page_with_its_meaning() -> None:
     page = reference.page()
     for key, field in configuration.keys().items():
-        assert f"| `{key}` |" in page
-        assert field.description and " ".join(field.description.split()) in page
+        said = configuration.words(field)
+        assert said.meaning and f"| `{key}` |" in page and said.meaning in page and said.note in page
 
 
 def test_torch_is_not_imported() -> None:

@@ -16,6 +16,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +24,10 @@ from pydantic import ValidationError
 
 from fulltilt import knobs
 from fulltilt.records import UserError
-from fulltilt.schema import *  # noqa: F403  other rooms import the sections from here
-from fulltilt.schema import (
-    REWARD_MODEL,
-    REWARDS,
-    Config,
-    UsedIf,
-    either,
-    flatten,
-    keys,
-    legal_values,
-    reward_weights,
-    rewards_named,
-    row_of,
-    sections,
-    shown,
-    toml_value,
-)
+from fulltilt.schema import REWARDS, Config, UsedIf, either, flatten, keys, legal_values, reward_weights, row_of, sections, shown, words
+
+# isort: split
+from fulltilt.schema import *  # noqa: F403  other rooms import the schema from here
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
 
@@ -198,7 +186,7 @@ def _unknown(key: str, value: Any) -> Iterator[Mistake]:
     elif found:
         yield Mistake(f"{key}: {_known_elsewhere(found, key, value)}", tuple(knob.name for knob, _ in found))
     elif ours := knobs.elsewhere(key):
-        meaning = " ".join(" ".join(str(keys()[name].description).split()) for name in ours)
+        meaning = " ".join(words(keys()[name]).meaning for name in ours)
         yield Mistake(f"{key}: unknown key; verl's or TRL's name for {' and '.join(ours)}: {meaning}")
     elif (nearest := _nearest(key)) is None:
         yield Mistake(f"{key}: unknown key; no known key is similar: remove it. docs/reference.md lists every key")
@@ -260,9 +248,9 @@ def _wrong_values(tables: Mapping[str, Any]) -> Iterator[Mistake]:
             text = f"must be a table, got {shown(tables[key])}. Write [{key}] and its keys on lines of their own"
             yield Mistake(f"{key}: {text}", (key, *(f"{key}.{field}" for field in sections()[key].model_fields)))
         elif name not in tables.get(section, {}):
-            yield Mistake(f"{key}: missing, and every run needs it. {fields[key].description}", (key,))
+            yield Mistake(f"{key}: missing, and every run needs it. {words(fields[key]).meaning}", (key,))
         else:
-            about = row_of(fields[key]).note
+            about = words(fields[key]).note
             note = f". {about}" if kind == "literal_error" and about else ""
             yield Mistake(f"{key}: must be {legal_values(fields[key])}, got {shown(tables[section][name])}{note}", (key,))
 
@@ -281,64 +269,36 @@ def _with_stand_ins(tables: Mapping[str, Any], wrong: set[str]) -> Config:
 # ---- rules between keys ------------------------------------------------------------------------------------------------------------
 
 
-def _conditions(key: str) -> list[UsedIf]:
-    section, _, name = key.partition(".")
-    of_section, own = sections()[section].used_if, row_of(keys()[key]).used_if
-    shared = [of_section] if of_section and name not in of_section.reads else []
-    return [*shared, *([own] if isinstance(own, UsedIf) else own)]
+def _rules_of_use() -> Iterator[ConfigRule]:
+    for key, field in keys().items():
+        section, _, name = key.partition(".")
+        shared, own = sections()[section].used_if, row_of(field).used_if
+        conditions = [shared] if shared and name not in shared.reads else []
+        conditions += [own] if isinstance(own, UsedIf) else own
+        reads = [tuple(read if "." in read else f"{section}.{read}" for read in used_if.reads) for used_if in conditions]
+        if conditions:
+            yield ConfigRule((key, *chain(*reads)), partial(_has_effect, key, list(zip(conditions, reads, strict=True))))
 
 
-def _has_effect(key: str, conditions: Sequence[UsedIf], config: Config) -> Iterator[str]:
-    """A key that was set must have an effect; `auto` counts as not set."""
+def _has_effect(key: str, conditions: Sequence[tuple[UsedIf, Sequence[str]]], config: Config) -> Iterator[str]:
+    """A key must have an effect where it is set, and be set where it is required; `auto` counts as not set."""
     section, _, name = key.partition(".")
     values = flatten(config)
-    if name not in getattr(config, section).model_fields_set or values[key] in (None, "auto"):
-        return
-    for used_if in conditions:
-        read = {each: values[each] for each in _reads(section, used_if)}
-        if not used_if.holds(*read.values()):
-            why = " and ".join(f"{each} is {'not set' if value is None else shown(value)}" for each, value in read.items() if each != key)
+    given = name in getattr(config, section).model_fields_set and values[key] not in (None, "auto")
+    for used_if, reads in conditions:
+        holds = used_if.holds(*(values[read] for read in reads))
+        why = " and ".join(f"{read} is {'not set' if values[read] is None else shown(values[read])}" for read in reads if read != key)
+        if given and not holds:
             yield f"{key}: {shown(values[key])} has no effect while {why}. Remove it, or {used_if.remedy.format(section=section)}"
             return
-
-
-def _reads(section: str, used_if: UsedIf) -> list[str]:
-    return [read if "." in read else f"{section}.{read}" for read in used_if.reads]
-
-
-def _rules_of_use() -> Iterator[ConfigRule]:
-    for key in keys():
-        if conditions := _conditions(key):
-            reads = [read for used_if in conditions for read in _reads(key.partition(".")[0], used_if)]
-            yield ConfigRule((key, *reads), partial(_has_effect, key, conditions))
-
-
-def _missing_micro_batch(role: str, config: Config) -> Iterator[str]:
-    if not getattr(config, role).dynamic_batch and getattr(config, role).micro_batch is None:
-        yield f"{role}.micro_batch: missing, but {role}.dynamic_batch is off. Set {role}.micro_batch, the samples of a micro-batch"
-
-
-def _steps_or_epochs(config: Config) -> Iterator[str]:
-    steps, epochs = config.run.steps, config.run.epochs
-    if steps is None and epochs is None:
-        yield "run.steps: neither run.steps nor run.epochs is given. Set one of them, for example run.steps = 100"
-    if steps is not None and epochs is not None:
-        yield f"run.steps: given together with run.epochs ({steps} and {epochs}). Remove one of them"
+        if not given and holds and used_if.required:
+            yield f"{key}: missing, but {why}. Set it: {words(keys()[key]).meaning}"
 
 
 def _validation_data(config: Config) -> Iterator[str]:
     asked = [key for key, on in (("run.eval_every", config.run.eval_every > 0), ("run.eval_before", config.run.eval_before)) if on]
     if asked and config.data.val is None:
         yield f"data.val: missing, but {' and '.join(asked)} asks for validation. Set data.val, or remove {' and '.join(asked)}"
-
-
-def _one_kv_size(config: Config) -> Iterator[str]:
-    rollout = config.rollout
-    if rollout.kv_bytes != "auto" and rollout.memory_fraction != "auto":
-        yield (
-            f"rollout.kv_bytes: given together with rollout.memory_fraction ({rollout.kv_bytes} and {rollout.memory_fraction}); "
-            "both set the size of the KV cache. Remove one of them"
-        )
 
 
 def _temperature(section: str, config: Config) -> Iterator[str]:
@@ -356,11 +316,6 @@ def _enough_prompts(config: Config) -> Iterator[str]:
             f"algorithm.minibatches_per_step: {algorithm.minibatches_per_step} is more than algorithm.prompts_per_step "
             f"({algorithm.prompts_per_step}); a mini-batch holds at least one prompt. Lower it, or raise prompts_per_step"
         )
-
-
-def _revision_of_a_hub_name(config: Config) -> Iterator[str]:
-    if config.model.revision is not None and Path(config.model.path).is_dir():
-        yield f"model.revision: {shown(config.model.revision)} has no effect, since model.path is a folder. Remove it"
 
 
 def _reward_exists(key: str, function: str) -> Iterator[str]:
@@ -383,15 +338,6 @@ def _rewards_exist(config: Config) -> Iterator[str]:
             yield from _reward_exists(key, name)
             if weight == 0:
                 yield f"{key}: {shown(name)} has the weight 0 and no effect. Remove it, or give it another weight"
-
-
-def uses_reward_model(config: Config) -> bool:
-    return REWARD_MODEL in rewards_named(config.reward.function, config.reward.sources)
-
-
-def _reward_model_named(config: Config) -> Iterator[str]:
-    if uses_reward_model(config) and config.reward_model.path is None:
-        yield "reward_model.path: missing, but the reward names reward_model. Set it to the reward model's folder"
 
 
 def _together(config: Config) -> Iterator[str]:
@@ -475,21 +421,14 @@ def _exists(key: str, kind: str, config: Config) -> Iterator[str]:
     return iter(()) if given is None else _EXISTS[kind](key, given)
 
 
-ROLES = [name for name, schema in sections().items() if "micro_batch" in schema.model_fields]
-
 RULES: tuple[ConfigRule, ...] = (
     *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names),
-    ConfigRule(("model.path", "model.revision"), _revision_of_a_hub_name),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
-    ConfigRule(("rollout.kv_bytes", "rollout.memory_fraction"), _one_kv_size),
     *(ConfigRule((f"{section}.temperature",), partial(_temperature, section)) for section in ("rollout", "eval")),
     ConfigRule(("reward.function", "reward.sources"), _rewards_exist),
-    ConfigRule(("reward.function", "reward.sources", "reward_model.path"), _reward_model_named),
     *_rules_of_use(),
-    *(ConfigRule((f"{role}.dynamic_batch", f"{role}.micro_batch"), partial(_missing_micro_batch, role)) for role in ROLES),
     ConfigRule(tuple(sorted({key for feature in knobs.FEATURES.values() for key in feature.keys})), _together),
-    ConfigRule(("run.steps", "run.epochs"), _steps_or_epochs),
     ConfigRule(("run.dir",), _run_folder),
 )
 
@@ -518,17 +457,3 @@ def differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The dotted keys in which two snapshots differ, those of FREE_ON_RESUME left out. One may come from a version that had fewer keys:
     what only one of them has is not compared."""
     return [key for key in saved if key in now and saved[key] != now[key] and key not in FREE_ON_RESUME]
-
-
-def to_toml(config: Config) -> str:
-    """A TOML file that parses to an equal configuration. Keys that were left out stand as comments, with their defaults: some keys
-    count as used when they are present."""
-    lines: list[str] = []
-    for name, schema in sections().items():
-        section = getattr(config, name)
-        lines += ["", f"[{name}]"]
-        for key in schema.model_fields:
-            value = getattr(section, key)
-            if value is not None:
-                lines.append(f"{'' if key in section.model_fields_set else '# '}{key} = {toml_value(value)}")
-    return "\n".join(lines[1:]) + "\n"

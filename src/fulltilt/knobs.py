@@ -9,11 +9,11 @@ nor with a role's batching; the knobs under `algorithm` are part of the algorith
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fulltilt.schema import BATCHES, ROLLOUT, TRAINING, keys, left_alone, legal_values, row_of, toml_value, verl_names
+from fulltilt.schema import BATCHES, ROLLOUT, TRAINING, keys, legal_values, row, row_of, toml_value, words
 
 Source = Literal["native", "verl", "chatlearn"]
 
@@ -43,13 +43,12 @@ class Knob:
         return "built" if self.built else "not built"
 
 
-def _built() -> list[Knob]:
-    rows = {key: (field, row_of(field)) for key, field in keys().items()}
-    return [
-        Knob(key, row.section, row.verl, row.chatlearn, legal_values(field), row.changes, left_alone(field), built=True, note=row.note)
-        for key, (field, row) in rows.items()
-        if row.section
-    ]
+def _built() -> Iterator[Knob]:
+    for key, field in keys().items():
+        row, said = row_of(field), words(field)
+        if row.section:
+            legal = legal_values(field)
+            yield Knob(key, row.section, row.verl, row.chatlearn, legal, row.changes, said.left_alone, built=True, note=said.note)
 
 
 # ---- knobs that are not built ----------------------------------------------------------------------------------------------------------
@@ -58,32 +57,24 @@ _COUNT = '"auto" or a whole number greater than 0'
 _SWITCH = "true or false"
 
 
-def _planned(name: str, section: str, legal: str, must_change: str, auto: str, verl: str = "", chatlearn: str = "", note: str = "") -> Knob:
-    return Knob(name, section, verl_names(verl), tuple(chatlearn.split()), legal, must_change, auto, built=False, note=note)
+def _planned(name: str, section: str, legal: str, must_change: str, auto: str, aliases: str = "", note: str = "") -> Knob:
+    names = row_of(row(aliases=aliases))
+    return Knob(name, section, names.verl, names.chatlearn, legal, must_change, auto, built=False, note=note)
 
 
-_ULYSSES_NOTE = "Ulysses; sizes that a model's heads do not allow are refused with the legal ones."
-_ULYSSES = "ulysses_sequence_parallel_size"
-_SEQUENCE_PARALLEL = {
-    "train": f"ARR.actor.{_ULYSSES} ARR.actor.fsdp_config.{_ULYSSES} training.sequence_parallel training.ulysses_degree ulysses_degree",
-    "ref": f"ARR.ref.{_ULYSSES} ARR.ref.fsdp_config.{_ULYSSES}",
-    "critic": f"critic.{_ULYSSES}",
-    "reward_model": f"reward_model.{_ULYSSES}",
-}
-_CHATLEARN_ULYSSES = {
-    "train": f"models.policy_trainer.{_ULYSSES} {_ULYSSES}",
-    "ref": f"models.ref_policy.{_ULYSSES}",
-}
-# Our name, verl's and ChatLearn's name, and what it is when left alone.
-_SHARDS = (
-    ("tensor_parallel", "tensor_model_parallel_size", "1 within what fits; within a node"),
-    ("pipeline_parallel", "pipeline_model_parallel_size", "1; below the micro-batch count"),
-    ("context_parallel", "context_parallel_size", "1 below 8k tokens"),
-    ("expert_parallel", "expert_model_parallel_size", "before expert-tensor"),
-    ("expert_tensor_parallel", "expert_tensor_parallel_size", "1; after expert"),
-    ("virtual_pipeline", "virtual_pipeline_model_parallel_size", "1"),
-)
-_SHARDED = {"train": ("actor", "policy_trainer"), "ref": ("ref", "ref_policy")}
+def _sequence_parallel(section: str, aliases: str, note: str = "") -> Knob:
+    aliases = aliases.replace("ULYSSES", "ulysses_sequence_parallel_size")
+    note = "Ulysses; sizes that a model's heads do not allow are refused with the legal ones." + note
+    proof, auto = "tokens per rank in the layers = tokens / size", "1 unless a sample does not fit"
+    return _planned(f"{section}.sequence_parallel", TRAINING, _COUNT, proof, auto, aliases, note)
+
+
+def _sharded(native: str, alias: str, auto: str) -> Iterator[Knob]:
+    note = "The guides' rule of thumb is about 4 billion parameters per GPU."
+    for section, role, model in (("train", "actor", "policy_trainer"), ("ref", "ref", "ref_policy")):
+        aliases = f"ARR.{role}.megatron.{alias} | models.{model}.{alias}"
+        yield _planned(f"{section}.{native}", TRAINING, _COUNT, "parameter or activation bytes per GPU", auto, aliases, note)
+
 
 _PLANNED = (
     _planned(
@@ -92,9 +83,8 @@ _PLANNED = (
         _COUNT,
         "weight bytes per GPU; number of replicas",
         "the smallest that fits: data parallel beats tensor parallel",
-        verl="ARR.rollout.tensor_model_parallel_size ARR.rollout.tensor_parallel_size",
-        chatlearn="models.policy.tensor_model_parallel_size",
-        note="tensor_parallel_size is the guides' spelling; verl's key is tensor_model_parallel_size.",
+        "ARR.rollout.tensor_model_parallel_size ARR.rollout.tensor_parallel_size | models.policy.tensor_model_parallel_size",
+        "tensor_parallel_size is the guides' spelling; verl's key is tensor_model_parallel_size.",
     ),
     _planned(
         "rollout.preemption",
@@ -105,34 +95,19 @@ _PLANNED = (
         note="It takes no value: the engine does it by itself.",
     ),
     _planned(
-        "train.balance",
-        BATCHES,
-        _SWITCH,
-        "spread of token cost across ranks and across pipeline micro-batches",
-        "on",
-        verl="trainer.balance_batch",
+        "train.balance", BATCHES, _SWITCH, "spread of token cost across ranks and pipeline micro-batches", "on", "trainer.balance_batch"
     ),
-    *(
-        _planned(
-            f"{section}.sequence_parallel",
-            TRAINING,
-            _COUNT,
-            "tokens per rank in the layers = tokens / size",
-            "1 unless a sample does not fit",
-            verl=verl,
-            chatlearn=_CHATLEARN_ULYSSES.get(section, ""),
-            note=_ULYSSES_NOTE
-            + (" training.sequence_parallel and ulysses_degree are one guide's spellings, not verl keys." if section == "train" else ""),
-        )
-        for section, verl in _SEQUENCE_PARALLEL.items()
+    _sequence_parallel(
+        "train",
+        "ARR.actor.ULYSSES ARR.actor.fsdp_config.ULYSSES training.sequence_parallel training.ulysses_degree ulysses_degree "
+        "| models.policy_trainer.ULYSSES ULYSSES",
+        " training.sequence_parallel and ulysses_degree are one guide's spellings, not verl keys.",
     ),
+    _sequence_parallel("ref", "ARR.ref.ULYSSES ARR.ref.fsdp_config.ULYSSES | models.ref_policy.ULYSSES"),
+    _sequence_parallel("critic", "critic.ULYSSES"),
+    _sequence_parallel("reward_model", "reward_model.ULYSSES"),
     _planned(
-        "train.forward_prefetch",
-        TRAINING,
-        _SWITCH,
-        "order of all-gather and compute, FSDP2 included",
-        "on",
-        verl="ARR.actor.fsdp_config.forward_prefetch",
+        "train.forward_prefetch", TRAINING, _SWITCH, "order of all-gather and compute", "on", "ARR.actor.fsdp_config.forward_prefetch"
     ),
     _planned(
         "train.overlap_and_fusion",
@@ -140,23 +115,15 @@ _PLANNED = (
         "a table of Megatron settings",
         "step time",
         "measured",
-        verl="ARR.actor.megatron.override_transformer_config.*",
-        note="For example apply_rope_fusion. ChatLearn takes these as Megatron arguments.",
+        "ARR.actor.megatron.override_transformer_config.*",
+        "For example apply_rope_fusion. ChatLearn takes these as Megatron arguments.",
     ),
-    *(
-        _planned(
-            f"{section}.{native}",
-            TRAINING,
-            _COUNT,
-            "parameter or activation bytes per GPU",
-            auto,
-            verl=f"ARR.{role}.megatron.{alias}",
-            chatlearn=f"models.{model}.{alias}",
-            note="The guides' rule of thumb is about 4 billion parameters per GPU.",
-        )
-        for native, alias, auto in _SHARDS
-        for section, (role, model) in _SHARDED.items()
-    ),
+    *_sharded("tensor_parallel", "tensor_model_parallel_size", "1 within what fits; within a node"),
+    *_sharded("pipeline_parallel", "pipeline_model_parallel_size", "1; below the micro-batch count"),
+    *_sharded("context_parallel", "context_parallel_size", "1 below 8k tokens"),
+    *_sharded("expert_parallel", "expert_model_parallel_size", "before expert-tensor"),
+    *_sharded("expert_tensor_parallel", "expert_tensor_parallel_size", "1; after expert"),
+    *_sharded("virtual_pipeline", "virtual_pipeline_model_parallel_size", "1"),
 )
 
 
@@ -211,39 +178,39 @@ class Pair:
 TOGETHER: tuple[Pair, ...] = (
     Pair("compile", "fused_layers", False, "a layer's forward has one owner"),
     Pair("compile", "lora", True, "adapters are compiled with their layers"),
-    Pair("compile", "fused_head", True, "the head is no part of a layer"),
-    Pair("compile", "cuda_graphs", True, "graphs hold the layers as they are; only passes over packed samples are compiled"),
-    Pair("compile", "selective", False, "selective recompute looks at single operations, and torch runs layers uncompiled to show them"),
+    Pair("compile", "fused_head", True, "the head is not part of a layer"),
+    Pair("compile", "cuda_graphs", True, "graphs hold uncompiled layers; only passes over packed samples are compiled"),
+    Pair("compile", "selective", False, "selective recompute decides per operation, and for that torch runs the layers uncompiled"),
     Pair("compile", "full", True, "compiled layers run twice"),
-    Pair("compile", "offload_activations", True, "what compiled code saves is moved like anything else"),
-    Pair("compile", "offload_params", True, "compiled code reads parameters where they are when it runs"),
-    Pair("fused_layers", "lora", True, "projections with an adapter run one by one, all else fused"),
-    Pair("fused_layers", "fused_head", True, "the head is no part of a layer"),
+    Pair("compile", "offload_activations", True, "activations saved by compiled code are moved like others"),
+    Pair("compile", "offload_params", True, "compiled code reads parameters where they are at the time"),
+    Pair("fused_layers", "lora", True, "projections with an adapter run one by one, everything else is fused"),
+    Pair("fused_layers", "fused_head", True, "the head is not part of a layer"),
     Pair("fused_layers", "cuda_graphs", True, "rollout and update run the same layers"),
-    Pair("fused_layers", "selective", True, "kernels of norms and products are run again"),
+    Pair("fused_layers", "selective", True, "the kernels of norms and products run again"),
     Pair("fused_layers", "full", True, "fused layers run twice"),
-    Pair("fused_layers", "offload_activations", True, "what kernels save is moved like anything else"),
-    Pair("fused_layers", "offload_params", True, "joined weights are joined again when they come back"),
-    Pair("lora", "fused_head", True, "no adapter is on the head"),
+    Pair("fused_layers", "offload_activations", True, "activations saved by kernels are moved like others"),
+    Pair("fused_layers", "offload_params", True, "fused weights are fused again when they return to the device"),
+    Pair("lora", "fused_head", True, "the head has no adapter"),
     Pair("lora", "cuda_graphs", True, "adapters are captured with their layers"),
-    Pair("lora", "selective", True, "an adapter's products are kept like the others"),
+    Pair("lora", "selective", True, "the results of an adapter's matrix products are kept like others"),
     Pair("lora", "full", True, "layers and adapters run twice"),
-    Pair("lora", "offload_activations", True, "what an adapter saves is moved like anything else"),
-    Pair("lora", "offload_params", True, "adapters leave with the weights that they belong to"),
-    Pair("fused_head", "cuda_graphs", True, "rollout reads its logits by itself"),
-    Pair("fused_head", "selective", True, "the head is no part of a layer"),
-    Pair("fused_head", "full", True, "the head is no part of a layer"),
+    Pair("lora", "offload_activations", True, "activations saved by adapters are moved like others"),
+    Pair("lora", "offload_params", True, "adapters leave the device with the weights that they belong to"),
+    Pair("fused_head", "cuda_graphs", True, "rollout computes its own logits"),
+    Pair("fused_head", "selective", True, "the head is not part of a layer"),
+    Pair("fused_head", "full", True, "the head is not part of a layer"),
     Pair("fused_head", "offload_activations", True, "the head keeps its hidden states on the device"),
-    Pair("fused_head", "offload_params", True, "the head's weight leaves with the others"),
-    Pair("cuda_graphs", "selective", True, "only passes with a gradient recompute"),
-    Pair("cuda_graphs", "full", True, "only passes with a gradient recompute"),
-    Pair("cuda_graphs", "offload_activations", True, "only passes with a gradient keep activations"),
-    Pair("cuda_graphs", "offload_params", False, "graphs read weights by their address, and weights come back to another one"),
-    Pair("selective", "offload_activations", True, "what is kept is moved"),
+    Pair("fused_head", "offload_params", True, "the head's weight leaves the device with the others"),
+    Pair("cuda_graphs", "selective", True, "only passes with gradients recompute"),
+    Pair("cuda_graphs", "full", True, "only passes with gradients recompute"),
+    Pair("cuda_graphs", "offload_activations", True, "only passes with gradients keep activations"),
+    Pair("cuda_graphs", "offload_params", False, "graphs read weights by address, and weights return to another one"),
+    Pair("selective", "offload_activations", True, "activations that are kept are moved"),
     Pair("selective", "offload_params", True, "layers are recomputed while their role works"),
-    Pair("full", "offload_activations", True, "the inputs of layers are moved"),
+    Pair("full", "offload_activations", True, "the layers' inputs are moved"),
     Pair("full", "offload_params", True, "layers are recomputed while their role works"),
-    Pair("offload_activations", "offload_params", True, "activations are there while their role works"),
+    Pair("offload_activations", "offload_params", True, "activations exist only while their role works"),
 )
 """Every two features, once; selective and full recompute are values of one key. What is not allowed is refused when the configuration is
 read, and a test builds and runs what is allowed."""
@@ -306,7 +273,7 @@ def elsewhere(key: str) -> list[str]:
     """Our keys, not performance knobs, for what verl or TRL calls `key`: by its last two parts, else by its last one."""
     parts = key.split(".")
     ends = (".".join(parts[-2:]), parts[-1])
-    found = ([ours for ours, field in keys().items() if end in row_of(field).elsewhere] for end in ends)
+    found = ([ours for ours, field in keys().items() if end in row_of(field).elsewhere.split()] for end in ends)
     return next(filter(None, found), [])
 
 

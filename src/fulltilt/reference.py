@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pydantic.fields import FieldInfo
 
 from fulltilt import knobs
-from fulltilt.schema import legal_values, row_of, sections, toml_value
+from fulltilt.schema import legal_values, row_of, sections, toml_value, words
 
 _HEAD = """\
 # Reference
@@ -59,8 +59,11 @@ def _default(field: FieldInfo) -> str:
 
 
 def _meaning(field: FieldInfo) -> str:
-    spellings = ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in row_of(field).spellings.items())
-    return f"{field.description}" + (f" verl's spellings are accepted: {spellings}." if spellings else "")
+    """The notes of knobs are in the ledger."""
+    row, said = row_of(field), words(field)
+    spellings = ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in row.spellings.items())
+    accepted = f"verl's spellings are accepted: {spellings}." if spellings else ""
+    return " ".join([said.meaning, accepted, "" if row.section else said.note])
 
 
 def _ledger() -> Iterator[str]:

@@ -6,7 +6,8 @@ Guaranteed: torch is not imported. All else is read from these rows: the ledger 
 becomes ours (`Row.spellings`).
 
 To add a key: add its field here and the code that obeys it. A performance knob also has `section` and `changes`, and a proof in `proofs`.
-A meaning ends with "`auto`: ..." or "Left out: ..." where the default needs words.
+The text below a key is its meaning; it ends with "`auto`: ..." or "Left out: ..." where the default needs words, and with "Note: ..." for
+users of other systems.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import math
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -52,35 +54,38 @@ class UsedIf:
     reads: tuple[str, ...]  # a key without a dot is in the same section
     holds: Callable[..., bool]
     remedy: str  # what to do other than remove the key
+    required: bool = False  # where it has an effect, it must be set
 
 
 @dataclass(frozen=True)
 class Row:
     """What a key's field says beside its type, default and meaning."""
 
-    section: str = ""  # section of the ledger; empty: the key is not a performance knob
-    changes: str = ""  # the measurement that proves a knob
+    changes: str = ""  # the measurement that proves a knob; empty: the key is not a performance knob
     verl: tuple[str, ...] = ()  # full dotted names; one that ends in ".*" stands for every key below it
     chatlearn: tuple[str, ...] = ()
-    elsewhere: tuple[str, ...] = ()  # names in verl and TRL of a key that is not a knob: the last part, or the last two
-    note: str = ""  # what a user of another system's name or value must know: another unit, the opposite sense, a slip in a guide
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # last part of an alias -> our values for its, if they differ
+    section: str = ""  # section of the ledger
+    elsewhere: str = ""  # names in verl and TRL of a key that is not a knob: the last part, or the last two
     spellings: Mapping[str, str] = field(default_factory=dict)  # verl's spellings of a value, which are accepted, and ours
     used_if: UsedIf | tuple[UsedIf, ...] = ()  # all of them
     names: Literal["", "model", "adapter", "file", "data"] = ""  # what must exist where the value says
     free: bool = False  # may differ between a checkpoint and the run that resumes it
+    note: str = ""  # as `Words.note`, where several keys share it
 
 
-def row(default: Any = ..., verl: str = "", chatlearn: str = "", elsewhere: str = "", **about: Any) -> Any:
-    """The field of a key, with names separated by spaces; `about` is attributes of `Row` and arguments of `Field`."""
+MARKS: Mapping[str, Mapping[Any, Any]] = {"!": {True: False, False: True}, "~": {}}
+
+
+def row(default: Any = ..., changes: str = "", aliases: str = "", values: Mapping[str, Any] | None = None, **about: Any) -> Any:
+    """The field of a key. `aliases`: verl's names, and after a bar ChatLearn's; `ARR` stands for verl's `actor_rollout_ref`. A name
+    marked `!` has the opposite sense; the values of one marked `~` mean something else. `about`: attributes of `Row`, or of `Field`."""
+    verl, _, chatlearn = aliases.replace("ARR.", "actor_rollout_ref.").partition("|")
+    marked = {name.lstrip("!~").rpartition(".")[2]: MARKS[name[0]] for name in aliases.split() if name[0] in MARKS}
     own = {name: about.pop(name) for name in list(about) if name in Row.__dataclass_fields__}
-    whole: Any = Row(verl=verl_names(verl), chatlearn=tuple(chatlearn.split()), elsewhere=tuple(elsewhere.split()), **own)
+    theirs, others = (tuple(name.lstrip("!~") for name in system.split()) for system in (verl, chatlearn))
+    whole: Any = Row(changes, theirs, others, values={**marked, **(values or {})}, **own)
     return Field(default, json_schema_extra={"row": whole}, **about)
-
-
-def verl_names(names: str) -> tuple[str, ...]:
-    """Full names of verl; `ARR` stands for `actor_rollout_ref`."""
-    return tuple(re.sub(r"^ARR\.", "actor_rollout_ref.", name) for name in names.split())
 
 
 def row_of(key: FieldInfo) -> Row:
@@ -103,51 +108,42 @@ class Section(BaseModel):
 
 # ---- rows that several sections share --------------------------------------------------------------------------------------------------
 
-_ALGORITHMIC = "nothing: it is part of the algorithm, and no tuner touches it"
-_batch_number = partial(row, section=BATCHES, changes=_ALGORITHMIC)
+_batch_number = partial(row, changes="nothing: it is part of the algorithm, and no tuner touches it", section=BATCHES)
 _rollout = partial(row, section=ROLLOUT)
 _training = partial(row, section=TRAINING)
 
 _PACKING_NOTE = "ChatLearn's packing sets two knobs here: packing and dynamic batch. Its guide says it is on by default; its code says off."
-_MICRO_BATCH_NOTE = "Samples per GPU, used when dynamic_batch is off. verl's names without _per_gpu count over all GPUs and are deprecated."
-_dynamic_batch = partial(
-    row,
-    True,
-    section=BATCHES,
-    changes="micro-batches are filled by tokens, not by samples",
-    description="Fill micro-batches up to the token budget. Off: each has `micro_batch` samples.",
-)
+_DYNAMIC_BATCH = "Fill micro-batches up to the token budget. Off: each has `micro_batch` samples."
+_MICRO_BATCH = "Samples per micro-batch. Left out: not used, since `dynamic_batch` is on."
+_dynamic_batch = partial(row, True, "micro-batches are filled by tokens, not by samples", section=BATCHES, description=_DYNAMIC_BATCH)
 _micro_batch = partial(
     row,
     None,
+    "samples of a micro-batch; micro-batch count",
     section=BATCHES,
-    changes="samples of a micro-batch; micro-batch count",
-    note=_MICRO_BATCH_NOTE,
-    values={f"{start}micro_batch_size": {} for start in ("", "ppo_", "log_prob_", "forward_")},
-    used_if=UsedIf(("dynamic_batch",), lambda dynamic: not dynamic, "set {section}.dynamic_batch = false"),
-    description="Samples per micro-batch. Left out: not used, since `dynamic_batch` is on.",
+    used_if=UsedIf(("dynamic_batch",), lambda dynamic: not dynamic, "set {section}.dynamic_batch = false", required=True),
+    description=_MICRO_BATCH,
+    note="Samples per GPU, used when dynamic_batch is off. verl's names without _per_gpu count over all GPUs and are deprecated.",
 )
 _token_budget = partial(
     row,
     "auto",
-    section=BATCHES,
-    changes="micro-batch count; peak memory",
+    "micro-batch count; peak memory",
     note="A hard cap on tokens per GPU; with sequence parallelism a micro-batch holds that many times the budget, as in verl.",
+    section=BATCHES,
     used_if=UsedIf(("dynamic_batch",), lambda dynamic: dynamic, "set {section}.dynamic_batch = true"),
 )
 _packing = partial(_training, changes="pad tokens computed (0 when on)")
-_recompute = partial(
-    _training,
-    changes="saved activation bytes; time",
-    note='enable_gradient_checkpointing is a switch: true is "full", false is "none".',
+_recompute = partial(_training, changes="saved activation bytes; time", free=True)
+_checkpointing = partial(
+    _recompute,
     values={"enable_gradient_checkpointing": {True: "full", False: "none"}},
-    free=True,
+    note='enable_gradient_checkpointing is a switch: true is "full", false is "none".',
 )
-_offload_activations = partial(
+_activations = partial(
     _training, changes="activation bytes on the GPU between forward and backward; works together with recompute", free=True
 )
 _offload = partial(_training, changes="GPU bytes of that kind outside the phase that needs it", free=True)
-_entropy_chunk = partial(_training, "auto", values={"entropy_from_logits_with_chunking": {}})
 _kl_estimator = partial(
     row,
     None,
@@ -155,7 +151,7 @@ _kl_estimator = partial(
     note="verl's abs, full and straight-through variants (low_var_kl+, k3+) have no equivalent here.",
 )
 
-_OPPOSITE: Mapping[Any, Any] = {True: False, False: True}
+_if_scheduled = UsedIf(("schedule",), lambda schedule: schedule != "constant", 'set train.schedule to "linear" or "cosine"')
 _if_recomputed = UsedIf(
     ("train.recompute", "critic.recompute"),
     lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
@@ -172,14 +168,13 @@ def rewards_named(function: str | Mapping[str, float], sources: Mapping[str, str
     return {name for given in (function, *sources.values()) for name in reward_weights(given)}
 
 
-_calls_a_function = partial(
-    row,
-    used_if=UsedIf(
-        ("function", "sources"),
-        lambda *rewards: rewards_named(*rewards) != {REWARD_MODEL},
-        "name a function too: the reward model alone calls none",
-    ),
+_if_scored_by_model = UsedIf(
+    ("reward.function", "reward.sources"), lambda *rewards: REWARD_MODEL in rewards_named(*rewards), 'set reward.function = "reward_model"'
 )
+_if_scored_by_function = UsedIf(
+    ("function", "sources"), lambda *rewards: rewards_named(*rewards) != {REWARD_MODEL}, "name a function: the reward model calls none"
+)
+_calls_a_function = partial(row, used_if=_if_scored_by_function)
 
 
 def _if_watched(rule: str) -> UsedIf:
@@ -196,13 +191,14 @@ def _if_sampled(key: str, neutral: float) -> UsedIf:
 class ModelConfig(Section):
     path: str = row(names="model", elsewhere="model.name model_name_or_path", min_length=1)
     """Folder of a Hugging Face causal language model (safetensors), or a hub name when online."""
-    revision: str | None = None
+    revision: str | None = row(
+        None, used_if=UsedIf(("path",), lambda path: not Path(path).is_dir(), "give a hub name as model.path: a folder has no revisions")
+    )
     """Branch, tag or commit of a hub name."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Leave this off unless you have read that code."""
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = row("auto", elsewhere="bf16")
-    """Type of the parameters used to compute; master weights and moments are never below float32. `auto`: bfloat16 on CUDA, float32 on
-    CPU."""
+    """Type of the parameters; master weights and moments are never below float32. `auto`: bfloat16 on CUDA, float32 on CPU."""
     chat_template: str | None = row(None, names="file")
     """File with a chat template that replaces the tokenizer's own."""
 
@@ -247,36 +243,28 @@ class AlgorithmConfig(Section):
             "reinforce_plus_plus": "reinforce++",
             "reinforce_plus_plus_baseline": "reinforce++_baseline",
         },
-        note="verl's grpo_passk, opo, gpg, gdpo and optimal_token_baseline have no equivalent here.",
     )
-    """The preset. Keys below that are left out take the preset's values."""
+    """The preset. Keys below that are left out take the preset's values. Note: verl's grpo_passk, opo, gpg, gdpo and
+    optimal_token_baseline have no equivalent here."""
     prompts_per_step: Positive = _batch_number(
-        64,
-        verl="data.train_batch_size",
-        chatlearn="runtime_args.sample_per_episode",
-        elsewhere="per_device_train_batch_size",
-        values={"sample_per_episode": {}},
-        note="Counted in prompts, over all devices. ChatLearn counts samples: divide sample_per_episode by num_inference_per_prompt.",
+        64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="per_device_train_batch_size"
     )
-    """Prompts per step, over all devices. For SFT: rows per step."""
+    """Prompts per step, over all devices. For SFT: rows per step. Note: Counted in prompts, over all devices. ChatLearn counts samples:
+    divide sample_per_episode by num_inference_per_prompt."""
     samples_per_prompt: Positive = _batch_number(
         8,
-        verl="ARR.rollout.n",
-        chatlearn="runtime_args.num_inference_per_prompt models.policy.num_inference_per_prompt",
+        aliases="ARR.rollout.n | runtime_args.num_inference_per_prompt models.policy.num_inference_per_prompt",
         elsewhere="num_generations",
     )
     """Samples per prompt: the size of a group. SFT has none, and setting it there is an error."""
     minibatches_per_step: Positive = _batch_number(
-        1,
-        verl="ARR.actor.ppo_mini_batch_size critic.ppo_mini_batch_size",
-        chatlearn="runtime_args.train_global_batch_size",
-        values={"ppo_mini_batch_size": {}, "train_global_batch_size": {}},
-        note="A number of mini-batches, not their size: data.train_batch_size / ppo_mini_batch_size in verl, "
-        "sample_per_episode / train_global_batch_size in ChatLearn. It works with any number of devices; nothing must divide evenly.",
+        1, aliases="~ARR.actor.ppo_mini_batch_size ~critic.ppo_mini_batch_size | ~runtime_args.train_global_batch_size"
     )
-    """Mini-batches, which are optimizer steps, per rollout and epoch."""
+    """Mini-batches, which are optimizer steps, per rollout and epoch. Note: A number of mini-batches, not their size:
+    data.train_batch_size / ppo_mini_batch_size in verl, sample_per_episode / train_global_batch_size in ChatLearn. It works with any number
+    of devices; nothing must divide evenly."""
     epochs: Positive = _batch_number(
-        1, verl="ARR.actor.ppo_epochs critic.ppo_epochs", chatlearn="runtime_args.num_training_epoch", elsewhere="num_iterations"
+        1, aliases="ARR.actor.ppo_epochs critic.ppo_epochs | runtime_args.num_training_epoch", elsewhere="num_iterations"
     )
     """Number of passes over the samples of a step."""
     clip_low: float | None = row(None, elsewhere="clip_ratio clip_ratio_low epsilon", ge=0, le=1)
@@ -319,7 +307,7 @@ class AlgorithmConfig(Section):
     """Number of steps at the start of the run in which only the critic is updated."""
     dynamic_sampling: bool | None = row(None, elsewhere="filter_groups")
     """Leave out groups whose rewards are all equal, and keep sampling until the step is full; surplus groups are used in the next step."""
-    prompts_per_round: Positive | None = _batch_number(None, verl="data.gen_batch_size", note="For dynamic sampling.")
+    prompts_per_round: Positive | None = _batch_number(None, aliases="data.gen_batch_size")
     """Prompts sampled at a time under dynamic sampling. Left out: `prompts_per_step`."""
     max_rounds: Positive | None = None
     """Largest number of sampling rounds in a step; after that the step uses the groups it has."""
@@ -339,92 +327,64 @@ class RolloutConfig(Section):
     max_new_tokens: Positive = row(256, elsewhere="max_completion_length max_response_length")
     """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; the trainer's log-probs use the same. From 0.0001 to 10000, or 0 (greedy), which is refused for
-    training."""
+    """Sampling temperature, also of the trainer's log-probs: 0.0001 to 10000, or 0 (greedy), which is refused for training."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
     top_k: NotNegative = 0
     """Sample among the k most likely tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
     stop: list[NotEmpty] = Field(default_factory=list)
     """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
-    engine: Literal["native"] = _rollout(
-        "native",
-        changes="the engine that generates",
-        verl="ARR.rollout.name",
-        chatlearn="runtime_args.rollout_backend",
-        values={"name": {}, "rollout_backend": {}},
-        note="vllm, sglang, trtllm and tgi are not built in this version.",
-    )
-    """The engine that generates."""
+    engine: Literal["native"] = _rollout("native", "the engine that generates", "~ARR.rollout.name | ~runtime_args.rollout_backend")
+    """The engine that generates. Note: vllm, sglang, trtllm and tgi are not built in this version."""
     kv_bytes: Count = _rollout(
         "auto",
-        changes="KV blocks; most samples decoded at once",
-        note="The same memory as rollout.memory_fraction, in bytes: set one of the two.",
+        "KV blocks; most samples decoded at once",
+        used_if=UsedIf(("memory_fraction",), lambda share: share == "auto", "remove rollout.memory_fraction"),
     )
-    """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. Not together with `memory_fraction`.
-    `auto`: the memory measured free, less a reserve."""
+    """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. `auto`: the memory measured free, less a
+    reserve. Note: The same memory as rollout.memory_fraction, in bytes: set one of the two."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = _rollout(
         "auto",
-        changes="KV blocks; most samples decoded at once",
-        verl="ARR.rollout.gpu_memory_utilization",
-        chatlearn="models.policy.gpu_memory_utilization",
-        values={"gpu_memory_utilization": {}},
-        note="gpu_memory_utilization is a share of the GPU's total memory for the whole instance in vLLM from 0.7 on, and of free memory "
-        "for weights and KV cache in SGLang. Here it is the share of the memory free at start that becomes KV cache.",
+        "KV blocks; most samples decoded at once",
+        "~ARR.rollout.gpu_memory_utilization | ~models.policy.gpu_memory_utilization",
     )
     """Share of the device memory free at start that becomes KV cache; on CUDA, a share that leaves too little for decoding is an error.
-    Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve."""
+    Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve. Note: gpu_memory_utilization is a share of the GPU's
+    total memory for the whole instance in vLLM from 0.7 on, and of free memory for weights and KV cache in SGLang. Here it is the share of
+    the memory free at start that becomes KV cache."""
     block_tokens: Positive = 16
     """Tokens per KV block."""
-    max_seqs: Count = _rollout(
-        "auto", changes="samples decoded at once", verl="ARR.rollout.max_num_seqs", chatlearn="models.policy.generation_batch_size"
-    )
+    max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
     `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""
     max_batched_tokens: Count = _rollout(
-        "auto",
-        changes="tokens of a prefill pass",
-        verl="ARR.rollout.max_num_batched_tokens",
-        chatlearn="models.policy.max_num_batched_tokens",
+        "auto", "tokens of a prefill pass", "ARR.rollout.max_num_batched_tokens | models.policy.max_num_batched_tokens"
     )
     """Most tokens in a prefill pass; decode passes are bounded by `max_seqs`, and no pass does both. `auto`: 16384 on CUDA, 4096 on CPU,
     or `max_seqs` if that is more."""
-    chunked_prefill: bool = _rollout(True, changes="longest decode stall during prefill", verl="ARR.rollout.enable_chunked_prefill")
-    """Split long prompts over several passes, with decoding in between. Off: a prompt is prefilled whole, if necessary in a pass of its
-    own."""
-    prefix_sharing: bool = _rollout(True, changes="prefilled tokens; cache hit rate", verl="ARR.rollout.enable_prefix_caching")
+    chunked_prefill: bool = _rollout(True, "longest decode stall during prefill", "ARR.rollout.enable_chunked_prefill")
+    """Split long prompts over several passes, with decoding in between. Off: a prompt is prefilled in one pass, if necessary alone."""
+    prefix_sharing: bool = _rollout(True, "prefilled tokens; cache hit rate", "ARR.rollout.enable_prefix_caching")
     """Prefill a group's prompt once and share its blocks. Prompts of other groups with the same beginning share its full blocks, and a
     preempted sample reuses those of its blocks that are still in the cache."""
-    cuda_graphs: Switch = _rollout(
-        "auto",
-        changes="kernel launches per decode step",
-        verl="ARR.rollout.enforce_eager",
-        chatlearn="models.policy.enforce_eager",
-        values={"enforce_eager": _OPPOSITE},
-        note="enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false.",
-    )
+    cuda_graphs: Switch = _rollout("auto", "kernel launches per decode step", "!ARR.rollout.enforce_eager | !models.policy.enforce_eager")
     """Decode by replaying captured CUDA graphs, so that the host launches no kernels during a step. `true` is an error where no graph can
-    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` is not on."""
+    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` is not on.
+    Note: enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false."""
     release_memory: Switch = _rollout(
         "auto",
-        changes="bytes held by the engine during the update",
-        verl="ARR.rollout.free_cache_engine",
-        chatlearn="free_gpu_memory models.policy.free_gpu_memory models.policy.free_gpu_memory.*",
-        values={"free_gpu_memory": {}},
+        "bytes held by the engine during the update",
+        "ARR.rollout.free_cache_engine | ~free_gpu_memory ~models.policy.free_gpu_memory models.policy.free_gpu_memory.*",
     )
-    """Free the KV cache between rollouts, so that the update can use its memory. Off: it is kept, and an automatic size is smaller.
-    `auto`: on."""
+    """Free the KV cache between rollouts, for the update. Off: it is kept, and an automatic size is smaller. `auto`: on."""
     log_stats: bool = _rollout(
         True,
-        changes="lines in the log with running, waiting, KV use, hit rate, preemptions, tokens/s and latency percentiles; the metrics "
-        "beyond the counts",
-        verl="ARR.rollout.disable_log_stats",
-        values={"disable_log_stats": _OPPOSITE},
-        note="disable_log_stats has the opposite sense: disable_log_stats = false is log_stats = true.",
+        "log lines with running, waiting, KV use, hit rate, preemptions, tokens/s and latency percentiles; the metrics beyond the counts",
+        "!ARR.rollout.disable_log_stats",
         free=True,
     )
     """Engine statistics: a log line every 10 seconds of generating, tokens per second and latencies in the metrics. Off: only counts, in
-    the metrics."""
+    the metrics. Note: disable_log_stats has the opposite sense: disable_log_stats = false is log_stats = true."""
 
 
 class RewardConfig(Section):
@@ -440,8 +400,7 @@ class RewardConfig(Section):
     memory_gb: float = _calls_a_function(4.0, gt=0)
     """Address space of one reward process; beyond it a call fails with MemoryError."""
     on_error: Literal["exclude", "score"] = "exclude"
-    """What happens to a sample whose reward crashed or timed out: `exclude` leaves it out of the batch and of its group's baseline,
-    `score` gives it `error_score`."""
+    """A sample whose reward crashed or timed out: `exclude` leaves it out of batch and baseline, `score` gives it `error_score`."""
     error_score: float = row(0.0, used_if=UsedIf(("on_error",), lambda on_error: on_error == "score", 'set reward.on_error = "score"'))
     """The reward of a failed call under `on_error = "score"`."""
     args: dict[str, Any] = _calls_a_function({})
@@ -455,12 +414,7 @@ class TrainConfig(Section):
     """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the run's last step."""
     warmup_steps: NotNegative = 0
     """Optimizer steps over which the learning rate rises from 0."""
-    min_lr_ratio: float = row(
-        0.0,
-        used_if=UsedIf(("schedule",), lambda schedule: schedule != "constant", 'set train.schedule to "linear" or "cosine"'),
-        ge=0,
-        le=1,
-    )
+    min_lr_ratio: float = row(0.0, used_if=_if_scheduled, ge=0, le=1)
     """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
@@ -472,130 +426,112 @@ class TrainConfig(Section):
     """Largest global gradient norm; 0 switches clipping off."""
     fused_layers: Switch = _training(
         "auto",
-        changes="kernels per layer; memory; never two owners of one forward",
-        verl="ARR.model.use_liger model.use_liger ARR.model.use_liger_kernel training.use_liger_kernel use_liger_kernel",
-        note="For SFT and RL, with kernels of our own. use_liger_kernel is one guide's spelling; verl's key is use_liger.",
+        "kernels per layer; memory; never two owners of one forward",
+        "ARR.model.use_liger model.use_liger ARR.model.use_liger_kernel training.use_liger_kernel use_liger_kernel",
     )
     """Run each layer with few kernels: one matrix product for queries, keys and values, one for gate and up, and one kernel for each norm,
     rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
-    family is known, values and gradients agree with those of transformers, and `compile` is not on."""
+    family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
+    our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
     compile: Switch = _training(
-        "auto",
-        changes="kernels per layer; step time",
-        verl="ARR.actor.use_torch_compile ARR.actor.fsdp_config.use_torch_compile",
-        note="Compiles the layers in passes over packed samples: updates, log-probs, values. Rollout runs them uncompiled.",
+        "auto", "kernels per layer; step time", "ARR.actor.use_torch_compile ARR.actor.fsdp_config.use_torch_compile"
     )
-    """Run the layers through torch.compile, in updates and in passes without gradient, after checking that values and gradients agree;
-    rollout runs them uncompiled. `auto`: off."""
-    packing: bool = _packing(
-        True, verl="ARR.model.use_remove_padding", chatlearn="models.policy_trainer.packing packing", note=_PACKING_NOTE
-    )
+    """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
+    gradients agree. Rollout runs them uncompiled. `auto`: off."""
+    packing: bool = _packing(True, aliases="ARR.model.use_remove_padding | models.policy_trainer.packing packing")
     """Pack samples side by side, for the actor and the reference role. Off: each sample is padded to the longest of its micro-batch, and
-    padding counts towards the token budget; this is to show what packing gains."""
-    recompute: Recompute = _recompute(
+    padding counts towards the token budget; this is to show what packing gains. Note: ChatLearn's packing sets two knobs here: packing and
+    dynamic batch. Its guide says it is on by default; its code says off."""
+    recompute: Recompute = _checkpointing(
         "auto",
-        verl="ARR.model.enable_gradient_checkpointing ARR.actor.megatron.override_transformer_config.recompute_granularity",
-        chatlearn="models.policy_trainer.recompute_granularity",
+        aliases="ARR.model.enable_gradient_checkpointing ARR.actor.megatron.override_transformer_config.recompute_granularity "
+        "| models.policy_trainer.recompute_granularity",
         elsewhere="gradient_checkpointing",
     )
     """Which activations are recomputed in the backward pass instead of being kept. "selective": all cheap ones, which are all but matrix
     products and attention. "full": whole layers. `auto`: the least with which a micro-batch is estimated to fit; none on CPU."""
     recompute_layers: Count = _recompute(
-        "auto", verl="ARR.actor.megatron.override_transformer_config.recompute_num_layers", note="", used_if=_if_recomputed
+        "auto", aliases="ARR.actor.megatron.override_transformer_config.recompute_num_layers", used_if=_if_recomputed
     )
     """With `recompute_method` "block": recompute only the first N layers; the others keep all activations. With "uniform": recompute all
     layers in groups of N, keeping only the input of each group. For roles whose `recompute` is "selective" or "full". `auto`: all layers,
     one by one."""
     recompute_method: Literal["block", "uniform"] = _recompute(
         "block",
-        verl="ARR.actor.megatron.override_transformer_config.recompute_method",
-        note="What recompute_layers counts, as in Megatron.",
+        aliases="ARR.actor.megatron.override_transformer_config.recompute_method",
         used_if=(_if_recomputed, UsedIf(("recompute_layers",), lambda layers: layers != "auto", "set train.recompute_layers")),
     )
-    """What `recompute_layers` counts."""
-    offload_activations: Switch = _offload_activations("auto", verl="ARR.model.enable_activation_offload")
-    """Move the activations that the backward pass needs to the host until then, with `recompute` or alone. `auto`: on where recompute does
-    not save enough."""
+    """What `recompute_layers` counts, as in Megatron."""
+    offload_activations: Switch = _activations("auto", aliases="ARR.model.enable_activation_offload")
+    """Keep activations on the host until the backward pass, with `recompute` or alone. `auto`: on where recompute does not suffice."""
     offload_params: Switch = _offload(
         "auto",
-        verl="ARR.actor.fsdp_config.param_offload ARR.actor.megatron.param_offload",
-        chatlearn="free_gpu_memory.offload_weights models.policy_trainer.free_gpu_memory.offload_weights",
-        note="On one device the actor's parameters leave only while another role works.",
+        aliases="ARR.actor.fsdp_config.param_offload ARR.actor.megatron.param_offload "
+        "| free_gpu_memory.offload_weights models.policy_trainer.free_gpu_memory.offload_weights",
     )
     """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs. `auto`: off, since CUDA graphs
-    would have to be off."""
+    would have to be off. Note: On one device the actor's parameters leave only while another role works."""
     offload_optimizer: Switch = _offload(
         "auto",
-        verl="ARR.actor.fsdp_config.optimizer_offload ARR.actor.megatron.optimizer_offload ARR.ref.megatron.optimizer_offload",
-        chatlearn="free_gpu_memory.offload_optimizer_states models.policy_trainer.free_gpu_memory.offload_optimizer_states",
-        note="The reference role has no optimizer: verl's key of that name there does nothing.",
+        aliases="ARR.actor.fsdp_config.optimizer_offload ARR.actor.megatron.optimizer_offload ARR.ref.megatron.optimizer_offload "
+        "| free_gpu_memory.offload_optimizer_states models.policy_trainer.free_gpu_memory.offload_optimizer_states",
     )
     """Keep master weights and moments on the host; they pass through the device in pieces when the optimizer steps. `auto`: on where
-    parameters, gradients and optimizer would leave less than a fifth of the device free."""
+    parameters, gradients and optimizer would leave less than a fifth of the device free. Note: The reference role has no optimizer: verl's
+    key of that name there does nothing."""
     offload_grads: Switch = _offload(
         "auto",
-        verl="ARR.actor.megatron.grad_offload ARR.ref.megatron.grad_offload",
-        chatlearn="free_gpu_memory.free_grad_buffers models.policy_trainer.free_gpu_memory.free_grad_buffers",
-        note="verl reads grad_offload nowhere. Between updates gradients are zero, so they are not moved: their memory is freed. The "
-        "critic's are treated the same way.",
+        aliases="ARR.actor.megatron.grad_offload ARR.ref.megatron.grad_offload "
+        "| free_gpu_memory.free_grad_buffers models.policy_trainer.free_gpu_memory.free_grad_buffers",
     )
-    """Hold memory for gradients only from the first micro-batch of an optimizer step to its end. `auto`: as `offload_optimizer`."""
+    """Hold memory for gradients, of actor and critic, only from the first micro-batch of an optimizer step to its end. `auto`: as
+    `offload_optimizer`. Note: verl reads grad_offload nowhere. Between updates gradients are zero, so they are not moved: their memory is
+    freed."""
     fused_head: bool = _training(
-        True,
-        changes="largest temporary of the head",
-        verl="ARR.model.use_fused_kernels ARR.model.fused_kernel_options.impl_backend",
-        note="There is one implementation for each device: fused_kernel_options.impl_backend has no counterpart.",
+        True, "largest temporary of the head", "ARR.model.use_fused_kernels ARR.model.fused_kernel_options.impl_backend"
     )
     """Compute log-probs and entropy, forward and backward, without holding the logits of a whole micro-batch. Off: with them, in
-    float32."""
-    entropy_chunk: Count = _entropy_chunk(
-        changes="largest temporary of the entropy, on every path",
-        verl="ARR.actor.entropy_from_logits_with_chunking ARR.actor.fsdp_config.entropy_from_logits_with_chunking",
-        note="A number of tokens; verl's key is a switch.",
+    float32. Note: There is one implementation for each device: fused_kernel_options.impl_backend has no counterpart."""
+    entropy_chunk: Count = _training(
+        "auto",
+        "largest temporary of the entropy, on every path",
+        "~ARR.actor.entropy_from_logits_with_chunking ~ARR.actor.fsdp_config.entropy_from_logits_with_chunking",
     )
     """Most tokens whose entropy is computed at a time; where the head is fused this holds for log-probs too, within a fixed memory limit.
-    `auto`: as many tokens as that limit allows; all tokens where the head is not fused."""
+    `auto`: as many tokens as a fixed memory limit allows; all where the head is not fused. Note: A number of tokens; verl's key is a
+    switch."""
     entropy_recompute: bool = _training(
-        True,
-        changes="bytes saved for the entropy's backward",
-        verl="ARR.actor.entropy_checkpointing ARR.actor.fsdp_config.entropy_checkpointing",
+        True, "bytes saved for the entropy's backward", "ARR.actor.entropy_checkpointing ARR.actor.fsdp_config.entropy_checkpointing"
     )
     """Recompute the entropy in the backward pass. Off: keep what its gradient needs, which is the softmax of all tokens, or their logits
     in float32 where the head is fused. For algorithms with an entropy bonus."""
-    head_recompute: Switch = _training(
-        "auto", changes="bytes saved for the head's backward", note="For the fused head; the other one keeps its logits in any case."
-    )
+    head_recompute: Switch = _training("auto", "bytes saved for the head's backward")
     """Recompute the logits of the fused head in the backward pass. Off: the logits of a whole micro-batch are kept until then, in float32,
     which saves one of the head's four matrix products. `auto`: off on CUDA, where a micro-batch is estimated to fit with them and without
-    any other recompute or offload of activations; else on."""
+    any other recompute or offload of activations; else on. Note: For the fused head; the other one keeps its logits in any case."""
 
 
 class ActorConfig(Section):
     dynamic_batch: bool = _dynamic_batch(
-        verl="ARR.actor.use_dynamic_bsz ARR.rollout.log_prob_use_dynamic_bsz ARR.actor.use_dynamic_batchsize "
-        "training.use_dynamic_batchsize use_dynamic_batchsize",
-        chatlearn="models.policy_trainer.packing packing",
-        note="use_dynamic_batchsize is one guide's spelling; verl's key is use_dynamic_bsz. " + _PACKING_NOTE,
+        aliases="ARR.actor.use_dynamic_bsz ARR.rollout.log_prob_use_dynamic_bsz ARR.actor.use_dynamic_batchsize "
+        "training.use_dynamic_batchsize use_dynamic_batchsize | models.policy_trainer.packing packing",
+        description=f"{_DYNAMIC_BATCH} Note: use_dynamic_batchsize is one guide's spelling; verl's key is use_dynamic_bsz. {_PACKING_NOTE}",
     )
     micro_batch: Positive | None = _micro_batch(
-        verl="ARR.actor.ppo_micro_batch_size_per_gpu ARR.actor.ppo_micro_batch_size "
-        "ARR.rollout.log_prob_micro_batch_size_per_gpu ARR.rollout.log_prob_micro_batch_size",
-        chatlearn="runtime_args.train_micro_batch_size models.policy_trainer.train_micro_batch_size "
+        aliases="ARR.actor.ppo_micro_batch_size_per_gpu ~ARR.actor.ppo_micro_batch_size ARR.rollout.log_prob_micro_batch_size_per_gpu "
+        "~ARR.rollout.log_prob_micro_batch_size | runtime_args.train_micro_batch_size models.policy_trainer.train_micro_batch_size "
         "models.policy_trainer.generation_batch_size",
     )
     token_budget: Count = _token_budget(
-        verl="ARR.actor.ppo_max_token_len_per_gpu",
-        chatlearn="models.policy_trainer.max_token_in_packing",
-        elsewhere="per_device_train_batch_size",
+        aliases="ARR.actor.ppo_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing", elsewhere="per_device_train_batch_size"
     )
     """Most tokens in a micro-batch of an update; a longer sample gets a micro-batch of its own. The usual rule for setting it by hand is
     at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, and for models below about 500 million parameters up to 65536
     where they fit well, so that the device does not wait for the host."""
     forward_token_budget: Count = _token_budget(
-        verl="ARR.rollout.log_prob_max_token_len_per_gpu", chatlearn="models.policy_trainer.max_token_in_packing"
+        aliases="ARR.rollout.log_prob_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing"
     )
-    """Most tokens in a micro-batch of a pass without gradients. `auto`: twice the token budget, since nothing is kept for a backward
-    pass."""
+    """Most tokens in a micro-batch without gradients. `auto`: twice the token budget, since nothing is kept for a backward pass."""
 
 
 class RefConfig(Section):
@@ -603,27 +539,25 @@ class RefConfig(Section):
     """Model of the reference role. Left out: `model.path` as it was at the start of the run."""
     offload_params: Switch = _offload(
         "auto",
-        verl="ARR.ref.fsdp_config.param_offload ARR.ref.megatron.param_offload",
-        chatlearn="models.ref_policy.free_gpu_memory.offload_weights",
+        aliases="ARR.ref.fsdp_config.param_offload ARR.ref.megatron.param_offload | models.ref_policy.free_gpu_memory.offload_weights",
     )
     """Keep the reference role's parameters on the host while another role works. `auto`: on where the parameters and gradients of all
     roles would leave less than a fifth of the device free."""
-    entropy_chunk: Count = _entropy_chunk(
-        changes="largest temporary of the head",
-        verl="ARR.ref.entropy_from_logits_with_chunking ARR.ref.fsdp_config.entropy_from_logits_with_chunking",
-        note="A number of tokens; verl's key is a switch. The reference role has no entropy: its log-probs come in such chunks.",
+    entropy_chunk: Count = _training(
+        "auto",
+        "largest temporary of the head",
+        "~ARR.ref.entropy_from_logits_with_chunking ~ARR.ref.fsdp_config.entropy_from_logits_with_chunking",
         used_if=UsedIf(("train.fused_head",), lambda fused: fused, "set train.fused_head = true: the reference role computes no entropy"),
     )
     """Most tokens whose log-probs are computed at a time. The reference role computes no entropy. `auto`: as many tokens as a fixed memory
-    limit allows."""
-    dynamic_batch: bool = _dynamic_batch(verl="ARR.ref.log_prob_use_dynamic_bsz", chatlearn="models.ref_policy.packing", note=_PACKING_NOTE)
+    limit allows. Note: A number of tokens; verl's key is a switch."""
+    dynamic_batch: bool = _dynamic_batch(
+        aliases="ARR.ref.log_prob_use_dynamic_bsz | models.ref_policy.packing", description=f"{_DYNAMIC_BATCH} Note: {_PACKING_NOTE}"
+    )
     micro_batch: Positive | None = _micro_batch(
-        verl="ARR.ref.log_prob_micro_batch_size_per_gpu ARR.ref.log_prob_micro_batch_size",
-        chatlearn="models.ref_policy.generation_batch_size",
+        aliases="ARR.ref.log_prob_micro_batch_size_per_gpu ~ARR.ref.log_prob_micro_batch_size | models.ref_policy.generation_batch_size"
     )
-    forward_token_budget: Count = _token_budget(
-        verl="ARR.ref.log_prob_max_token_len_per_gpu", chatlearn="models.ref_policy.max_token_in_packing"
-    )
+    forward_token_budget: Count = _token_budget(aliases="ARR.ref.log_prob_max_token_len_per_gpu | models.ref_policy.max_token_in_packing")
     """Most tokens in a micro-batch. `auto`: the actor's; with a `path` of its own, not enlarged for a small actor."""
 
 
@@ -633,56 +567,48 @@ class CriticConfig(Section):
     `model.path`."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic. The other optimizer settings are those of `[train]`."""
-    packing: bool | None = _packing(None, verl="critic.model.use_remove_padding")
+    packing: bool | None = _packing(None, aliases="critic.model.use_remove_padding")
     """Pack samples side by side. Left out: as in `[train]`."""
-    recompute: Recompute | None = _recompute(None, verl="critic.model.enable_gradient_checkpointing")
+    recompute: Recompute | None = _checkpointing(None, aliases="critic.model.enable_gradient_checkpointing")
     """As `train.recompute`; `recompute_layers` and `recompute_method` are those of `[train]`. Left out: as in `[train]`."""
-    offload_activations: Switch | None = _offload_activations(None, verl="critic.model.enable_activation_offload")
+    offload_activations: Switch | None = _activations(None, aliases="critic.model.enable_activation_offload")
     """As `train.offload_activations`. Left out: as in `[train]`."""
-    offload_params: Switch | None = _offload(None, verl="critic.model.fsdp_config.param_offload")
-    """Keep the critic's parameters on the host while another role works; `"auto"` decides as for the reference role. Left out: as in
-    `[train]`."""
-    offload_optimizer: Switch | None = _offload(None, verl="critic.model.fsdp_config.optimizer_offload")
+    offload_params: Switch | None = _offload(None, aliases="critic.model.fsdp_config.param_offload")
+    """Keep the critic's parameters on the host while another role works; "auto" is as for `ref`. Left out: as in `[train]`."""
+    offload_optimizer: Switch | None = _offload(None, aliases="critic.model.fsdp_config.optimizer_offload")
     """As `train.offload_optimizer`. Left out: as in `[train]`."""
-    dynamic_batch: bool = _dynamic_batch(verl="critic.use_dynamic_bsz")
+    dynamic_batch: bool = _dynamic_batch(aliases="critic.use_dynamic_bsz")
     micro_batch: Positive | None = _micro_batch(
-        verl="critic.ppo_micro_batch_size_per_gpu critic.ppo_micro_batch_size critic.forward_micro_batch_size_per_gpu "
-        "critic.forward_micro_batch_size",
-        note=_MICRO_BATCH_NOTE + " verl's guide lists critic.forward_micro_batch_size_per_gpu as a cap on tokens; it counts samples.",
+        aliases="critic.ppo_micro_batch_size_per_gpu ~critic.ppo_micro_batch_size critic.forward_micro_batch_size_per_gpu "
+        "~critic.forward_micro_batch_size",
+        description=f"{_MICRO_BATCH} Note: The guide lists critic.forward_micro_batch_size_per_gpu as a cap on tokens; it counts samples.",
     )
-    token_budget: Count = _token_budget(verl="critic.ppo_max_token_len_per_gpu")
+    token_budget: Count = _token_budget(aliases="critic.ppo_max_token_len_per_gpu")
     """Most tokens in a micro-batch of an update. `auto`: twice the actor's where that is a number, since there is no vocabulary head; else
     16384 on CPU, and on CUDA 32768, or for critics below about 250 million parameters up to 131072 where they fit well."""
-    forward_token_budget: Count = _token_budget(verl="critic.forward_max_token_len_per_gpu")
+    forward_token_budget: Count = _token_budget(aliases="critic.forward_max_token_len_per_gpu")
     """Most tokens in a micro-batch of a pass without gradients. `auto`: twice the critic's token budget."""
 
 
 class RewardModelConfig(Section):
-    used_if = UsedIf(
-        ("reward.function", "reward.sources"),
-        lambda *rewards: REWARD_MODEL in rewards_named(*rewards),
-        'set reward.function = "reward_model"',
-    )
+    used_if = _if_scored_by_model
 
-    path: str | None = row(None, names="model")
+    path: str | None = row(None, names="model", used_if=replace(_if_scored_by_model, required=True))
     """Folder or hub name of a sequence classification model with one label; its own tokenizer and chat template are used."""
     chat_template: str | None = row(None, names="file")
     """File with a chat template that replaces the one of the reward model's tokenizer."""
-    packing: bool | None = _packing(None, verl="reward_model.model.use_remove_padding")
+    packing: bool | None = _packing(None, aliases="reward_model.model.use_remove_padding")
     """Pack samples side by side. Left out: as in `[train]`."""
     offload_params: Switch = _offload("auto")
     """Keep the reward model's parameters on the host while another role works. `auto`: as for the reference role."""
-    dynamic_batch: bool = _dynamic_batch(verl="reward_model.use_dynamic_bsz")
+    dynamic_batch: bool = _dynamic_batch(aliases="reward_model.use_dynamic_bsz")
     micro_batch: Positive | None = _micro_batch(
-        verl="reward_model.micro_batch_size_per_gpu reward_model.micro_batch_size reward_model.forward_micro_batch_size_per_gpu",
-        chatlearn="models.reward.generation_batch_size",
-        note=_MICRO_BATCH_NOTE + " forward_micro_batch_size_per_gpu is the guide's spelling; verl's key is micro_batch_size_per_gpu.",
+        aliases="reward_model.micro_batch_size_per_gpu ~reward_model.micro_batch_size reward_model.forward_micro_batch_size_per_gpu "
+        "| models.reward.generation_batch_size",
+        description=f"{_MICRO_BATCH} Note: forward_micro_batch_size_per_gpu is the guide's spelling of micro_batch_size_per_gpu.",
     )
-    forward_token_budget: Count = _token_budget(
-        verl="reward_model.forward_max_token_len_per_gpu", chatlearn="models.reward.max_token_in_packing"
-    )
-    """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, since there is no vocabulary head; not enlarged for a small
-    actor."""
+    forward_token_budget: Count = _token_budget(aliases="reward_model.forward_max_token_len_per_gpu | models.reward.max_token_in_packing")
+    """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, as there is no vocabulary head; no more for a small actor."""
 
 
 class LoraConfig(Section):
@@ -745,8 +671,7 @@ class HealthConfig(Section):
     max_reward_errors: float = row(0.5, used_if=_if_watched("reward-errors"), ge=0, le=1)
     """`reward-errors`: the reward failed for a larger share of samples than this."""
     max_logprob_gap: float = row(0.05, used_if=_if_watched("logprob-gap"), gt=0)
-    """`logprob-gap`: the mean absolute difference between rollout and trainer log-probs is above this. Rounding to bfloat16 alone gives
-    0.025 for SmolLM2-135M on a CPU."""
+    """`logprob-gap`: rollout and trainer log-probs differ by more, mean absolute. bfloat16 alone gives 0.025 (SmolLM2-135M, CPU)."""
 
 
 class LogConfig(Section):
@@ -765,7 +690,12 @@ class LogConfig(Section):
 class RunConfig(Section):
     dir: str = row("runs/run", free=True, elsewhere="default_local_dir output_dir", min_length=1)
     """Folder of checkpoints, metrics and rollouts."""
-    steps: Positive | None = row(None, free=True, elsewhere="max_steps total_training_steps")
+    steps: Positive | None = row(
+        None,
+        elsewhere="max_steps total_training_steps",
+        used_if=UsedIf(("epochs",), lambda epochs: epochs is None, "remove run.epochs", required=True),
+        free=True,
+    )
     """Steps to run. Set either `steps` or `epochs`."""
     epochs: Positive | None = row(None, free=True, elsewhere="num_train_epochs total_epochs")
     """Passes over the training data. Set either `steps` or `epochs`."""
@@ -780,8 +710,7 @@ class RunConfig(Section):
     eval_before: bool = row(False, free=True, elsewhere="val_before_train")
     """Validate before the first step."""
     resume: Literal["auto", "never", "force"] = row("auto", free=True)
-    """What to do if the run folder holds checkpoints: `auto` resumes if the configuration agrees, `force` resumes whatever changed,
-    `never` refuses."""
+    """If the run folder holds checkpoints: `auto` resumes if the configuration agrees, `force` in any case, `never` refuses."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. `auto`: CUDA if available."""
     threads: Count = "auto"
@@ -790,8 +719,7 @@ class RunConfig(Section):
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
     save_rollouts: Positive = row(16, free=True)
-    """Samples of each step written to `rollouts/`, and of each validation to `validation/` (prompt, response, reward and its parts), as
-    whole groups in order."""
+    """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
 
 
 class Config(Section):
@@ -814,12 +742,18 @@ class Config(Section):
     run: RunConfig = RunConfig()
 
 
+def uses_reward_model(config: Config) -> bool:
+    return REWARD_MODEL in rewards_named(config.reward.function, config.reward.sources)
+
+
+@cache
 def sections() -> dict[str, type[Section]]:
     """The sections of a configuration, in the order of the schema."""
     found = {name: field.annotation for name, field in Config.model_fields.items()}
     return {name: schema for name, schema in found.items() if isinstance(schema, type) and issubclass(schema, Section)}
 
 
+@cache
 def keys() -> dict[str, FieldInfo]:
     """Every dotted key of a configuration, in the order of the schema."""
     return {f"{section}.{key}": field for section, schema in sections().items() for key, field in schema.model_fields.items()}
@@ -861,11 +795,21 @@ def _legal(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     return " ".join([_PLAIN[annotation] + filled, *filter(None, [" and ".join(bounds)])])
 
 
-def left_alone(key: FieldInfo) -> str:
-    """What a key is when it is not set, in words: the end of its meaning, or its default."""
-    described = re.search(r"(?:`auto`|Left out): (.*?)\.?$", " ".join((key.description or "").split()))
+@dataclass(frozen=True)
+class Words:
+    """The text below a key, in its parts."""
+
+    meaning: str
+    left_alone: str  # what the key is when it is not set
+    note: str  # what a user of another system's name or value must know: another unit, the opposite sense, a slip in a guide
+
+
+def words(key: FieldInfo) -> Words:
+    meaning, _, note = " ".join((key.description or "").split()).partition(" Note: ")
     default = key.get_default(call_default_factory=True, validated_data={})
-    return described[1] if described else {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+    said = re.search(r"(?:`auto`|Left out): (.*?)\.?$", meaning)
+    left_alone = said[1] if said else {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+    return Words(meaning, left_alone, " ".join(filter(None, (row_of(key).note, note))))
 
 
 def either(choices: Sequence[str]) -> str:
@@ -897,6 +841,20 @@ def toml_value(value: Any) -> str:
             return value.isoformat()
         case _:
             return str(value)
+
+
+def to_toml(config: Config) -> str:
+    """A TOML file that parses to an equal configuration. Keys that were left out stand as comments, with their defaults: some keys
+    count as used when they are present."""
+    lines: list[str] = []
+    for name, schema in sections().items():
+        section = getattr(config, name)
+        lines += ["", f"[{name}]"]
+        for key in schema.model_fields:
+            value = getattr(section, key)
+            if value is not None:
+                lines.append(f"{'' if key in section.model_fields_set else '# '}{key} = {toml_value(value)}")
+    return "\n".join(lines[1:]) + "\n"
 
 
 def _toml_key(key: str) -> str:
