@@ -22,9 +22,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fulltilt import knobs
+from fulltilt import knobs, schema
 from fulltilt.records import UserError
-from fulltilt.schema import REWARDS, Config, UsedIf, either, flatten, keys, legal_values, reward_weights, row_of, sections, shown, words
+from fulltilt.schema import Config, UsedIf, flatten, keys, legal_values, row_of, sections, shown, value_of, words
 
 # isort: split
 from fulltilt.schema import *  # noqa: F403  other rooms import the schema from here
@@ -283,16 +283,19 @@ def _rules_of_use() -> Iterator[ConfigRule]:
 def _has_effect(key: str, conditions: Sequence[tuple[UsedIf, Sequence[str]]], config: Config) -> Iterator[str]:
     """A key must have an effect where it is set, and be set where it is required; `auto` counts as not set."""
     section, _, name = key.partition(".")
-    values = flatten(config)
-    given = name in getattr(config, section).model_fields_set and values[key] not in (None, "auto")
+    value = value_of(config, key)
+    given = name in getattr(config, section).model_fields_set and value not in (None, "auto")
     for used_if, reads in conditions:
-        holds = used_if.holds(*(values[read] for read in reads))
-        why = " and ".join(f"{read} is {'not set' if values[read] is None else shown(values[read])}" for read in reads if read != key)
-        if given and not holds:
-            yield f"{key}: {shown(values[key])} has no effect while {why}. Remove it, or {used_if.remedy.format(section=section)}"
-            return
-        if not given and holds and used_if.required:
+        read = {each: value_of(config, each) for each in reads}
+        holds = used_if.holds(*read.values())
+        if given == holds or not (given or used_if.required):
+            continue
+        why = " and ".join(f"{each} is {'not set' if seen is None else shown(seen)}" for each, seen in read.items() if each != key)
+        if given:
+            yield f"{key}: {shown(value)} has no effect while {why}. Remove it, or {used_if.remedy.format(section=section)}"
+        else:
             yield f"{key}: missing, but {why}. Set it: {words(keys()[key]).meaning}"
+        return
 
 
 def _validation_data(config: Config) -> Iterator[str]:
@@ -319,11 +322,12 @@ def _enough_prompts(config: Config) -> Iterator[str]:
 
 
 def _reward_exists(key: str, function: str) -> Iterator[str]:
-    if function in REWARDS:
+    if function in schema.REWARDS:
         return
     file, _, name = function.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
-        yield f"{key}: {shown(function)} is not a reward. Use {either([shown(known) for known in REWARDS])}, or write FILE.py:NAME"
+        known = schema.either([shown(each) for each in schema.REWARDS])
+        yield f"{key}: {shown(function)} is not a reward. Use {known}, or write FILE.py:NAME"
     else:
         yield from _file_exists(key, file)
 
@@ -331,7 +335,7 @@ def _reward_exists(key: str, function: str) -> Iterator[str]:
 def _rewards_exist(config: Config) -> Iterator[str]:
     named = {"reward.function": config.reward.function, **{f"reward.sources.{key}": each for key, each in config.reward.sources.items()}}
     for key, function in named.items():
-        weights = reward_weights(function)
+        weights = schema.reward_weights(function)
         if not weights:
             yield f"{key}: an empty table is not a reward. Name at least one function with its weight"
         for name, weight in weights.items():
@@ -417,7 +421,7 @@ _EXISTS: Mapping[str, Callable[[str, Any], Iterator[str]]] = {
 
 
 def _exists(key: str, kind: str, config: Config) -> Iterator[str]:
-    given = flatten(config)[key]
+    given = value_of(config, key)
     return iter(()) if given is None else _EXISTS[kind](key, given)
 
 

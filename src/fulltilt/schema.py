@@ -761,7 +761,12 @@ def keys() -> dict[str, FieldInfo]:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Every dotted key with its value, defaults included."""
-    return {key: getattr(getattr(config, key.partition(".")[0]), key.partition(".")[2]) for key in keys()}
+    return {key: value_of(config, key) for key in keys()}
+
+
+def value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
 
 
 # ---- types and values in words ---------------------------------------------------------------------------------------------------------
