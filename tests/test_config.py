@@ -431,6 +431,21 @@ def test_what_the_rules_allow(run: dict[str, dict[str, Any]], tmp_path: Path, ov
     assert mistakes_of(run, *overrides) == []
 
 
+def test_rules_read_known_keys() -> None:
+    for rule in configuration.RULES:
+        assert set(rule.keys) <= set(configuration.keys())
+
+
+@pytest.mark.parametrize("key", ["rollout.max_seqs", "train.recompute_layers", "actor.token_budget", "reward.workers"])
+def test_auto_counts_as_not_set(run: dict[str, dict[str, Any]], key: str) -> None:
+    assert mistakes_of(run, f"{key}=auto", "actor.dynamic_batch=false", "actor.micro_batch=2") == []
+
+
+def test_one_reason_is_enough_for_a_key_without_effect(run: dict[str, dict[str, Any]]) -> None:
+    (mistake,) = mistakes_of(run, "eval.top_p=0.9")
+    assert mistake == "eval.top_p: 0.9 has no effect while data.val is not set. Remove it, or set data.val"
+
+
 def test_hub_names_only_when_online_or_downloaded_before(
     run: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

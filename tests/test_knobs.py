@@ -267,6 +267,7 @@ def test_what_the_critic_recomputes_counts_too(run: dict[str, Any]) -> None:
 def test_entries_are_complete_and_spelt_out() -> None:
     for knob in knobs.LEDGER:
         assert knob.must_change and knob.auto and knob.section in (knobs.ROLLOUT, knobs.BATCHES, knobs.TRAINING)
+        assert knob.auto not in ("auto", "None"), f"{knob.name}: its meaning must say what it is when left alone"
         for name in (knob.name, *knob.verl, *knob.chatlearn):
             assert not set(name) & set("{}… `/"), name
             assert "ARR" not in name and "ROLE" not in name

@@ -20,10 +20,7 @@ Source = Literal["native", "verl", "chatlearn"]
 
 @dataclass(frozen=True)
 class Knob:
-    """One performance setting under all its names.
-
-    Example: Knob("rollout.max_seqs", "Rollout", verl=("actor_rollout_ref.rollout.max_num_seqs",), ..., built=True)
-    """
+    """One performance setting under all its names."""
 
     name: str  # the key in our configuration
     section: str  # ROLLOUT, BATCHES or TRAINING
@@ -45,10 +42,10 @@ class Knob:
 
 def _built() -> Iterator[Knob]:
     for key, field in keys().items():
-        row, said = row_of(field), words(field)
-        if row.section:
+        own, said = row_of(field), words(field)
+        if own.section:
             legal = legal_values(field)
-            yield Knob(key, row.section, row.verl, row.chatlearn, legal, row.changes, said.left_alone, built=True, note=said.note)
+            yield Knob(key, own.section, own.verl, own.chatlearn, legal, own.changes, said.left_alone, built=True, note=said.note)
 
 
 # ---- knobs that are not built ----------------------------------------------------------------------------------------------------------
@@ -107,7 +104,12 @@ _PLANNED = (
     _sequence_parallel("critic", "critic.ULYSSES"),
     _sequence_parallel("reward_model", "reward_model.ULYSSES"),
     _planned(
-        "train.forward_prefetch", TRAINING, _SWITCH, "order of all-gather and compute", "on", "ARR.actor.fsdp_config.forward_prefetch"
+        "train.forward_prefetch",
+        TRAINING,
+        _SWITCH,
+        "order of all-gather and compute, FSDP2 included",
+        "on",
+        "ARR.actor.fsdp_config.forward_prefetch",
     ),
     _planned(
         "train.overlap_and_fusion",
@@ -270,7 +272,7 @@ def translate(alias: str, value: Any) -> Any:
 
 
 def elsewhere(key: str) -> list[str]:
-    """Our keys, not performance knobs, for what verl or TRL calls `key`: by its last two parts, else by its last one."""
+    """Our keys for what verl or TRL calls `key`, beyond the ledger's aliases: by its last two parts, else by its last one."""
     parts = key.split(".")
     ends = (".".join(parts[-2:]), parts[-1])
     found = ([ours for ours, field in keys().items() if end in row_of(field).elsewhere.split()] for end in ends)

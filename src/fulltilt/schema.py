@@ -360,8 +360,7 @@ class RolloutConfig(Section):
     max_batched_tokens: Count = _rollout(
         "auto", "tokens of a prefill pass", "ARR.rollout.max_num_batched_tokens | models.policy.max_num_batched_tokens"
     )
-    """Most tokens in a prefill pass; decode passes are bounded by `max_seqs`, and no pass does both. `auto`: 16384 on CUDA, 4096 on CPU,
-    or `max_seqs` if that is more."""
+    """Most tokens in a prefill pass; `max_seqs` bounds decode passes. `auto`: 16384 on CUDA, 4096 on CPU, or `max_seqs` if that is more."""
     chunked_prefill: bool = _rollout(True, "longest decode stall during prefill", "ARR.rollout.enable_chunked_prefill")
     """Split long prompts over several passes, with decoding in between. Off: a prompt is prefilled in one pass, if necessary alone."""
     prefix_sharing: bool = _rollout(True, "prefilled tokens; cache hit rate", "ARR.rollout.enable_prefix_caching")
@@ -563,8 +562,7 @@ class RefConfig(Section):
 
 class CriticConfig(Section):
     path: str | None = row(None, names="model")
-    """Model that the critic starts from: a language model, which gets a new value head, or a reward model, whose head is kept. Left out:
-    `model.path`."""
+    """Model that the critic starts from: a language model (gets a value head) or reward model (keeps its head). Left out: `model.path`."""
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of the critic. The other optimizer settings are those of `[train]`."""
     packing: bool | None = _packing(None, aliases="critic.model.use_remove_padding")
