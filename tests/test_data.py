@@ -284,9 +284,9 @@ def test_a_setting_without_effect_is_refused_at_once(settings: dict[str, Any], w
 
 def test_a_setting_without_effect_on_a_string_names_the_row(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_lines(tmp_path / "train.jsonl", [{"prompt": USER}, {"prompt": "2+3="}])
-    for settings in ({"system": "Add."}, {"template_args": {"style": "brief"}}):
+    for options in ({"system": "Add."}, {"template_args": {"style": "brief"}}):
         with pytest.raises(UserError, match=r"train\.jsonl:2: .*needs? a chat template.*'always'"):
-            load_prompts(path, tokenizer, data(**settings))
+            load_prompts(path, tokenizer, data(**options))
 
 
 def test_apply_template_says_what_becomes_of_strings(tokenizer: PreTrainedTokenizerFast) -> None:

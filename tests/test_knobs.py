@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fulltilt import knobs
-from fulltilt.config import FEATURES, flatten, keys, parse, toml_value
+from fulltilt.config import flatten, keys, parse, toml_value
 from fulltilt.records import UserError
 
 BUILT = {
@@ -222,7 +222,7 @@ def test_every_two_features_are_in_the_table_once() -> None:
     names = list(knobs.FEATURES)
     expected = {frozenset((one, other)) for one in names for other in names if one != other} - {frozenset(("selective", "full"))}
     assert len(pairs) == len(set(pairs)) and set(pairs) == expected
-    assert names == list(FEATURES)
+    assert {key for feature in knobs.FEATURES.values() for key in feature.keys} <= set(keys())
 
 
 # How each feature is switched on. fused_head is on by default.
@@ -243,8 +243,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
 def test_what_does_not_go_together_is_refused_and_all_else_is_not(run: dict[str, Any], pair: knobs.Pair) -> None:
     both = tables(run, {**SWITCHES[pair.one], **SWITCHES[pair.other]})
     if pair.allowed:
-        config = parse(both)
-        assert FEATURES[pair.one](config) and FEATURES[pair.other](config)
+        values = flatten(parse(both))
+        assert knobs.FEATURES[pair.one].setting(values) and knobs.FEATURES[pair.other].setting(values)
         return
     with pytest.raises(UserError) as error:
         parse(both)
@@ -267,6 +267,7 @@ def test_what_the_critic_recomputes_counts_too(run: dict[str, Any]) -> None:
 def test_entries_are_complete_and_spelt_out() -> None:
     for knob in knobs.LEDGER:
         assert knob.must_change and knob.auto and knob.section in (knobs.ROLLOUT, knobs.BATCHES, knobs.TRAINING)
+        assert knob.auto not in ("auto", "None"), f"{knob.name}: its meaning must say what it is when left alone"
         for name in (knob.name, *knob.verl, *knob.chatlearn):
             assert not set(name) & set("{}… `/"), name
             assert "ARR" not in name and "ROLE" not in name

@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
-GROUND = {"words", "user_code", "records", "knobs", "config", "observe"}
+GROUND = {"words", "user_code", "records", "schema", "knobs", "config", "observe"}
 SIX = {"data", "rollout", "reward", "algo", "batching", "train"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
@@ -20,9 +20,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "words": set(),
     "user_code": {"words"},
     "records": {"words"},
-    "knobs": {"words", "records"},
-    "config": {"words", "user_code", "records", "knobs"},
-    "observe": {"words", "records", "knobs", "config"},
+    "schema": {"words", "records"},
+    "knobs": {"words", "records", "schema"},
+    "config": {"words", "user_code", "records", "schema", "knobs"},
+    "observe": {"words", "records", "schema", "knobs", "config"},
     "kernels": GROUND,
     "model": GROUND | {"kernels"},
     "parallel": GROUND | {"kernels", "model"},
@@ -34,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,
     "doctor": GROUND | {"memory.host"},
-    "reference": {"words", "config", "knobs"},
+    "reference": {"words", "schema", "knobs"},
     "bench": BELOW_LOOP | {"loop"},
     "proofs": BELOW_LOOP | {"loop", "bench"},
     "demo": BELOW_LOOP | {"loop"},

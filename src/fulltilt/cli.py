@@ -130,7 +130,7 @@ def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Con
     from fulltilt.algo import presets
     from fulltilt.observe import loggers
 
-    of_loggers = config.Rule(("log.to",), lambda given: loggers.check(given.log))
+    of_loggers = config.ConfigRule(("log.to",), lambda given: loggers.check(given.log))
     return config.load(path, overrides or [], extra_checks=[*presets.RULES, *([of_loggers] if logged else [])])
 
 

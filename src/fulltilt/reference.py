@@ -1,17 +1,17 @@
 """The reference page of every key and every knob, written from the code: `python -m fulltilt.reference > docs/reference.md`.
 
-Enters: the schema of `config`, the ledger of `knobs` and its table of what goes together. Leaves: Markdown. Guaranteed: it depends on
+Enters: the rows of `schema`, the ledger of `knobs` and its table of features that go together. Leaves: Markdown. Guaranteed: it depends on
 nothing else, so a test can compare it with the page in the repository.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 from pydantic.fields import FieldInfo
 
-from fulltilt import config, knobs
+from fulltilt import knobs
+from fulltilt.schema import legal_values, row_of, sections, toml_value, words
 
 _HEAD = """\
 # Reference
@@ -20,7 +20,8 @@ Written by `python -m fulltilt.reference > docs/reference.md` from the code. Do 
 
 A run is a TOML file, and `section.key=value` on the command line overrides it: `fulltilt train RUN.toml run.steps=100 train.lr=1e-6`.
 A value on the command line is read as TOML, else taken as text; `True` and `False` are accepted too. Later overrides win.
-Relative paths are relative to the current directory. All mistakes are reported at once, before any model loads.
+Relative paths are relative to the current directory. All mistakes are reported at once, before any model loads. Setting a key that has no
+effect is an error.
 """
 
 _KNOBS_HEAD = """\
@@ -31,12 +32,11 @@ not change with it, except under `algorithm`. Setting a knob that is not built i
 an error too, which says what to write instead.
 """
 
-
 _TOGETHER_HEAD = """\
-### What goes together
+### Which features go together
 
-Features that touch how layers and head run, two by two. What does not go together is refused when the configuration is read; where one of
-the two is left to `auto`, it gives way. More than two go together where each two do.
+Features that touch how layers and head run, two by two. Two that do not go together are refused when the configuration is read; where one
+of the two is left to `auto`, that one is switched off. More than two go together where each two do.
 """
 
 
@@ -46,70 +46,54 @@ def page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    for name, schema in config.sections().items():
-        yield f"## `[{name}]`\n"
-        yield from _table(
-            ("key", "type", "default", "meaning"),
-            [
-                (f"`{name}.{key}`", _cell(config.legal_values(field)), _default(field), _cell(field.description or ""))
-                for key, field in schema.model_fields.items()
-            ],
-        )
-
-
-def _ledger() -> Iterator[str]:
-    for section in dict.fromkeys(knob.section for knob in knobs.LEDGER):
-        yield f"### {section}\n"
-        yield from _table(
-            ("knob", "verl", "ChatLearn", "state", "values", "left alone", "must change", "note"),
-            [
-                (
-                    f"`{knob.name}`",
-                    _names(knob.verl),
-                    _names(knob.chatlearn),
-                    knob.state,
-                    _cell(knob.legal),
-                    _cell(knob.auto),
-                    _cell(knob.must_change),
-                    _cell(knob.note),
-                )
-                for knob in knobs.LEDGER
-                if knob.section == section
-            ],
-        )
-
-
-def _together() -> Iterator[str]:
-    yield from _table(
-        ("", "and", "", "because"),
-        [
-            (knobs.FEATURES[pair.one], knobs.FEATURES[pair.other], "yes" if pair.allowed else "**no**", _cell(pair.why))
-            for pair in knobs.TOGETHER
-        ],
-    )
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |"
-    yield "|" + "---|" * len(head)
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-    yield ""
+    for name, section in sections().items():
+        rows = [(f"`{name}.{key}`", legal_values(field), _default(field), _meaning(field)) for key, field in section.model_fields.items()]
+        yield from (f"## `[{name}]`\n", *_table(("key", "type", "default", "meaning"), rows))
 
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value: Any = field.get_default(call_default_factory=True, validated_data={})
-    return "left out" if value is None else f"`{config.toml_value(value)}`"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "left out" if value is None else f"`{toml_value(value)}`"
+
+
+def _meaning(field: FieldInfo) -> str:
+    """The notes of knobs are in the ledger."""
+    row, said = row_of(field), words(field)
+    spellings = ", ".join(f"`{theirs}` = `{ours}`" for theirs, ours in row.spellings.items())
+    accepted = f"verl's spellings are accepted: {spellings}." if spellings else ""
+    return " ".join([said.meaning, accepted, "" if row.section else said.note])
+
+
+def _ledger() -> Iterator[str]:
+    head = ("knob", "verl", "ChatLearn", "state", "values", "left alone", "must change", "note")
+    for section in dict.fromkeys(knob.section for knob in knobs.LEDGER):
+        own = [knob for knob in knobs.LEDGER if knob.section == section]
+        rows = [
+            (f"`{knob.name}`", _names(knob.verl), _names(knob.chatlearn), knob.state, knob.legal, knob.auto, knob.must_change, knob.note)
+            for knob in own
+        ]
+        yield from (f"### {section}\n", *_table(head, rows))
+
+
+def _together() -> Iterator[str]:
+    words = {name: feature.words for name, feature in knobs.FEATURES.items()}
+    rows = [(words[pair.one], words[pair.other], "yes" if pair.allowed else "**no**", pair.why) for pair in knobs.TOGETHER]
+    return _table(("", "and", "", "because"), rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|" + "---|" * len(head)
+    for row in rows:
+        cells = [" ".join(cell.split()).replace("|", "\\|") for cell in row]
+        yield f"| {' | '.join(cells)} |"
+    yield ""
 
 
 def _names(names: Sequence[str]) -> str:
     return "<br>".join(f"`{name}`" for name in names)
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ from fulltilt.algo.loss import (
     value_loss,
 )
 from fulltilt.algo.shaping import LARGEST_ERROR, Overlong, RewardKL
-from fulltilt.config import AlgorithmConfig, Config, Rule, toml_value, uses_reward_model
+from fulltilt.config import AlgorithmConfig, Config, ConfigRule, toml_value, uses_reward_model
 from fulltilt.records import UserError
 from fulltilt.words import many
 
@@ -431,10 +431,10 @@ _SAMPLES = _keys(("prompts_per_step", "samples_per_prompt", "dynamic_sampling", 
 _LOSS = _keys(("dual_clip", "aggregation", "length_norm", "critic_warmup"))
 _RUN = ("rollout.temperature", "rollout.max_new_tokens", "run.steps", "run.epochs")
 
-RULES: tuple[Rule, ...] = (
-    Rule(_FUNCTIONS, _wrong_keys),
-    Rule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
-    Rule((*_FUNCTIONS, *_KL, *_SAMPLES, *_LOSS, *_RUN), _wrong_numbers),
-    Rule((*_FUNCTIONS, *_KL, *_keys(CONDITIONS), *_keys(condition.of for condition in CONDITIONS.values())), _keys_without_effect),
+RULES: tuple[ConfigRule, ...] = (
+    ConfigRule(_FUNCTIONS, _wrong_keys),
+    ConfigRule(("algorithm.name", "reward.function", "reward.sources", "lora.rank"), _unused_sections),
+    ConfigRule((*_FUNCTIONS, *_KL, *_SAMPLES, *_LOSS, *_RUN), _wrong_numbers),
+    ConfigRule((*_FUNCTIONS, *_KL, *_keys(CONDITIONS), *_keys(condition.of for condition in CONDITIONS.values())), _keys_without_effect),
 )
 """The checks of `mistakes`, each with the keys that it reads: it runs unless one of those keys is already known to be wrong."""

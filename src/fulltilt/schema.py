@@ -1,0 +1,864 @@
+"""Every key of a configuration, one row each: type, default, meaning, names in other systems, and when it has an effect.
+
+Enters: nothing. Leaves: `Config` and its sections, frozen, and `Row`, what a key's field says beside its type, default and meaning.
+Guaranteed: torch is not imported. All else is read from these rows: the ledger and its aliases (`knobs`), error messages and rules
+(`config`), and the reference page. A value is never converted silently ("64" is not a number), except verl's spelling of a choice, which
+becomes ours (`Row.spellings`).
+
+To add a key: add its field here and the code that obeys it. A performance knob also has `section` and `changes`, and a proof in `proofs`.
+The text below a key is its meaning; it ends with "`auto`: ..." or "Left out: ..." where the default needs words, and with "Note: ..." for
+users of other systems.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
+
+from fulltilt.records import EngineName
+from fulltilt.words import either, shortened
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+Auto = Literal["auto"]
+Count = Positive | Auto
+Switch = bool | Auto
+Recompute = Literal["auto", "none", "selective", "full"]
+KLEstimator = Literal["k1", "k2", "k3"]
+
+# Sections of the ledger.
+ROLLOUT = "Rollout"
+BATCHES = "Batches"
+TRAINING = "Training memory and speed"
+
+REWARD_MODEL = "reward_model"
+# Each file in reward/rules is a built-in reward: its name is known without importing it.
+REWARDS = (*sorted(file.stem for file in (Path(__file__).parent / "reward" / "rules").glob("[!_]*.py")), REWARD_MODEL)
+
+
+# ---- what a row says -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UsedIf:
+    """When a key has an effect: while `holds` is true of the values of the keys in `reads`. Setting it at other times is an error."""
+
+    reads: tuple[str, ...]  # a key without a dot is in the same section
+    holds: Callable[..., bool]
+    remedy: str  # what to do other than remove the key
+    required: bool = False  # where it has an effect, it must be set
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a key's field says beside its type, default and meaning."""
+
+    changes: str = ""  # the measurement that proves a knob; empty: the key is not a performance knob
+    verl: tuple[str, ...] = ()  # full dotted names; one that ends in ".*" stands for every key below it
+    chatlearn: tuple[str, ...] = ()
+    values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # last part of an alias -> our values for its, if they differ
+    section: str = ""  # section of the ledger
+    elsewhere: str = ""  # names in verl and TRL of a key that is not a knob: the last part, or the last two
+    spellings: Mapping[str, str] = field(default_factory=dict)  # verl's spellings of a value, which are accepted, and ours
+    used_if: UsedIf | tuple[UsedIf, ...] = ()  # all of them
+    names: Literal["", "model", "adapter", "file", "data"] = ""  # what must exist where the value says
+    free: bool = False  # may differ between a checkpoint and the run that resumes it
+    note: str = ""  # as `Words.note`, where several keys share it
+
+
+MARKS: Mapping[str, Mapping[Any, Any]] = {"!": {True: False, False: True}, "~": {}}
+
+
+def row(default: Any = ..., changes: str = "", aliases: str = "", values: Mapping[str, Any] | None = None, **about: Any) -> Any:
+    """The field of a key. `aliases`: verl's names, and after a bar ChatLearn's; `ARR` stands for verl's `actor_rollout_ref`. A name
+    marked `!` has the opposite sense; the values of one marked `~` mean something else. `about`: attributes of `Row`, or of `Field`."""
+    verl, _, chatlearn = aliases.replace("ARR.", "actor_rollout_ref.").partition("|")
+    marked = {name.lstrip("!~").rpartition(".")[2]: MARKS[name[0]] for name in aliases.split() if name[0] in MARKS}
+    own = {name: about.pop(name) for name in list(about) if name in Row.__dataclass_fields__}
+    theirs, others = (tuple(name.lstrip("!~") for name in system.split()) for system in (verl, chatlearn))
+    whole: Any = Row(changes, theirs, others, values={**marked, **(values or {})}, **own)
+    return Field(default, json_schema_extra={"row": whole}, **about)
+
+
+def row_of(key: FieldInfo) -> Row:
+    extra = key.json_schema_extra
+    found = extra.get("row") if isinstance(extra, dict) else None
+    return found if isinstance(found, Row) else Row()
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    used_if: ClassVar[UsedIf | None] = None  # of all its keys, those that it reads excepted
+    free: ClassVar[bool] = False  # all its keys may differ when a run is resumed
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _our_spelling(cls, value: Any, info: ValidationInfo) -> Any:
+        spellings = row_of(cls.model_fields[str(info.field_name)]).spellings
+        return spellings.get(value, value) if isinstance(value, str) else value
+
+
+# ---- rows that several sections share --------------------------------------------------------------------------------------------------
+
+_batch_number = partial(row, changes="nothing: it is part of the algorithm, and no tuner touches it", section=BATCHES)
+_rollout = partial(row, section=ROLLOUT)
+_training = partial(row, section=TRAINING)
+
+_PACKING_NOTE = "ChatLearn's packing sets two knobs here: packing and dynamic batch. Its guide says it is on by default; its code says off."
+_DYNAMIC_BATCH = "Fill micro-batches up to the token budget. Off: each has `micro_batch` samples."
+_MICRO_BATCH = "Samples per micro-batch. Left out: not used, since `dynamic_batch` is on."
+_dynamic_batch = partial(row, True, "micro-batches are filled by tokens, not by samples", section=BATCHES, description=_DYNAMIC_BATCH)
+_micro_batch = partial(
+    row,
+    None,
+    "samples of a micro-batch; micro-batch count",
+    section=BATCHES,
+    used_if=UsedIf(("dynamic_batch",), lambda dynamic: not dynamic, "set {section}.dynamic_batch = false", required=True),
+    description=_MICRO_BATCH,
+    note="Samples per GPU, used when dynamic_batch is off. verl's names without _per_gpu count over all GPUs and are deprecated.",
+)
+_token_budget = partial(
+    row,
+    "auto",
+    "micro-batch count; peak memory",
+    note="A hard cap on tokens per GPU; with sequence parallelism a micro-batch holds that many times the budget, as in verl.",
+    section=BATCHES,
+    used_if=UsedIf(("dynamic_batch",), lambda dynamic: dynamic, "set {section}.dynamic_batch = true"),
+)
+_packing = partial(_training, changes="pad tokens computed (0 when on)")
+_recompute = partial(_training, changes="saved activation bytes; time", free=True)
+_checkpointing = partial(
+    _recompute,
+    values={"enable_gradient_checkpointing": {True: "full", False: "none"}},
+    note='enable_gradient_checkpointing is a switch: true is "full", false is "none".',
+)
+_activations = partial(
+    _training, changes="activation bytes on the GPU between forward and backward; works together with recompute", free=True
+)
+_offload = partial(_training, changes="GPU bytes of that kind outside the phase that needs it", free=True)
+_kl_estimator = partial(
+    row,
+    None,
+    spellings={"kl": "k1", "mse": "k2", "low_var_kl": "k3"},
+    note="verl's abs, full and straight-through variants (low_var_kl+, k3+) have no equivalent here.",
+)
+
+_if_scheduled = UsedIf(("schedule",), lambda schedule: schedule != "constant", 'set train.schedule to "linear" or "cosine"')
+_if_recomputed = UsedIf(
+    ("train.recompute", "critic.recompute"),
+    lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
+    'set train.recompute to "selective" or "full"',
+)
+
+
+def reward_weights(function: str | Mapping[str, float]) -> dict[str, float]:
+    """A reward as a weighted sum, also for a single name: `"math"` -> `{"math": 1.0}`."""
+    return {function: 1.0} if isinstance(function, str) else dict(function)
+
+
+def rewards_named(function: str | Mapping[str, float], sources: Mapping[str, str | Mapping[str, float]]) -> set[str]:
+    return {name for given in (function, *sources.values()) for name in reward_weights(given)}
+
+
+_if_scored_by_model = UsedIf(
+    ("reward.function", "reward.sources"), lambda *rewards: REWARD_MODEL in rewards_named(*rewards), 'set reward.function = "reward_model"'
+)
+_if_scored_by_function = UsedIf(
+    ("function", "sources"), lambda *rewards: rewards_named(*rewards) != {REWARD_MODEL}, "name a function: the reward model calls none"
+)
+_calls_a_function = partial(row, used_if=_if_scored_by_function)
+
+
+def _if_watched(rule: str) -> UsedIf:
+    return UsedIf(("ignore",), lambda ignored: rule not in ignored, f'take "{rule}" out of health.ignore')
+
+
+def _if_sampled(key: str, neutral: float) -> UsedIf:
+    return UsedIf(("temperature", key), lambda temperature, value: temperature > 0 or value == neutral, "set eval.temperature above 0")
+
+
+# ---- the keys --------------------------------------------------------------------------------------------------------------------------
+
+
+class ModelConfig(Section):
+    path: str = row(names="model", elsewhere="model.name model_name_or_path", min_length=1)
+    """Folder of a Hugging Face causal language model (safetensors), or a hub name when online."""
+    revision: str | None = row(
+        None, used_if=UsedIf(("path",), lambda path: not Path(path).is_dir(), "give a hub name as model.path: a folder has no revisions")
+    )
+    """Branch, tag or commit of a hub name."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Leave this off unless you have read that code."""
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = row("auto", elsewhere="bf16")
+    """Type of the parameters; master weights and moments are never below float32. `auto`: bfloat16 on CUDA, float32 on CPU."""
+    chat_template: str | None = row(None, names="file")
+    """File with a chat template that replaces the tokenizer's own."""
+
+
+class DataConfig(Section):
+    train: str | list[str] = row(names="data", elsewhere="train_files", min_length=1)
+    """Parquet file (verl's layout), JSON-lines file or Hugging Face dataset folder; a list is read in order as one data set."""
+    val: str | list[str] | None = row(None, names="data", elsewhere="val_files")
+    """Validation data, in the same formats."""
+    max_prompt_tokens: Positive = row(1024, elsewhere="max_prompt_length")
+    """Prompts with more tokens than this are skipped; the number skipped is reported. Counted on the final token ids."""
+    max_tokens: Positive | None = None
+    """SFT rows with more tokens than this, prompt and response together, are skipped; the number skipped is reported. Left out: a row may
+    have as many tokens as the model has positions, and a longer one is an error."""
+    prompt_key: str = "prompt"
+    """Column with the prompt: a list of messages, or a string."""
+    response_key: str = "response"
+    """Column with the response of an SFT row."""
+    messages_key: str = "messages"
+    """Column with a whole conversation, for SFT rows that have no prompt and response."""
+    train_turns: Literal["all", "last"] = "all"
+    """Which of the assistant's turns in a conversation SFT trains on."""
+    apply_template: Literal["auto", "always", "never"] = "auto"
+    """Put string prompts through the chat template as a user message. `auto`: messages always, strings never."""
+    system: str | None = None
+    """System message put before every prompt that has none."""
+    template_args: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the chat template, e.g. `{ enable_thinking = false }`."""
+    shuffle: bool = True
+    """Reshuffle the data each epoch, using `run.seed` and the epoch number."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "gspo", "cispo", "sft"] = row(
+        "grpo",
+        elsewhere="adv_estimator",
+        spellings={
+            "gae": "ppo",
+            "drgrpo": "dr_grpo",
+            "grpo_vectorized": "grpo",
+            "rloo_vectorized": "rloo",
+            "reinforce_plus_plus": "reinforce++",
+            "reinforce_plus_plus_baseline": "reinforce++_baseline",
+        },
+    )
+    """The preset. Keys below that are left out take the preset's values. Note: verl's grpo_passk, opo, gpg, gdpo and
+    optimal_token_baseline have no equivalent here."""
+    prompts_per_step: Positive = _batch_number(
+        64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="per_device_train_batch_size"
+    )
+    """Prompts per step, over all devices. For SFT: rows per step. Note: Counted in prompts, over all devices. ChatLearn counts samples:
+    divide sample_per_episode by num_inference_per_prompt."""
+    samples_per_prompt: Positive = _batch_number(
+        8,
+        aliases="ARR.rollout.n | runtime_args.num_inference_per_prompt models.policy.num_inference_per_prompt",
+        elsewhere="num_generations",
+    )
+    """Samples per prompt: the size of a group. SFT has none, and setting it there is an error."""
+    minibatches_per_step: Positive = _batch_number(
+        1, aliases="~ARR.actor.ppo_mini_batch_size ~critic.ppo_mini_batch_size | ~runtime_args.train_global_batch_size"
+    )
+    """Mini-batches, which are optimizer steps, per rollout and epoch. Note: A number of mini-batches, not their size:
+    data.train_batch_size / ppo_mini_batch_size in verl, sample_per_episode / train_global_batch_size in ChatLearn. It works with any number
+    of devices; nothing must divide evenly."""
+    epochs: Positive = _batch_number(
+        1, aliases="ARR.actor.ppo_epochs critic.ppo_epochs | runtime_args.num_training_epoch", elsewhere="num_iterations"
+    )
+    """Number of passes over the samples of a step."""
+    clip_low: float | None = row(None, elsewhere="clip_ratio clip_ratio_low epsilon", ge=0, le=1)
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: float | None = row(None, elsewhere="clip_ratio clip_ratio_high epsilon epsilon_high", ge=0)
+    """The probability ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, ge=0)
+    """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). 0 switches it off."""
+    kl_coef: float | None = row(None, elsewhere="beta kl_loss_coef use_kl_loss", ge=0)
+    """Weight of the KL term against the reference role in the loss. 0: no such term."""
+    kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type")
+    """Estimator of the KL term in the loss. k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
+    reward_kl_coef: float | None = row(None, elsewhere="kl_ctrl.kl_coef use_kl_in_reward", ge=0)
+    """Weight of the per-token KL penalty in the reward; the initial weight, if it is adaptive. 0: no penalty."""
+    reward_kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_penalty")
+    """Estimator of the KL penalty in the reward, as for `kl_estimator`."""
+    reward_kl_target: float | None = Field(default=None, gt=0)
+    """Makes the penalty adaptive: its weight rises while the mean KL per token is above this, and falls while it is below."""
+    reward_kl_horizon: Positive | None = None
+    """How fast the weight adapts: the number of samples over which it can change by about a fifth of itself."""
+    entropy_coef: float | None = row(None, elsewhere="entropy_coeff", ge=0)
+    """Weight of the entropy bonus in the loss."""
+    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = row(
+        None, elsewhere="loss_agg_mode"
+    )
+    """How the per-token losses of a mini-batch become one number. `seq-mean-token-sum-norm` divides each sample's sum by `length_norm`."""
+    length_norm: Positive | None = None
+    """Divisor of `seq-mean-token-sum-norm`. Left out: `rollout.max_new_tokens`."""
+    normalize_by_std: bool | None = row(None, elsewhere="scale_rewards")
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    whiten: bool | None = None
+    """Scale the advantages of a step's trained tokens to mean 0 and standard deviation 1."""
+    gamma: float | None = Field(default=None, gt=0, le=1)
+    """Discount of later rewards, per token."""
+    gae_lambda: float | None = row(None, elsewhere="lam", ge=0, le=1)
+    """Lambda of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
+    value_clip: float | None = Field(default=None, ge=0)
+    """The critic's new values are clipped to this distance from the old ones. 0 switches it off."""
+    critic_warmup: NotNegative | None = row(None, elsewhere="critic_warmup")
+    """Number of steps at the start of the run in which only the critic is updated."""
+    dynamic_sampling: bool | None = row(None, elsewhere="filter_groups")
+    """Leave out groups whose rewards are all equal, and keep sampling until the step is full; surplus groups are used in the next step."""
+    prompts_per_round: Positive | None = _batch_number(None, aliases="data.gen_batch_size")
+    """Prompts sampled at a time under dynamic sampling. Left out: `prompts_per_step`."""
+    max_rounds: Positive | None = None
+    """Largest number of sampling rounds in a step; after that the step uses the groups it has."""
+    overlong_buffer: NotNegative | None = None
+    """Responses that end within this many tokens of `rollout.max_new_tokens` are penalised, more so the longer they are. 0: no penalty."""
+    overlong_penalty: float | None = Field(default=None, gt=0)
+    """Penalty, taken off the reward, of a response of `rollout.max_new_tokens` tokens."""
+    advantage: str | None = None
+    """`FILE.py:NAME`: a function of your own in place of the preset's advantage (docs/algorithms.md)."""
+    loss: str | None = None
+    """`FILE.py:NAME`: a function of your own in place of the preset's loss (docs/algorithms.md)."""
+    importance_cap: float | None = Field(default=None, ge=0)
+    """Upper limit of the importance weight between trainer and rollout log-probs. 0 switches the correction off."""
+
+
+class RolloutConfig(Section):
+    max_new_tokens: Positive = row(256, elsewhere="max_completion_length max_response_length")
+    """Largest number of tokens in a response."""
+    temperature: float = Field(default=1.0, ge=0)
+    """Sampling temperature, also of the trainer's log-probs: 0.0001 to 10000, or 0 (greedy), which is refused for training."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
+    top_k: NotNegative = 0
+    """Sample among the k most likely tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
+    stop: list[NotEmpty] = Field(default_factory=list)
+    """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
+    engine: EngineName = _rollout("native", "the engine that generates", "~ARR.rollout.name | ~runtime_args.rollout_backend")
+    """The engine that generates. Note: vllm, sglang, trtllm and tgi are not built in this version."""
+    kv_bytes: Count = _rollout(
+        "auto",
+        "KV blocks; most samples decoded at once",
+        used_if=UsedIf(("memory_fraction",), lambda share: share == "auto", "remove rollout.memory_fraction"),
+    )
+    """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. `auto`: the memory measured free, less a
+    reserve. Note: The same memory as rollout.memory_fraction, in bytes: set one of the two."""
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = _rollout(
+        "auto",
+        "KV blocks; most samples decoded at once",
+        "~ARR.rollout.gpu_memory_utilization | ~models.policy.gpu_memory_utilization",
+    )
+    """Share of the device memory free at start that becomes KV cache; on CUDA, a share that leaves too little for decoding is an error.
+    Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve. Note: gpu_memory_utilization is a share of the GPU's
+    total memory for the whole instance in vLLM from 0.7 on, and of free memory for weights and KV cache in SGLang. Here it is the share of
+    the memory free at start that becomes KV cache."""
+    block_tokens: Positive = 16
+    """Tokens per KV block."""
+    max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
+    """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
+    `algorithm.samples_per_prompt`), at most 1024 (256 on CPU)."""
+    max_batched_tokens: Count = _rollout(
+        "auto", "tokens of a prefill pass", "ARR.rollout.max_num_batched_tokens | models.policy.max_num_batched_tokens"
+    )
+    """Most tokens in a prefill pass; `max_seqs` bounds decode passes. `auto`: 16384 on CUDA, 4096 on CPU, or `max_seqs` if that is more."""
+    chunked_prefill: bool = _rollout(True, "longest decode stall during prefill", "ARR.rollout.enable_chunked_prefill")
+    """Split long prompts over several passes, with decoding in between. Off: a prompt is prefilled in one pass, if necessary alone."""
+    prefix_sharing: bool = _rollout(True, "prefilled tokens; cache hit rate", "ARR.rollout.enable_prefix_caching")
+    """Prefill a group's prompt once and share its blocks. Prompts of other groups with the same beginning share its full blocks, and a
+    preempted sample reuses those of its blocks that are still in the cache."""
+    cuda_graphs: Switch = _rollout("auto", "kernel launches per decode step", "!ARR.rollout.enforce_eager | !models.policy.enforce_eager")
+    """Decode by replaying captured CUDA graphs, so that the host launches no kernels during a step. `true` is an error where no graph can
+    hold the model. `auto`: on for CUDA, where a graph can hold the model and `train.offload_params` is not on.
+    Note: enforce_eager has the opposite sense: enforce_eager = true is cuda_graphs = false."""
+    release_memory: Switch = _rollout(
+        "auto",
+        "bytes held by the engine during the update",
+        "ARR.rollout.free_cache_engine | ~free_gpu_memory ~models.policy.free_gpu_memory models.policy.free_gpu_memory.*",
+    )
+    """Free the KV cache between rollouts, for the update. Off: it is kept, and an automatic size is smaller. `auto`: on."""
+    log_stats: bool = _rollout(
+        True,
+        "log lines with running, waiting, KV use, hit rate, preemptions, tokens/s and latency percentiles; the metrics beyond the counts",
+        "!ARR.rollout.disable_log_stats",
+        free=True,
+    )
+    """Engine statistics: a log line every 10 seconds of generating, tokens per second and latencies in the metrics. Off: only counts, in
+    the metrics. Note: disable_log_stats has the opposite sense: disable_log_stats = false is log_stats = true."""
+
+
+class RewardConfig(Section):
+    function: str | dict[str, float] = row("gsm8k", elsewhere="custom_reward_function.name custom_reward_function.path reward_funcs")
+    """`gsm8k` (strict), `gsm8k_flexible`, `math`, `dapo`, `reward_model`, or `FILE.py:NAME` for your own, which scores one sample or a
+    batch; verl's signature is accepted. A table of names and weights is their weighted sum: `{ math = 1.0, "style.py:short" = 0.2 }`."""
+    sources: dict[str, str | dict[str, float]] = Field(default_factory=dict)
+    """Another function (or weighted sum) for some values of a row's `data_source`."""
+    timeout_s: float = _calls_a_function(10.0, free=True, gt=0)
+    """Time limit of one call. A call that exceeds it is killed, counted and scored by `on_error`."""
+    workers: Count = _calls_a_function("auto", free=True)
+    """Reward processes. `auto`: one per core."""
+    memory_gb: float = _calls_a_function(4.0, gt=0)
+    """Address space of one reward process; beyond it a call fails with MemoryError."""
+    on_error: Literal["exclude", "score"] = "exclude"
+    """A sample whose reward crashed or timed out: `exclude` leaves it out of batch and baseline, `score` gives it `error_score`."""
+    error_score: float = row(0.0, used_if=UsedIf(("on_error",), lambda on_error: on_error == "score", 'set reward.on_error = "score"'))
+    """The reward of a failed call under `on_error = "score"`."""
+    args: dict[str, Any] = _calls_a_function({})
+    """Extra keyword arguments of your own function."""
+
+
+class TrainConfig(Section):
+    lr: float = row(1e-6, elsewhere="learning_rate", gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = row("constant", elsewhere="lr_scheduler_type")
+    """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the run's last step."""
+    warmup_steps: NotNegative = 0
+    """Optimizer steps over which the learning rate rises from 0."""
+    min_lr_ratio: float = row(0.0, used_if=_if_scheduled, ge=0, le=1)
+    """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(default=(0.9, 0.999), strict=False)
+    """AdamW's betas."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    clip_grad: float = row(1.0, elsewhere="grad_clip max_grad_norm", ge=0)
+    """Largest global gradient norm; 0 switches clipping off."""
+    fused_layers: Switch = _training(
+        "auto",
+        "kernels per layer; memory; never two owners of one forward",
+        "ARR.model.use_liger model.use_liger ARR.model.use_liger_kernel training.use_liger_kernel use_liger_kernel",
+    )
+    """Run each layer with few kernels: one matrix product for queries, keys and values, one for gate and up, and one kernel for each norm,
+    rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
+    family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
+    our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
+    compile: Switch = _training(
+        "auto", "kernels per layer; step time", "ARR.actor.use_torch_compile ARR.actor.fsdp_config.use_torch_compile"
+    )
+    """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
+    gradients agree. Rollout runs them uncompiled. `auto`: off."""
+    packing: bool = _packing(True, aliases="ARR.model.use_remove_padding | models.policy_trainer.packing packing")
+    """Pack samples side by side, for the actor and the reference role. Off: each sample is padded to the longest of its micro-batch, and
+    padding counts towards the token budget; this is to show what packing gains. Note: ChatLearn's packing sets two knobs here: packing and
+    dynamic batch. Its guide says it is on by default; its code says off."""
+    recompute: Recompute = _checkpointing(
+        "auto",
+        aliases="ARR.model.enable_gradient_checkpointing ARR.actor.megatron.override_transformer_config.recompute_granularity "
+        "| models.policy_trainer.recompute_granularity",
+        elsewhere="gradient_checkpointing",
+    )
+    """Which activations are recomputed in the backward pass instead of being kept. "selective": all cheap ones, which are all but matrix
+    products and attention. "full": whole layers. `auto`: the least with which a micro-batch is estimated to fit; none on CPU."""
+    recompute_layers: Count = _recompute(
+        "auto", aliases="ARR.actor.megatron.override_transformer_config.recompute_num_layers", used_if=_if_recomputed
+    )
+    """With `recompute_method` "block": recompute only the first N layers; the others keep all activations. With "uniform": recompute all
+    layers in groups of N, keeping only the input of each group. For roles whose `recompute` is "selective" or "full". `auto`: all layers,
+    one by one."""
+    recompute_method: Literal["block", "uniform"] = _recompute(
+        "block",
+        aliases="ARR.actor.megatron.override_transformer_config.recompute_method",
+        used_if=(_if_recomputed, UsedIf(("recompute_layers",), lambda layers: layers != "auto", "set train.recompute_layers")),
+    )
+    """What `recompute_layers` counts, as in Megatron."""
+    offload_activations: Switch = _activations("auto", aliases="ARR.model.enable_activation_offload")
+    """Keep activations on the host until the backward pass, with `recompute` or alone. `auto`: on where recompute does not suffice."""
+    offload_params: Switch = _offload(
+        "auto",
+        aliases="ARR.actor.fsdp_config.param_offload ARR.actor.megatron.param_offload "
+        "| free_gpu_memory.offload_weights models.policy_trainer.free_gpu_memory.offload_weights",
+    )
+    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs. `auto`: off, since CUDA graphs
+    would have to be off. Note: On one device the actor's parameters leave only while another role works."""
+    offload_optimizer: Switch = _offload(
+        "auto",
+        aliases="ARR.actor.fsdp_config.optimizer_offload ARR.actor.megatron.optimizer_offload ARR.ref.megatron.optimizer_offload "
+        "| free_gpu_memory.offload_optimizer_states models.policy_trainer.free_gpu_memory.offload_optimizer_states",
+    )
+    """Keep master weights and moments on the host; they pass through the device in pieces when the optimizer steps. `auto`: on where
+    parameters, gradients and optimizer would leave less than a fifth of the device free. Note: The reference role has no optimizer: verl's
+    key of that name there does nothing."""
+    offload_grads: Switch = _offload(
+        "auto",
+        aliases="ARR.actor.megatron.grad_offload ARR.ref.megatron.grad_offload "
+        "| free_gpu_memory.free_grad_buffers models.policy_trainer.free_gpu_memory.free_grad_buffers",
+    )
+    """Hold memory for gradients, of actor and critic, only from the first micro-batch of an optimizer step to its end. `auto`: as
+    `offload_optimizer`. Note: verl reads grad_offload nowhere. Between updates gradients are zero, so they are not moved: their memory is
+    freed."""
+    fused_head: bool = _training(
+        True, "largest temporary of the head", "ARR.model.use_fused_kernels ARR.model.fused_kernel_options.impl_backend"
+    )
+    """Compute log-probs and entropy, forward and backward, without holding the logits of a whole micro-batch. Off: with them, in
+    float32. Note: There is one implementation for each device: fused_kernel_options.impl_backend has no counterpart."""
+    entropy_chunk: Count = _training(
+        "auto",
+        "largest temporary of the entropy, on every path",
+        "~ARR.actor.entropy_from_logits_with_chunking ~ARR.actor.fsdp_config.entropy_from_logits_with_chunking",
+    )
+    """Most tokens whose entropy is computed at a time; where the head is fused this holds for log-probs too, within a fixed memory limit.
+    `auto`: as many tokens as a fixed memory limit allows; all where the head is not fused. Note: A number of tokens; verl's key is a
+    switch."""
+    entropy_recompute: bool = _training(
+        True, "bytes saved for the entropy's backward", "ARR.actor.entropy_checkpointing ARR.actor.fsdp_config.entropy_checkpointing"
+    )
+    """Recompute the entropy in the backward pass. Off: keep what its gradient needs, which is the softmax of all tokens, or their logits
+    in float32 where the head is fused. For algorithms with an entropy bonus."""
+    head_recompute: Switch = _training("auto", "bytes saved for the head's backward")
+    """Recompute the logits of the fused head in the backward pass. Off: the logits of a whole micro-batch are kept until then, in float32,
+    which saves one of the head's four matrix products. `auto`: off on CUDA, where a micro-batch is estimated to fit with them and without
+    any other recompute or offload of activations; else on. Note: For the fused head; the other one keeps its logits in any case."""
+
+
+class ActorConfig(Section):
+    dynamic_batch: bool = _dynamic_batch(
+        aliases="ARR.actor.use_dynamic_bsz ARR.rollout.log_prob_use_dynamic_bsz ARR.actor.use_dynamic_batchsize "
+        "training.use_dynamic_batchsize use_dynamic_batchsize | models.policy_trainer.packing packing",
+        description=f"{_DYNAMIC_BATCH} Note: use_dynamic_batchsize is one guide's spelling; verl's key is use_dynamic_bsz. {_PACKING_NOTE}",
+    )
+    micro_batch: Positive | None = _micro_batch(
+        aliases="ARR.actor.ppo_micro_batch_size_per_gpu ~ARR.actor.ppo_micro_batch_size ARR.rollout.log_prob_micro_batch_size_per_gpu "
+        "~ARR.rollout.log_prob_micro_batch_size | runtime_args.train_micro_batch_size models.policy_trainer.train_micro_batch_size "
+        "models.policy_trainer.generation_batch_size",
+    )
+    token_budget: Count = _token_budget(
+        aliases="ARR.actor.ppo_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing", elsewhere="per_device_train_batch_size"
+    )
+    """Most tokens in a micro-batch of an update; a longer sample gets a micro-batch of its own. The usual rule for setting it by hand is
+    at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, and for models below about 500 million parameters up to 65536
+    where they fit well, so that the device does not wait for the host."""
+    forward_token_budget: Count = _token_budget(
+        aliases="ARR.rollout.log_prob_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing"
+    )
+    """Most tokens in a micro-batch without gradients. `auto`: twice the token budget, since nothing is kept for a backward pass."""
+
+
+class RefConfig(Section):
+    path: str | None = row(None, names="model")
+    """Model of the reference role. Left out: `model.path` as it was at the start of the run."""
+    offload_params: Switch = _offload(
+        "auto",
+        aliases="ARR.ref.fsdp_config.param_offload ARR.ref.megatron.param_offload | models.ref_policy.free_gpu_memory.offload_weights",
+    )
+    """Keep the reference role's parameters on the host while another role works. `auto`: on where the parameters and gradients of all
+    roles would leave less than a fifth of the device free."""
+    entropy_chunk: Count = _training(
+        "auto",
+        "largest temporary of the head",
+        "~ARR.ref.entropy_from_logits_with_chunking ~ARR.ref.fsdp_config.entropy_from_logits_with_chunking",
+        used_if=UsedIf(("train.fused_head",), lambda fused: fused, "set train.fused_head = true: the reference role computes no entropy"),
+    )
+    """Most tokens whose log-probs are computed at a time. The reference role computes no entropy. `auto`: as many tokens as a fixed memory
+    limit allows. Note: A number of tokens; verl's key is a switch."""
+    dynamic_batch: bool = _dynamic_batch(
+        aliases="ARR.ref.log_prob_use_dynamic_bsz | models.ref_policy.packing", description=f"{_DYNAMIC_BATCH} Note: {_PACKING_NOTE}"
+    )
+    micro_batch: Positive | None = _micro_batch(
+        aliases="ARR.ref.log_prob_micro_batch_size_per_gpu ~ARR.ref.log_prob_micro_batch_size | models.ref_policy.generation_batch_size"
+    )
+    forward_token_budget: Count = _token_budget(aliases="ARR.ref.log_prob_max_token_len_per_gpu | models.ref_policy.max_token_in_packing")
+    """Most tokens in a micro-batch. `auto`: the actor's; with a `path` of its own, not enlarged for a small actor."""
+
+
+class CriticConfig(Section):
+    path: str | None = row(None, names="model")
+    """Model that the critic starts from: a language model (gets a value head) or reward model (keeps its head). Left out: `model.path`."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of the critic. The other optimizer settings are those of `[train]`."""
+    packing: bool | None = _packing(None, aliases="critic.model.use_remove_padding")
+    """Pack samples side by side. Left out: as in `[train]`."""
+    recompute: Recompute | None = _checkpointing(None, aliases="critic.model.enable_gradient_checkpointing")
+    """As `train.recompute`; `recompute_layers` and `recompute_method` are those of `[train]`. Left out: as in `[train]`."""
+    offload_activations: Switch | None = _activations(None, aliases="critic.model.enable_activation_offload")
+    """As `train.offload_activations`. Left out: as in `[train]`."""
+    offload_params: Switch | None = _offload(None, aliases="critic.model.fsdp_config.param_offload")
+    """Keep the critic's parameters on the host while another role works; "auto" is as for `ref`. Left out: as in `[train]`."""
+    offload_optimizer: Switch | None = _offload(None, aliases="critic.model.fsdp_config.optimizer_offload")
+    """As `train.offload_optimizer`. Left out: as in `[train]`."""
+    dynamic_batch: bool = _dynamic_batch(aliases="critic.use_dynamic_bsz")
+    micro_batch: Positive | None = _micro_batch(
+        aliases="critic.ppo_micro_batch_size_per_gpu ~critic.ppo_micro_batch_size critic.forward_micro_batch_size_per_gpu "
+        "~critic.forward_micro_batch_size",
+        description=f"{_MICRO_BATCH} Note: The guide lists critic.forward_micro_batch_size_per_gpu as a cap on tokens; it counts samples.",
+    )
+    token_budget: Count = _token_budget(aliases="critic.ppo_max_token_len_per_gpu")
+    """Most tokens in a micro-batch of an update. `auto`: twice the actor's where that is a number, since there is no vocabulary head; else
+    16384 on CPU, and on CUDA 32768, or for critics below about 250 million parameters up to 131072 where they fit well."""
+    forward_token_budget: Count = _token_budget(aliases="critic.forward_max_token_len_per_gpu")
+    """Most tokens in a micro-batch of a pass without gradients. `auto`: twice the critic's token budget."""
+
+
+class RewardModelConfig(Section):
+    used_if = _if_scored_by_model
+
+    path: str | None = row(None, names="model", used_if=replace(_if_scored_by_model, required=True))
+    """Folder or hub name of a sequence classification model with one label; its own tokenizer and chat template are used."""
+    chat_template: str | None = row(None, names="file")
+    """File with a chat template that replaces the one of the reward model's tokenizer."""
+    packing: bool | None = _packing(None, aliases="reward_model.model.use_remove_padding")
+    """Pack samples side by side. Left out: as in `[train]`."""
+    offload_params: Switch = _offload("auto")
+    """Keep the reward model's parameters on the host while another role works. `auto`: as for the reference role."""
+    dynamic_batch: bool = _dynamic_batch(aliases="reward_model.use_dynamic_bsz")
+    micro_batch: Positive | None = _micro_batch(
+        aliases="reward_model.micro_batch_size_per_gpu ~reward_model.micro_batch_size reward_model.forward_micro_batch_size_per_gpu "
+        "| models.reward.generation_batch_size",
+        description=f"{_MICRO_BATCH} Note: forward_micro_batch_size_per_gpu is the guide's spelling of micro_batch_size_per_gpu.",
+    )
+    forward_token_budget: Count = _token_budget(aliases="reward_model.forward_max_token_len_per_gpu | models.reward.max_token_in_packing")
+    """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, as there is no vocabulary head; no more for a small actor."""
+
+
+class LoraConfig(Section):
+    used_if = UsedIf(("rank",), lambda rank: rank > 0, "set lora.rank, for example to 16")
+
+    rank: NotNegative = 0
+    """Rank of the adapters. 0: no adapters, all parameters are trained."""
+    alpha: float | None = Field(default=None, gt=0)
+    """The adapters' output is scaled by alpha / rank. Left out: twice the rank."""
+    targets: list[NotEmpty] | Literal["all-linear"] = "all-linear"
+    """Layers that get an adapter, by the ends of their names (`q_proj`); `all-linear`: every linear layer except the head."""
+    parameters: list[NotEmpty] = Field(default_factory=list)
+    """Parameters that are not layers of their own, such as stacked experts, by the ends of their names (`mlp.experts.gate_up_proj`)."""
+    path: str | None = row(None, names="adapter")
+    """Folder of an adapter to start from, as peft saves it."""
+    critic: bool = True
+    """Train the critic through adapters too (and its head)."""
+    export: Literal["adapter", "merged"] = row("adapter", free=True)
+    """What a checkpoint's `model/` holds: the adapter, which peft loads, or the whole model with the adapter merged in."""
+
+
+class EvalConfig(Section):
+    used_if = UsedIf(("data.val",), lambda val: val is not None, "set data.val")
+    free = True
+
+    samples_per_prompt: Positive = row(1, used_if=_if_sampled("samples_per_prompt", 1))
+    """Samples of each validation prompt."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature of validation: from 0.0001 to 10000, or 0, which is greedy."""
+    top_p: float = row(1.0, used_if=_if_sampled("top_p", 1), gt=0, le=1)
+    """Nucleus sampling of validation."""
+    top_k: NotNegative = row(0, used_if=_if_sampled("top_k", 0))
+    """Top-k sampling of validation; 0: all tokens."""
+    max_new_tokens: Positive | None = None
+    """Largest number of tokens in a validation response. Left out: `rollout.max_new_tokens`."""
+    max_prompts: Positive | None = None
+    """Use only the first N validation prompts."""
+
+
+HealthRule = Literal[
+    "no-variance", "not-finite", "entropy-collapse", "entropy-explosion", "all-clipped", "reward-errors", "logprob-gap", "memory-growth"
+]
+
+
+class HealthConfig(Section):
+    free = True
+
+    patience: Positive = row(10, used_if=UsedIf(("stop",), lambda stop: stop, "set health.stop = true"))
+    """A rule that holds for this many steps in a row stops the run. It warns at the first."""
+    stop: bool = True
+    """Stop an unhealthy run. Off: only warn."""
+    ignore: list[HealthRule] = Field(default_factory=list)
+    """Rules that are not checked."""
+    entropy_floor: float = row(0.005, used_if=_if_watched("entropy-collapse"), ge=0)
+    """`entropy-collapse`: `rollout/entropy` is below this, in nats per token."""
+    max_entropy_rise: float = row(4.0, used_if=_if_watched("entropy-explosion"), gt=1)
+    """`entropy-explosion`: `rollout/entropy` is above this many times that of the run's first step, and above 1 nat per token."""
+    max_clip_ratio: float = row(0.99, used_if=_if_watched("all-clipped"), ge=0, le=1)
+    """`all-clipped`: a larger share of responses than this is cut at `rollout.max_new_tokens`."""
+    max_reward_errors: float = row(0.5, used_if=_if_watched("reward-errors"), ge=0, le=1)
+    """`reward-errors`: the reward failed for a larger share of samples than this."""
+    max_logprob_gap: float = row(0.05, used_if=_if_watched("logprob-gap"), gt=0)
+    """`logprob-gap`: rollout and trainer log-probs differ by more, mean absolute. bfloat16 alone gives 0.025 (SmolLM2-135M, CPU)."""
+
+
+class LogConfig(Section):
+    free = True
+
+    to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = row([], elsewhere="logger report_to")
+    """Loggers that get every number of `metrics.jsonl`, each an extra to install: `pip install "fulltilt[tensorboard]"`."""
+    project: str = row("fulltilt", elsewhere="project_name", min_length=1)
+    """Project (wandb, trackio) or experiment (mlflow)."""
+    name: str | None = row(None, elsewhere="experiment_name")
+    """Name of the run. Left out: the last part of `run.dir`."""
+    val_samples: NotNegative = row(16, used_if=EvalConfig.used_if)
+    """Validation samples shown as a table at each validation."""
+
+
+class RunConfig(Section):
+    dir: str = row("runs/run", free=True, elsewhere="default_local_dir output_dir", min_length=1)
+    """Folder of checkpoints, metrics and rollouts."""
+    steps: Positive | None = row(
+        None,
+        elsewhere="max_steps total_training_steps",
+        used_if=UsedIf(("epochs",), lambda epochs: epochs is None, "remove run.epochs", required=True),
+        free=True,
+    )
+    """Steps to run. Set either `steps` or `epochs`."""
+    epochs: Positive | None = row(None, free=True, elsewhere="num_train_epochs total_epochs")
+    """Passes over the training data. Set either `steps` or `epochs`."""
+    seed: NotNegative = 0
+    """Seed of shuffling and sampling."""
+    save_every: NotNegative = row(10, free=True, elsewhere="save_freq save_steps")
+    """Steps between checkpoints; the last step is always saved. 0: only the last."""
+    keep: Positive = row(2, free=True)
+    """Number of checkpoints kept, the newest ones."""
+    eval_every: NotNegative = row(0, free=True, elsewhere="test_freq")
+    """Steps between validations; 0: none."""
+    eval_before: bool = row(False, free=True, elsewhere="val_before_train")
+    """Validate before the first step."""
+    resume: Literal["auto", "never", "force"] = row("auto", free=True)
+    """If the run folder holds checkpoints: `auto` resumes if the configuration agrees, `force` in any case, `never` refuses."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run. `auto`: CUDA if available."""
+    threads: Count = "auto"
+    """CPU threads of torch; a checkpoint keeps the number, since it decides the last bits of a sum. `auto`: OMP_NUM_THREADS if it is set;
+    else one for models under 30 million parameters, and one per core for larger ones."""
+    deterministic: bool = False
+    """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
+    save_rollouts: Positive = row(16, free=True)
+    """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
+
+
+class Config(Section):
+    """A run. Sections are TOML tables."""
+
+    model: ModelConfig
+    data: DataConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    train: TrainConfig = TrainConfig()
+    actor: ActorConfig = ActorConfig()
+    ref: RefConfig = RefConfig()
+    critic: CriticConfig = CriticConfig()
+    reward_model: RewardModelConfig = RewardModelConfig()
+    lora: LoraConfig = LoraConfig()
+    eval: EvalConfig = EvalConfig()
+    health: HealthConfig = HealthConfig()
+    log: LogConfig = LogConfig()
+    run: RunConfig = RunConfig()
+
+
+def uses_reward_model(config: Config) -> bool:
+    return REWARD_MODEL in rewards_named(config.reward.function, config.reward.sources)
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """The sections of a configuration, in the order of the schema."""
+    found = {name: field.annotation for name, field in Config.model_fields.items()}
+    return {name: schema for name, schema in found.items() if isinstance(schema, type) and issubclass(schema, Section)}
+
+
+@cache
+def keys() -> dict[str, FieldInfo]:
+    """Every dotted key of a configuration, in the order of the schema."""
+    return {f"{section}.{key}": field for section, schema in sections().items() for key, field in schema.model_fields.items()}
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Every dotted key with its value, defaults included."""
+    return {key: value_of(config, key) for key in keys()}
+
+
+def value_of(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+# ---- types and values in words ---------------------------------------------------------------------------------------------------------
+
+_BOUNDS = (("gt", "greater than"), ("ge", "at least"), ("lt", "less than"), ("le", "at most"))
+_PLAIN = {int: "a whole number", float: "a number", str: "text", bool: "true or false", Any: "any value"}
+
+
+def legal_values(key: FieldInfo) -> str:
+    """The values a key takes, in words: `"auto" or a whole number greater than 0`."""
+    return _legal(key.annotation, key.metadata)
+
+
+def _legal(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _legal(arguments[0], [bound for extra in arguments[1:] for bound in getattr(extra, "metadata", [extra])])
+    if origin is Literal:
+        return either([shown(value) for value in arguments])
+    if origin in (Union, types.UnionType):
+        choices = [_legal(kind, metadata) for kind in arguments if kind is not type(None)]
+        return either(sorted(choices, key=lambda words: not words.startswith('"'))).replace(" or true or", ", true or")
+    if origin is list:
+        return f"a list of {_legal(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {_legal(arguments[0])}"
+    if origin is dict:
+        return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}"
+    bounds = [f"{words} {getattr(bound, name)}" for bound in metadata for name, words in _BOUNDS if hasattr(bound, name)]
+    filled = " that is not empty" if any(getattr(bound, "min_length", 0) for bound in metadata) else ""
+    return " ".join([_PLAIN[annotation] + filled, *filter(None, [" and ".join(bounds)])])
+
+
+@dataclass(frozen=True)
+class Words:
+    """The text below a key, in its parts."""
+
+    meaning: str
+    left_alone: str  # what the key is when it is not set
+    note: str  # what a user of another system's name or value must know: another unit, the opposite sense, a slip in a guide
+
+
+def words(key: FieldInfo) -> Words:
+    meaning, _, note = " ".join((key.description or "").split()).partition(" Note: ")
+    default = key.get_default(call_default_factory=True, validated_data={})
+    said = re.search(r"(?:`auto`|Left out): (.*?)\.?$", meaning)
+    left_alone = said[1] if said else {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
+    return Words(meaning, left_alone, " ".join(filter(None, (row_of(key).note, note))))
+
+
+def shown(value: Any) -> str:
+    """One value as an error message shows it."""
+    text = toml_value(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        text += " (not a finite number)"
+    return shortened(text, 100)
+
+
+def toml_value(value: Any) -> str:
+    """One value as TOML writes it."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            # TOML's basic strings are JSON's, except for the one control character that JSON leaves unescaped.
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        case list() | tuple():
+            return f"[{', '.join(toml_value(item) for item in value)}]"
+        case Mapping():
+            inside = ", ".join(f"{_toml_key(str(key))} = {toml_value(item)}" for key, item in value.items())
+            return f"{{ {inside} }}" if inside else "{}"
+        case datetime.datetime() | datetime.date() | datetime.time():
+            return value.isoformat()
+        case _:
+            return str(value)
+
+
+def to_toml(config: Config) -> str:
+    """A TOML file that parses to an equal configuration. Keys that were left out stand as comments, with their defaults: some keys
+    count as used when they are present."""
+    lines: list[str] = []
+    for name, schema in sections().items():
+        section = getattr(config, name)
+        lines += ["", f"[{name}]"]
+        for key in schema.model_fields:
+            value = getattr(section, key)
+            if value is not None:
+                lines.append(f"{'' if key in section.model_fields_set else '# '}{key} = {toml_value(value)}")
+    return "\n".join(lines[1:]) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
