@@ -6,6 +6,7 @@ prints it. Guaranteed: a result says `holds` true or false, or null with the rea
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -19,15 +20,10 @@ GRADIENT_TOLERANCE = 1e-9  # in float64, relative to the norm of the gradient
 REFUSED = "a run on the CPU refuses the setting"
 
 
-# ---- how a measurement must change -----------------------------------------------------------------------------------------------------
+# ---- how a measurement must change, from `off` to `on` -----------------------------------------------------------------------------------
 
-
-def fewer(off: Number, on: Number) -> bool:
-    return on < off
-
-
-def more(off: Number, on: Number) -> bool:
-    return on > off
+fewer: Change = operator.gt  # off > on
+more: Change = operator.lt  # off < on
 
 
 def to_zero(off: Number, on: Number) -> bool:

@@ -12,7 +12,7 @@ import gc
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,10 +61,10 @@ def choose(names: Sequence[str]) -> set[str]:
     mistakes, chosen = [], set()
     for name in names:
         found = [knob for knob, _ in knobs.find_all(name) or knobs.find_by_end(name)]
-        chosen |= {knob.name for knob in found if provable(knob)}
-        mistakes += [f"{name}: {why_not(knob)}" for knob in found] if not any(map(provable, found)) else []
-        if not found:
-            mistakes.append(f"{name}: unknown knob{similar(name)}. `fulltilt knobs` lists all of them")
+        if can_be := {knob.name for knob in found if provable(knob)}:
+            chosen |= can_be
+        else:
+            mistakes += [f"{name}: {why_not(knob)}" for knob in found] or [f"{name}: unknown knob{similar(name)}"]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return chosen or {knob.name for knob in knobs.LEDGER if provable(knob)}
@@ -81,7 +81,8 @@ def similar(name: str) -> str:
     by_last = {known_name.rpartition(".")[2]: known_name for known_name in known}
     close = difflib.get_close_matches(name, known, 3, 0.6)
     close += [by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], by_last, 3, 0.7)]
-    return f"; similar knobs: {', '.join(dict.fromkeys(close))}" if close else ""
+    words = f"; similar knobs: {', '.join(dict.fromkeys(close))}" if close else ""
+    return f"{words}. `fulltilt knobs` lists all of them"
 
 
 # ---- steps, each run once --------------------------------------------------------------------------------------------------------------
@@ -211,11 +212,7 @@ def difference(one: StepEvidence, other: StepEvidence, role: str) -> float:
     own, found = one.results.get(role, {}), other.results.get(role, {})
     if {name: tensor.shape for name, tensor in own.items()} != {name: tensor.shape for name, tensor in found.items()}:
         return math.inf
-    return relative_norm(own, found)
-
-
-def relative_norm(own: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> float:
-    # They are kept on the host, so that they count as nobody's memory, and compared where that is fast.
+    # They are kept on the host, so that they do not count as device memory, and compared where that is fast.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = apart = 0.0
     for name, tensor in own.items():

@@ -84,7 +84,7 @@ class ProofSetup:
         make_language_model(self.model, folder / "model")
         make_scalar_model(self.model, folder / "scalar-model")
         random = np.random.default_rng(0)
-        for name, count, lengths in (("update", PROMPTS, self.model.prompt), ("rollout", ROLLOUT_PROMPTS, ROLLOUT_LENGTHS)):
+        for name, count, lengths in (("ppo", PROMPTS, self.model.prompt), ("rollout", ROLLOUT_PROMPTS, ROLLOUT_LENGTHS)):
             rows = [{"prompt": digits(random, size), "ground_truth": ""} for size in spread_evenly(lengths, count)]
             write_rows(folder / f"{name}.jsonl", rows)
         prompts, responses = (spread_evenly(lengths, PROMPTS * SAMPLES) for lengths in (self.model.prompt, self.model.response))
@@ -112,38 +112,39 @@ class ProofSetup:
         for path, make in ((self.large_model, make_language_model), (self.large_scalar_model, make_scalar_model)):
             if path in dict(settings).values() and not Path(path).exists():
                 make(LARGE, Path(path))
-        tables = self._tables(kind)
-        tables["run"] |= {"dir": str(self.folder / "runs" / str(self._configs))}
-        overrides = [f"{key}={toml_value(value)}" for key, value in settings]
-        return configuration.parse(tables, overrides, ORIGIN, extra_checks=[presets.mistakes])
+        given = {**self._base(kind), "run.dir": str(self.folder / "runs" / str(self._configs)), **dict(settings)}
+        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN, [presets.mistakes])
 
-    def _tables(self, kind: StepKind) -> dict[str, dict[str, Any]]:
-        scalar = str(self.folder / "scalar-model")
-        dtype = "float64" if self.device.type == "cpu" else "float32" if kind == "rollout" else "bfloat16"
-        # An update must not change the weights by more than rounding does: the second mini-batch's gradient is compared too.
-        common: dict[str, dict[str, Any]] = {
-            "model": {"path": str(self.folder / "model"), "dtype": dtype},
-            "data": {"train": str(self.folder / f"{'update' if kind == 'ppo' else kind}.jsonl")},
-            "train": {"lr": 1e-12},
-            "run": {"steps": 1, "device": self.device.type, "seed": 1},
+    def _base(self, kind: StepKind) -> Settings:
+        """The settings of every step of this kind."""
+        scalar_model, on_cpu = str(self.folder / "scalar-model"), self.device.type == "cpu"
+        common: Settings = {
+            "model.path": str(self.folder / "model"),
+            "model.dtype": "float64" if on_cpu else "float32" if kind == "rollout" else "bfloat16",
+            "data.train": str(self.folder / f"{kind}.jsonl"),
+            "algorithm.name": {"rollout": "grpo"}.get(kind, kind),
+            "train.lr": 1e-12,  # an update changes the weights by no more than rounding does: gradients of the second one are compared too
+            "run.steps": 1,
+            "run.device": self.device.type,
+            "run.seed": 1,
         }
         if kind == "sft":
-            return common | {"algorithm": {"name": "sft", "prompts_per_step": PROMPTS * SAMPLES, "minibatches_per_step": 2}}
-        common |= {"reward": {"function": "reward_model"}, "reward_model": {"path": scalar}}
-        # The importance correction uses rollout log-probs, which are float32 and change with the last bits of a batch: without it.
+            return {**common, "algorithm.prompts_per_step": PROMPTS * SAMPLES, "algorithm.minibatches_per_step": 2}
+        judged: Settings = {
+            "reward.function": "reward_model",
+            "reward_model.path": scalar_model,
+            "algorithm.importance_cap": 0.0,  # it would use rollout log-probs, which are float32 and change with the last bits of a batch
+        }
         if kind == "rollout":
-            common["data"] |= {"shuffle": False}
-            return common | {
-                "algorithm": {"name": "grpo", "prompts_per_step": ROLLOUT_PROMPTS, "samples_per_prompt": 4, "importance_cap": 0.0},
-                "rollout": {"max_new_tokens": 40, "block_tokens": BLOCK_TOKENS},
-            }
-        return common | {
-            "algorithm": {
-                "name": "ppo", "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "minibatches_per_step": 2, "kl_coef": 0.05,
-                "entropy_coef": 0.1, "importance_cap": 0.0,
-            },
-            "rollout": {"max_new_tokens": self.model.response[1]},
-            "critic": {"path": scalar, "lr": 1e-12},  # a new head is all zeros, and would hide the gradient of the body
+            return {
+                **common, **judged, "data.shuffle": False, "algorithm.prompts_per_step": ROLLOUT_PROMPTS, "algorithm.samples_per_prompt": 4,
+                "rollout.max_new_tokens": 40, "rollout.block_tokens": BLOCK_TOKENS,
+            }  # fmt: skip
+        return {
+            **common, **judged, "algorithm.prompts_per_step": PROMPTS, "algorithm.samples_per_prompt": SAMPLES,
+            "algorithm.minibatches_per_step": 2, "algorithm.kl_coef": 0.05, "algorithm.entropy_coef": 0.1,
+            "rollout.max_new_tokens": self.model.response[1], "critic.lr": 1e-12,
+            "critic.path": scalar_model,  # a new head is all zeros, and would hide the gradient of the body
         }  # fmt: skip
 
 
