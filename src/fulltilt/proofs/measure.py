@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,12 @@ LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
 
 def of_passes(name: str, unit: str, count: Callable[[list[ModelPass]], int]) -> dict[bool, Measurement]:
     """The same count for the passes of updates (True) and for those without gradient (False)."""
-    return {
-        learns: Measurement(f"{name}, {words}", unit, lambda step, role, learns=learns: count(step.passes_of(role, learns=learns)))
-        for learns, words in ((True, "update"), (False, "without gradient"))
-    }
+
+    def read(step: WatchedStep, role: str, *, learns: bool) -> int:
+        return count(step.passes_of(role, learns=learns))
+
+    words = {True: "update", False: "without gradient"}
+    return {learns: Measurement(f"{name}, {words[learns]}", unit, partial(read, learns=learns)) for learns in words}
 
 
 MICRO_BATCHES = of_passes("micro-batches", "micro-batches", len)
