@@ -338,7 +338,7 @@ def test_what_re_runs_differ_by_is_measured(small: ProofSetup, monkeypatch: pyte
     assert again == 0 < alone == runner._spreads["ppo"]["actor"] < GRADIENT_TOLERANCE
 
     runner._spreads.clear()
-    monkeypatch.setattr(runner, "_run", runner.evidence)  # the steps are known
+    monkeypatch.setattr(runner, "_run", lambda step: runner.evidence(step))  # the steps are known
     monkeypatch.setattr(run, "difference", lambda one, other, role: 0.5 if role == "critic" else float("inf"))
     assert (runner._allowed("ppo", "critic"), runner._allowed("ppo", "actor")) == (2.0, ROUNDING[torch.bfloat16])
 

@@ -123,7 +123,7 @@ class ProofRunner:
 
     def evidence(self, step: StepKey) -> StepEvidence:
         if step not in self._evidence:
-            self._evidence[step] = self._run(step)
+            self._evidence[step] = self._run(step, self._readers.get(step, ()))
         return self._evidence[step]
 
     def _can_run(self, case: ProofCase) -> bool:
@@ -158,12 +158,12 @@ class ProofRunner:
 
     # -- running ------------------------------------------------------------------------------------------------------------------------
 
-    def _run(self, step: StepKey) -> StepEvidence:
+    def _run(self, step: StepKey, readers: Sequence[ProofCase] = ()) -> StepEvidence:
         kind, settings = step
         self.say(f"running a {kind} step with {', '.join(f'{key} = {value}' for key, value in settings) or 'default settings'}")
         try:
             with watched_step(self.setup.config(step), None if kind == "rollout" else self.setup.model.response) as seen:
-                numbers = {case: case.measurement.read(seen, case.model_role) for case in self._readers.get(step, ())}
+                numbers = {case: case.measurement.read(seen, case.model_role) for case in readers}
                 return StepEvidence(numbers=numbers, results=seen.results, samples=seen.samples)
         except UserError as refusal:
             return StepEvidence(failure=one_line(refusal), refused=True)

@@ -185,13 +185,15 @@ def keep_gradients(step: WatchedStep, role: str, trainer: Trainer[Any], own: Cal
 class WatchedRecorder(Recorder):
     """The engine's own recorder, which also keeps every pass, and logs a line after each: their number must not depend on a clock."""
 
-    def __init__(self) -> None:
-        self.seen: list[EnginePass] = []
+    def __init__(self, step: WatchedStep) -> None:
+        self._step = step
         self._begun: set[Any] = set()  # samples that have drawn a token
         super().__init__()
 
     def add(self, seen: SeenPass) -> None:
-        self.seen.append(EnginePass(seen.prefill_tokens, seen.decode_tokens, sum(not sample.finished for sample in self._begun)))
+        if self._step.recording:
+            begun = sum(not sample.finished for sample in self._begun)
+            self._step.engine_passes.append(EnginePass(seen.prefill_tokens, seen.decode_tokens, begun))
         self._begun.update(seen.drawing)
         super().add(seen)
 
@@ -202,12 +204,11 @@ class WatchedRecorder(Recorder):
 def watch_engine(step: WatchedStep, console: Console, responses: tuple[int, int] | None) -> None:
     engine = step.parts.worker.engine
     assert isinstance(engine, NativeEngine)
-    recorder = WatchedRecorder()
-    engine.recorder, step.engine_passes = recorder, recorder.seen
+    engine.recorder = WatchedRecorder(step)
     step.parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
     if responses is not None:
         put_in_front(engine, "generate", lambda own, prompts, sampling, seed: given_groups(prompts, sampling.samples, responses))
-    put_in_front(engine, "generate", lambda own, *given: keep_samples(step, engine, own(*given)))
+    put_in_front(engine, "generate", lambda own, *given: keep_samples(step, engine, own(*given)) if step.recording else own(*given))
 
 
 def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, int]) -> Iterator[Group]:
