@@ -95,8 +95,7 @@ def test_what_is_built_and_no_part_of_the_algorithm_is_to_be_proved() -> None:
 
 def test_on_cuda_every_setting_is_legal(on_cuda: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     """Configurations are whole, and no role refuses them: as far as that can be seen without a device."""
-    for make in ("make_language_model", "make_scalar_model"):
-        monkeypatch.setattr(setup, make, lambda model, folder: folder.mkdir() or (folder / "config.json").touch())
+    monkeypatch.setattr(setup, "make_model", lambda model, folder, scalar: folder.mkdir() or (folder / "config.json").touch())
     for case in all_cases(on_cuda):
         for number, step in enumerate(case.steps):
             if not (case.off_is_refused and number == 0):

@@ -65,13 +65,13 @@ def count_gradients(step: WatchedStep, role: str) -> int:
 
 def count_activations(step: WatchedStep, role: str) -> int:
     """Bytes that autograd keeps for the backward pass of the largest micro-batch."""
-    micro, learner = step.largest(role, learns=True), step.working_trainer(role).role
+    micro, learner = step.largest(role, learns=True), step.worker_for(role).trainers[role].role
     return saved_bytes(lambda: learner.terms(micro))
 
 
 def count_between_passes(step: WatchedStep, role: str) -> int:
     """Bytes on a CUDA device that the forward pass of the largest micro-batch leaves there for its backward pass."""
-    micro, trainer = step.largest(role, learns=True), step.working_trainer(role)
+    micro, trainer = step.largest(role, learns=True), step.worker_for(role).trainers[role]
     with gradients_dropped(trainer):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -135,12 +135,12 @@ def watched_head(step: WatchedStep, role: str) -> LargestVocabularyTensor:
     seen = LargestVocabularyTensor(model)
     hook = model.base_model.register_forward_hook(seen.enter)
     try:
-        if role not in step.parts.worker.trainers:
-            micro, worker = step.largest(role, learns=False), step.working_role(role)
+        worker = step.worker_for(role)
+        micro, trainer = step.largest(role, learns=role in worker.trainers), worker.trainers.get(role)
+        if trainer is None:
             with seen:
-                worker.annotate(micro)
+                worker.roles[role].annotate(micro)
         else:
-            micro, trainer = step.largest(role, learns=True), step.working_trainer(role)
             with gradients_dropped(trainer), seen:
                 trainer.loss(trainer.role.terms(micro)).loss.backward()  # type: ignore[no-untyped-call]
     finally:
@@ -159,10 +159,10 @@ def per_layer(name: str, unit: str, chosen: Callable[[str], bool]) -> Measuremen
     """Average over the layers in a pass without gradient. What runs before and after the layers is included, and equal in both steps."""
 
     def read(step: WatchedStep, role: str) -> float:
-        worker, model = step.working_role(role), step.models()[role]
+        annotator, model = step.worker_for(role).roles[role], step.models()[role]
         micro = next(found for (name, _), found in step.micro_batches.items() if name == role)[0]
-        worker.annotate(micro)  # what is made at the first call is not counted
-        seen = kernels_of(lambda: worker.annotate(micro), model.device)
+        annotator.annotate(micro)  # what is made at the first call is not counted
+        seen = kernels_of(lambda: annotator.annotate(micro), model.device)
         return sum(entry["calls"] for entry in seen if chosen(entry["kernel"])) / model.config.get_text_config().num_hidden_layers
 
     return Measurement(name, unit, read)
@@ -194,7 +194,7 @@ def count_launches(step: WatchedStep, role: str) -> float:
     """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
     engine, sampling = native(step), training_sampling(step.config)
     prompts = step.parts.train_data.prompts  # type: ignore[union-attr]
-    step.working_role("actor")
+    step.worker_for("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step did not use are captured by now
         pass
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:

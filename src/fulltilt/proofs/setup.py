@@ -81,8 +81,8 @@ class ProofSetup:
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
         self._configs = 0
         transformers_logging.disable_progress_bar()
-        make_language_model(self.model, folder / "model")
-        make_scalar_model(self.model, folder / "scalar-model")
+        make_model(self.model, folder / "model")
+        make_model(self.model, folder / "scalar-model", scalar=True)
         random = np.random.default_rng(0)
         for name, count, lengths in (("ppo", PROMPTS, self.model.prompt), ("rollout", ROLLOUT_PROMPTS, ROLLOUT_LENGTHS)):
             rows = [{"prompt": digits(random, size), "ground_truth": ""} for size in spread_evenly(lengths, count)]
@@ -109,32 +109,28 @@ class ProofSetup:
         """The configuration of a run with a new folder. UserError where a setting is refused."""
         kind, settings = step
         self._configs += 1
-        for path, make in ((self.large_model, make_language_model), (self.large_scalar_model, make_scalar_model)):
-            if path in dict(settings).values() and not Path(path).exists():
-                make(LARGE, Path(path))
+        for path in {self.large_model, self.large_scalar_model} & {value for _, value in settings if isinstance(value, str)}:
+            if not Path(path).exists():
+                make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
         given = {**self._base(kind), "run.dir": str(self.folder / "runs" / str(self._configs)), **dict(settings)}
         return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN, [presets.mistakes])
 
     def _base(self, kind: StepKind) -> Settings:
         """The settings of every step of this kind."""
-        scalar_model, on_cpu = str(self.folder / "scalar-model"), self.device.type == "cpu"
+        scalar_model = str(self.folder / "scalar-model")
+        dtype = "float64" if self.device.type == "cpu" else "float32" if kind == "rollout" else "bfloat16"
         common: Settings = {
-            "model.path": str(self.folder / "model"),
-            "model.dtype": "float64" if on_cpu else "float32" if kind == "rollout" else "bfloat16",
-            "data.train": str(self.folder / f"{kind}.jsonl"),
-            "algorithm.name": {"rollout": "grpo"}.get(kind, kind),
+            "model.path": str(self.folder / "model"), "model.dtype": dtype, "data.train": str(self.folder / f"{kind}.jsonl"),
+            "algorithm.name": "grpo" if kind == "rollout" else kind,
             "train.lr": 1e-12,  # an update changes the weights by no more than rounding does: gradients of the second one are compared too
-            "run.steps": 1,
-            "run.device": self.device.type,
-            "run.seed": 1,
-        }
+            "run.steps": 1, "run.device": self.device.type, "run.seed": 1,
+        }  # fmt: skip
         if kind == "sft":
             return {**common, "algorithm.prompts_per_step": PROMPTS * SAMPLES, "algorithm.minibatches_per_step": 2}
         judged: Settings = {
-            "reward.function": "reward_model",
-            "reward_model.path": scalar_model,
+            "reward.function": "reward_model", "reward_model.path": scalar_model,
             "algorithm.importance_cap": 0.0,  # it would use rollout log-probs, which are float32 and change with the last bits of a batch
-        }
+        }  # fmt: skip
         if kind == "rollout":
             return {
                 **common, **judged, "data.shuffle": False, "algorithm.prompts_per_step": ROLLOUT_PROMPTS, "algorithm.samples_per_prompt": 4,
@@ -157,16 +153,11 @@ def save_tokenizer(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
 
 
-def make_language_model(model: ProofModel, folder: Path) -> None:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(model.config()).save_pretrained(folder)
-    save_tokenizer(folder)
-
-
-def make_scalar_model(model: ProofModel, folder: Path) -> None:
-    """The reward model, which the critic starts from too."""
-    torch.manual_seed(1)
-    AutoModelForSequenceClassification.from_config(model.config(num_labels=1)).save_pretrained(folder)
+def make_model(model: ProofModel, folder: Path, *, scalar: bool = False) -> None:
+    """A language model, or with `scalar` the reward model, which the critic starts from too."""
+    torch.manual_seed(1 if scalar else 0)
+    kind, config = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
+    kind.from_config(model.config(**config)).save_pretrained(folder)
     save_tokenizer(folder)
 
 

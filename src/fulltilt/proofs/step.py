@@ -22,6 +22,7 @@ import torch
 
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.cluster.worker import Worker
 from fulltilt.config import Config
 from fulltilt.loop.opening import STATS_INTERVAL_S
 from fulltilt.loop.run import Progress, Run
@@ -34,7 +35,6 @@ from fulltilt.records import Group, MicroBatch, Prompt, Sample
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.stats import Recorder, SeenPass
 from fulltilt.train.checkpoint import CheckpointStore
-from fulltilt.train.roles import Annotator
 from fulltilt.train.trainer import Trainer
 
 
@@ -79,15 +79,10 @@ class WatchedStep:
         models: dict[str, Any] = {name: role.model for name, role in self.parts.worker.roles.items()}  # type: ignore[attr-defined]
         return {name: model.body if isinstance(model, ScalarModel) else model for name, model in models.items()}
 
-    def working_role(self, role: str) -> Annotator:
-        """The role, whose parameters are on the device from here on."""
+    def worker_for(self, role: str) -> Worker:
+        """The worker; the role's parameters are on the device from here on."""
         self.parts.worker.residents.need(role)
-        return self.parts.worker.roles[role]
-
-    def working_trainer(self, role: str) -> Trainer[Any]:
-        """The trainer of a role that learns, whose parameters are on the device from here on."""
-        self.parts.worker.residents.need(role)
-        return self.parts.worker.trainers[role]
+        return self.parts.worker
 
     def passes_of(self, role: str, *, learns: bool) -> list[ModelPass]:
         found = [seen for seen in self.passes if (seen.role, seen.learns) == (role, learns)]
@@ -134,12 +129,12 @@ def run_step(step: WatchedStep, console: Console) -> None:
 def watch_roles(step: WatchedStep) -> None:
     for role, model in step.models().items():
         model.base_model.register_forward_pre_hook(partial(see_pass, step, role), with_kwargs=True)
-        worker, trainer = step.parts.worker.roles[role], step.parts.worker.trainers.get(role)
-        put_in_front(worker, "annotate", partial(see_micro_batch, step, role, learns=False))
+        annotator, trainer = step.parts.worker.roles[role], step.parts.worker.trainers.get(role)
+        put_in_front(annotator, "annotate", partial(see_micro_batch, step, role, learns=False))
         if trainer is None:
-            put_in_front(worker, "annotate", partial(keep_outputs, step, role))
+            put_in_front(annotator, "annotate", partial(keep_outputs, step, role))
         else:
-            put_in_front(worker, "terms", partial(see_micro_batch, step, role, learns=True))
+            put_in_front(annotator, "terms", partial(see_micro_batch, step, role, learns=True))
             put_in_front(trainer.optimizer, "step", partial(keep_gradients, step, role, trainer))
 
 
