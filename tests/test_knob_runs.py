@@ -89,6 +89,11 @@ def plain(folder: Path) -> Left:
     return train(folder, "plain", *ROLES)
 
 
+@pytest.fixture(scope="module")
+def padded(folder: Path) -> Left:
+    return train(folder, "padded", *ROLES, "train.packing=false")
+
+
 @pytest.fixture
 def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if a CPU had a second memory; all else is what it is. Files are read into memory of its own, which can be given back: without a
@@ -114,6 +119,20 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
 
 
+# Several settings at once: a run that any of them changes is not the run without them. Each alone, as `KNOBS` has them, is long.
+MANY_KNOBS = {
+    "samples padded for one role, whole logits, recompute of some layers": (
+        "train.packing=false", "critic.packing=true", "reward_model.packing=true", "train.fused_head=false", "train.entropy_chunk=3",
+        "train.entropy_recompute=false", "train.recompute=selective", "train.recompute_layers=1", "critic.recompute=full",
+        *(f"{role}.{key}" for role in ("actor", "critic", "ref", "reward_model") for key in ("dynamic_batch=false", "micro_batch=3")),
+    ),
+    "chunks, kept logits, budgets, recompute of layers together": (
+        "train.entropy_chunk=3", "train.entropy_recompute=false", "ref.entropy_chunk=2", "train.head_recompute=false",
+        "train.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform",
+        "actor.token_budget=40", "actor.forward_token_budget=50", "critic.token_budget=60", "critic.forward_token_budget=30",
+        "ref.forward_token_budget=35", "reward_model.forward_token_budget=45",
+    ),
+}  # fmt: skip
 KNOBS = {
     "packing": ("train.packing=false",),
     "packing of one role": ("train.packing=false", "critic.packing=true", "reward_model.packing=true"),
@@ -134,6 +153,18 @@ KNOBS = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("options", MANY_KNOBS.values(), ids=MANY_KNOBS)
+def test_a_run_with_many_knobs_is_the_run_without(
+    folder: Path, plain: Left, options: tuple[str, ...], request: pytest.FixtureRequest
+) -> None:
+    assert_same(train(folder, request.node.callspec.id.replace(" ", "-"), *ROLES, *options), plain)
+
+
+def test_padded_samples_train_as_packed_ones(plain: Left, padded: Left) -> None:
+    assert_same(padded, plain)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("options", KNOBS.values(), ids=KNOBS)
 def test_a_run_with_a_knob_is_the_run_without(folder: Path, plain: Left, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     assert_same(train(folder, request.node.callspec.id.replace(" ", "-"), *ROLES, *options), plain)
@@ -151,7 +182,14 @@ OFFLOADS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("options", OFFLOADS.values(), ids=OFFLOADS)
+# "all" has what the long ones have, each with its own part.
+BY_DEFAULT = ("of one role", "all")
+OFFLOADED_RUNS = [
+    pytest.param(options, marks=() if name in BY_DEFAULT else pytest.mark.long, id=name) for name, options in OFFLOADS.items()
+]
+
+
+@pytest.mark.parametrize("options", OFFLOADED_RUNS)
 def test_a_run_that_offloads_is_the_run_that_does_not(
     folder: Path, plain: Left, offload_anyway: None, options: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
@@ -179,14 +217,30 @@ def test_a_compiled_run_is_the_run_that_is_not(folder: Path, quick_compiler: Non
     assert_same(found, train(folder, "adapters", *options))
 
 
-@pytest.mark.parametrize("name", ["recompute", "chunks", "kept logits", "packing"])
-def test_sft_has_the_same_knobs(tmp_path: Path, model_folders: ModelFolders, name: str) -> None:
-    folder = runs.make(tmp_path / "folder", model_folders("llama-tied"), runs.SFT)
-    options = [option for option in KNOBS[name] if option.startswith("train.") and "entropy_recompute" not in option]
-    trained = [runs.train(folder, *extra, f"run.dir={place}") for place, extra in (("with", options), ("without", []))]
-    assert trained[0].summary.steps == trained[1].summary.steps
-    lines = [runs.without_clock([json.loads(line) for line in (folder / place / "metrics.jsonl").open()]) for place in ("with", "without")]
-    for line, other in zip(*lines, strict=True):
+SFT_KNOBS = {
+    "recompute, chunks and padded samples": ("train.recompute=full", "train.entropy_chunk=3", "train.packing=false"),
+    "kept logits": KNOBS["kept logits"],
+}
+
+
+@pytest.fixture(scope="module")
+def sft_folder(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    """With the run that no knob is set for, in `without`."""
+    folder = runs.make(tmp_path_factory.mktemp("sft") / "folder", model_folders("llama-tied"), runs.SFT)
+    runs.train(folder, "run.dir=without")
+    return folder
+
+
+@pytest.mark.parametrize("options", SFT_KNOBS.values(), ids=SFT_KNOBS)
+def test_sft_has_the_same_knobs(sft_folder: Path, options: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+    place = request.node.callspec.id.replace(" ", "-")
+    trained = runs.train(sft_folder, *options, f"run.dir={place}")
+    found, expected = (
+        runs.without_clock([json.loads(line) for line in (sft_folder / name / "metrics.jsonl").read_text().splitlines()])
+        for name in (place, "without")
+    )
+    assert trained.summary.steps == len(found)
+    for line, other in zip(found, expected, strict=True):
         for metric, value in other.items():
             assert metric.endswith(EXECUTION) or line[metric] == pytest.approx(value, rel=NEAR, abs=NEAR), metric
 
@@ -297,14 +351,13 @@ def test_pages_of_offloaded_activations_are_accounted_for(folder: Path, offload_
         assert parts.worker.account.held().device["activations"] == sum(of_role.allocated_bytes for of_role in pages) == 2 * PAGE
 
 
-def test_pads_of_all_passes_are_in_the_metrics(folder: Path, plain: Left) -> None:
+def test_pads_of_all_passes_are_in_the_metrics(plain: Left, padded: Left) -> None:
     """Of each role, whether it learns in them or not."""
     names = [
         "actor/pad_tokens",
         "critic/pad_tokens",
         *(f"{role}/forward_pad_tokens" for role in ("actor", "critic", "ref", "reward_model")),
     ]
-    padded = train(folder, "padded", *ROLES, "train.packing=false")
     assert [plain.lines[-1][name] for name in names] == [0] * 6
     assert all(padded.lines[-1][name] > 0 for name in names)
 

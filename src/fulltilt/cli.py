@@ -508,19 +508,20 @@ def prove(
 ) -> None:
     """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
     from fulltilt.bench import report
-    from fulltilt.proofs import run as proofs
+    from fulltilt.proofs.report import show
+    from fulltilt.proofs.run import prove as run_proofs
 
     records, stopped = [], None
     with report.progress(quiet=quiet) as say:
         try:
-            for record in proofs.prove(words or [], device, say):
+            for record in run_proofs(words or [], device, say):
                 records.append(record)
         except KeyboardInterrupt as interrupt:  # show what was found so far
             stopped = interrupt
     if as_json:
         print(json.dumps([record.as_json() for record in records], indent=1))
     else:
-        proofs.show(records)
+        show(records)
     if stopped is not None:
         print(f"stopped after {many(len(records), 'proof')}", file=sys.stderr)
         raise stopped
