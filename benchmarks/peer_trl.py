@@ -12,6 +12,7 @@ What `fulltilt bench` calls runs in its process; `run`, at the end, runs in TRL'
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,54 +49,42 @@ Say = Callable[[str], None]
 # -- settings -----------------------------------------------------------------------------------------------------------------------------
 
 
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError
-    return int(text)
-
-
-def _switch(text: str) -> bool:
-    return {"true": True, "false": False}[text.lower()]
-
-
-def _share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ValueError
-    return value
-
-
-def _one_of(*words: str) -> Callable[[str], str]:
-    known = {word: word for word in words}
-    return known.__getitem__
-
-
 @dataclass(frozen=True)
 class Axis:
     """An argument of TRL that changes how a step is executed. The search begins with its first value, which is TRL's own."""
 
     values: tuple[Any, ...]
-    read: Callable[[str], Any]
     legal: str
     of_model: bool = False  # an argument of the model's loading
     of_vllm: bool = False
 
+    def read(self, text: str) -> Any:
+        """A ValueError or KeyError if it is not a legal value."""
+        kind = type(self.values[0])
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if kind is str:
+            return {word: word for word in re.split(r", | or ", self.legal)}[text]
+        value = kind(text)
+        if value <= 0 or (kind is float and value > 1):
+            raise ValueError
+        return value
 
+
+SWITCH = "true or false"
 # In the order in which they are tried. Before larger batches comes what decides which of them fit: with recomputation the largest may win
 # that then does not fit without, and Liger's loss holds no logits.
 AXES: Mapping[str, Axis] = {
-    "gradient_checkpointing": Axis((True, False), _switch, "true or false"),
+    "gradient_checkpointing": Axis((True, False), SWITCH),
     # True: a pass over all samples before the update, for the weight between vLLM and trainer. Ours has that weight without the pass.
-    "vllm_importance_sampling_correction": Axis((True, False), _switch, "true or false", of_vllm=True),
-    "use_liger_kernel": Axis((False, True), _switch, "true or false"),
-    "per_device_train_batch_size": Axis((8, 32, 64, 128), _whole, "whole numbers that divide the samples of a step"),
+    "vllm_importance_sampling_correction": Axis((True, False), SWITCH, of_vllm=True),
+    "use_liger_kernel": Axis((False, True), SWITCH),
+    "per_device_train_batch_size": Axis((8, 32, 64, 128), "whole numbers that divide the samples of a step"),
     # bfloat16: no float32 masters, which ours keeps. Less work and less memory: TRL may have it.
-    "dtype": Axis(("float32", "bfloat16"), _one_of("float32", "bfloat16"), "float32 or bfloat16", of_model=True),
-    "attn_implementation": Axis(
-        ("sdpa", "flash_attention_2"), _one_of("sdpa", "flash_attention_2", "eager"), "sdpa, flash_attention_2 or eager", of_model=True
-    ),
-    "vllm_gpu_memory_utilization": Axis((0.3, 0.5), _share, "numbers above 0, at most 1", of_vllm=True),
-    "vllm_enable_sleep_mode": Axis((False, True), _switch, "true or false", of_vllm=True),
+    "dtype": Axis(("float32", "bfloat16"), "float32 or bfloat16", of_model=True),
+    "attn_implementation": Axis(("sdpa", "flash_attention_2"), "sdpa, flash_attention_2 or eager", of_model=True),
+    "vllm_gpu_memory_utilization": Axis((0.3, 0.5), "numbers above 0, at most 1", of_vllm=True),
+    "vllm_enable_sleep_mode": Axis((False, True), SWITCH, of_vllm=True),
 }
 MAKES_ROOM = ("vllm_enable_sleep_mode", True)  # vLLM's memory is the trainer's during the update
 # For learning: values that are faster than TRL's own, and the largest batch that divides the samples of a step.

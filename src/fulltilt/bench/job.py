@@ -7,6 +7,7 @@ run that is measured. Guaranteed: mistakes in options, settings and peers are re
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -131,33 +132,31 @@ def resolve(
         for step in range(warm_up + count if words else 1)
     )
     check_positions(name, source, requests[0])
-    model = shapes.write_config(source, device, scratch / "model")
+    shapes.write_config(source, device, scratch / "model")
     texts = ["".join(words[number] for number in prompt.ids.tolist()) for each in requests for prompt in each.prompts] if words else []
-    (scratch / "prompts.jsonl").write_text("".join(f'{{"prompt": "{text}"}}\n' for text in texts), encoding="utf-8")
+    (scratch / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
     (scratch / "reward.py").write_text(REWARD, encoding="utf-8")
-    config = configuration.parse(
-        {
-            "model": {"path": str(model)},
-            "data": {
-                "train": str(scratch / "prompts.jsonl"),
-                "max_prompt_tokens": max(each.longest_prompt for each in requests),
-                "shuffle": False,
-            },
-            "algorithm": {
-                "name": "grpo" if workload.samples > 1 else "reinforce++",
-                "prompts_per_step": workload.prompts,
-                "samples_per_prompt": workload.samples,
-            },
-            "rollout": {"max_new_tokens": workload.response_tokens.high, "kv_bytes": workload.kv_bytes or "auto"},
-            "reward": {"function": f"{scratch / 'reward.py'}:score"},
-            "run": {"dir": str(scratch / "run"), "steps": len(requests), "seed": options.seed, "device": device.type},
-        },
-        options.overrides,
-        "fulltilt bench",
-        [presets.mistakes],
-    )
+    run = {"dir": str(scratch / "run"), "steps": len(requests), "seed": options.seed, "device": device.type}
+    tables = run_tables(source, requests, scratch) | {"run": run}
+    config = configuration.parse(tables, options.overrides, "fulltilt bench", [presets.mistakes])
     open_device(config, wrong_settings(config, presets.build(config), device.type))
     return BenchJob(options, device, config, source, count, scratch, requests)
+
+
+def run_tables(source: shapes.Source, requests: Sequence[Requests], scratch: Path) -> dict[str, dict[str, Any]]:
+    """The configuration of a run that would make these steps, as a file would have it."""
+    workload, longest = requests[0].workload, max(each.longest_prompt for each in requests)
+    return {
+        "model": {"path": str(source.folder or scratch / "model")},
+        "data": {"train": str(scratch / "prompts.jsonl"), "max_prompt_tokens": longest, "shuffle": False},
+        "algorithm": {
+            "name": "grpo" if workload.samples > 1 else "reinforce++",  # the same loss, for groups of one
+            "prompts_per_step": workload.prompts,
+            "samples_per_prompt": workload.samples,
+        },
+        "rollout": {"max_new_tokens": workload.response_tokens.high, "kv_bytes": workload.kv_bytes or "auto"},
+        "reward": {"function": f"{scratch / 'reward.py'}:score"},
+    }
 
 
 def resized(workload: Workload, options: BenchOptions) -> Workload:

@@ -325,18 +325,15 @@ def row(name: str, found: Mapping[str, Any]) -> list[str]:
     if not steps:
         return [name, "0", *["-"] * 5, report.words(found["setting"])]
     each = (steps[-1]["seconds"] - steps[0]["seconds"]) / (len(steps) - 1) if len(steps) > 1 else None
-    last = mean_rewards(steps)[-1]
     accuracy = found["accuracy"][-1]["accuracy"] if found["accuracy"] else None
-    return [
-        name,
-        str(len(steps)),
-        f"{steps[-1]['seconds']:.1f}",
-        f"{steps[0]['seconds']:.1f}",
-        "-" if each is None else f"{each:.2f}",
-        f"{last:.4f}",
-        "-" if accuracy is None else f"{accuracy:.4f}",
-        report.words(found["setting"]),
+    figures = [
+        (steps[-1]["seconds"], ".1f"),
+        (steps[0]["seconds"], ".1f"),
+        (each, ".2f"),
+        (mean_rewards(steps)[-1], ".4f"),
+        (accuracy, ".4f"),
     ]
+    return [name, str(len(steps)), *(report.number(value, form) for value, form in figures), report.words(found["setting"])]
 
 
 def in_words(name: str, reached: Mapping[str, Any] | None) -> str:

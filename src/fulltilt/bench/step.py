@@ -12,7 +12,7 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -139,21 +139,39 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
     parts = assemble(config)
     started = time.perf_counter() - begin
     try:
-        engine = force_lengths(job, parts)
-        console = Console(quiet=True, stdout=sys.stderr, terminal=False)
-        folder = Path(config.run.dir)
-        with open_loggers(config.log, folder, configuration.snapshot(config), 0, console.warn) as loggers, what_stays():
-            run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, loggers)
-            if job.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(job.device)
-            made = [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
+        decoder = force_lengths(job, parts).decoder
+        seconds, metrics = zip(*make_steps(job, parts, say), strict=True)
         # From the account, which resets torch's own peaks at every phase.
         allocated, reserved = parts.worker.account.peak_bytes, parts.worker.account.peak_reserved_bytes
-        in_use = peak_in_use(reserved) if reserved is not None else None
-        details = {"plan": list(parts.plan.words), "captures": engine.decoder.captures, "eager_reason": engine.decoder.eager_reason}
-        return summary(job, made, StepTiming({}, start_seconds=started, peak_bytes=allocated, peak_device_bytes=in_use, details=details))
+        return StepTiming(
+            setting=dict(setting.split("=", 1) for setting in job.options.overrides),
+            seconds=seconds[WARM_UP:],
+            rollout_seconds=tuple(line["timing_s/gen"] for line in metrics[WARM_UP:]),
+            first_seconds=seconds[0],
+            peak_bytes=allocated,
+            peak_device_bytes=peak_in_use(reserved) if reserved is not None else None,
+            start_seconds=started,
+            details={
+                "plan": list(parts.plan.words),
+                "captures": decoder.captures,
+                "eager_reason": decoder.eager_reason,
+                "phases": dict(phases(metrics[WARM_UP:])),
+                "grad_norms": [line["actor/grad_norm"] for line in metrics],
+                "metrics": dict(metrics[-1]),
+            },
+        )
     finally:
         parts.close()
+
+
+def make_steps(job: BenchJob, parts: RunParts, say: Say) -> list[tuple[float, Mapping[str, float]]]:
+    """Seconds and metrics of each step."""
+    config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
+    with open_loggers(config.log, folder, configuration.snapshot(config), 0, console.warn) as loggers, what_stays():
+        run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, loggers)
+        if job.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(job.device)
+        return [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
 
 
 def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:
@@ -166,13 +184,7 @@ def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:
     return engine
 
 
-@dataclass(frozen=True)
-class OneStep:
-    seconds: float
-    metrics: Mapping[str, float]
-
-
-def one_step(job: BenchJob, run: Run, step: int, say: Say) -> OneStep:
+def one_step(job: BenchJob, run: Run, step: int, say: Say) -> tuple[float, Mapping[str, float]]:
     """Seconds from the prompts to the last kernel of the update."""
     say(f"{OURS}: step {step} of {run.parts.plan.steps}")
     synchronize(job.device)
@@ -184,24 +196,7 @@ def one_step(job: BenchJob, run: Run, step: int, say: Say) -> OneStep:
     assert metrics["response_length/min"] == metrics["response_length/max"] == new_tokens(job)
     assert metrics["perf/total_num_tokens"] == step_tokens(job)[step - 1]
     assert metrics["reward/errors"] == 0
-    return OneStep(seconds, metrics)
-
-
-def summary(job: BenchJob, made: Sequence[OneStep], known: StepTiming) -> StepTiming:
-    measured = made[WARM_UP:]
-    return replace(
-        known,
-        setting=dict(setting.split("=", 1) for setting in job.options.overrides),
-        seconds=tuple(step.seconds for step in measured),
-        rollout_seconds=tuple(step.metrics["timing_s/gen"] for step in measured),
-        first_seconds=made[0].seconds,
-        details={
-            **known.details,
-            "phases": dict(phases([step.metrics for step in measured])),
-            "grad_norms": [step.metrics["actor/grad_norm"] for step in made],
-            "metrics": dict(measured[-1].metrics),
-        },
-    )
+    return seconds, metrics
 
 
 def phases(metrics: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float]]:

@@ -502,7 +502,6 @@ def layer_forward(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torc
     return hidden_states
 
 
-
 def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of the sum, and the sum."""
     if is_fused_norm(norm):
