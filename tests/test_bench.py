@@ -15,19 +15,33 @@ import runs
 import torch
 from transformers import Qwen2Config
 
-from fulltilt.bench import device, options, rollout, roofline, shapes, vllm
+from fulltilt.bench import device, job, peers, rollout, roofline, shapes
 from fulltilt.bench.figures import Measured, Timing
-from fulltilt.bench.hf import HuggingFace, Setting
+from fulltilt.bench.hf import HfEngine
+from fulltilt.bench.job import BenchJob, BenchOptions
+from fulltilt.bench.native import NO_TEXT, Native
+from fulltilt.bench.rollout import HfSetting
 from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
 from fulltilt.records import UserError
+from fulltilt.rollout.sampler import Sampling
 
 CPU = torch.device("cpu")
 TINY = shapes.Source("tiny", Qwen2Config(**models.SMALL, architectures=["Qwen2ForCausalLM"]))
+vllm: Any = peers.load("vllm")
 PAGE = (Path(__file__).parents[1] / "docs" / "bench.md").read_text(encoding="utf-8")
 
 
 def tiny_requests(prompts: int = 3, samples: int = 2, **changes: Any) -> Requests:
     return make_requests(Workload("tiny", prompts, samples, Even(4, 9), Even(2, 12), **changes), TINY.vocabulary, seed=5)
+
+
+def tiny_job(folder: Path, *overrides: str, source: shapes.Source = TINY, asked: Workload | None = None, **options: Any) -> BenchJob:
+    """As `rollout.prepare` makes it, for a shape that has no name."""
+    workload = asked or tiny_requests().workload
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shapes, "find", lambda name: source)
+        given = BenchOptions(device="cpu", overrides=overrides, seed=5, **options)
+        return job.resolve(given, folder, workloads={workload.name: workload}, repeats={"cpu": 1}, settings=rollout.SETTINGS)
 
 
 # -- what is asked ------------------------------------------------------------------------------------------------------------------------
@@ -105,13 +119,12 @@ def test_known_devices(name: str, bandwidth: float) -> None:
     assert found is not None and found.bandwidth == bandwidth
 
 
-def test_a_step_reads_every_weight_that_is_multiplied() -> None:
+def test_a_step_reads_every_weight_that_is_multiplied(tmp_path: Path) -> None:
     """Tied: the vocabulary's matrix is read once, by the head. Untied: the embedding's rows are only looked up."""
-    requests = tiny_requests()
     costs = {}
     for tied in (True, False):
         source = shapes.Source("tiny", Qwen2Config(**models.SMALL, tie_word_embeddings=tied))
-        native = rollout.Native(source, CPU, requests, None)
+        native = Native(tiny_job(tmp_path, source=source))
         costs[tied] = native.step_cost()
         assert isinstance(costs[tied], roofline.StepCost)
     assert costs[True] == costs[False]
@@ -152,36 +165,55 @@ def test_time_per_token_leaves_prefill_out() -> None:
 # -- peers --------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_transformers_gives_the_logprobs_of_what_it_sampled_and_every_length() -> None:
-    requests = tiny_requests()
-    engine = HuggingFace(TINY, CPU)
-    torch.manual_seed(0)
-    samples = engine._batch(requests, 0, 3)
-    assert {name: len(ids) for name, (ids, _) in samples.items()} == requests.lengths
-    for (uid, _), (ids, logprobs) in samples.items():
-        prompt = requests.prompts[uid].ids
+def hf_engine(batch: int | None = None, ends: frozenset[int] = frozenset()) -> HfEngine:
+    return HfEngine(shapes.theirs(TINY, CPU), NO_TEXT, ends, batch)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_transformers_gives_the_logprobs_of_what_it_sampled_and_every_length(temperature: float) -> None:
+    requests, engine = tiny_requests(), hf_engine(batch=2)
+    sampling = Sampling(samples=2, max_new_tokens=12, temperature=temperature)
+    groups = list(engine.generate(requests.prompts, sampling, 0, requests.lengths))
+    assert [group.prompt.uid for group in groups] == [0, 1, 2]  # in batches of two prompts and one
+    assert {(group.prompt.uid, sample.index): len(sample.ids) for group in groups for sample in group.samples} == requests.lengths
+    for prompt, sample in ((group.prompt.ids, sample) for group in groups for sample in group.samples):
         with torch.no_grad():
-            logits = engine.model(torch.from_numpy(np.concatenate([prompt, ids]))[None]).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
-        assert np.abs(expected - logprobs).max() < 1e-4  # padding on the left sums in another order
+            logits = engine.model(torch.from_numpy(np.concatenate([prompt, sample.ids]))[None]).logits[0, len(prompt) - 1 : -1]
+        expected = (logits / temperature).log_softmax(-1).gather(1, torch.from_numpy(sample.ids)[:, None])[:, 0].numpy()
+        assert np.abs(expected - sample.logprobs).max() < 1e-4  # padding on the left sums in another order
 
 
-def test_transformers_tries_batches_that_fit_the_cache() -> None:
-    engine = HuggingFace(TINY, CPU)
-    requests = tiny_requests(prompts=8)
-    assert {setting.batch for setting in engine.settings(requests, 10, None)} == {16, 8, 4}
-    three_prompts = 3 * 2 * requests.positions * 10
-    assert {setting.batch for setting in engine.settings(requests, 10, three_prompts)} == {6, 4}
-    assert engine.run(requests, Setting(6, None)) > 0  # 8 prompts in batches of 3, 3 and 2
+def test_transformers_stops_at_end_tokens_unless_a_length_is_forced() -> None:
+    requests, ends = tiny_requests(prompts=2), frozenset(range(0, TINY.vocabulary, 4))
+    forced = {(0, 0): 9}
+    groups = list(hf_engine(ends=ends).generate(requests.prompts, Sampling(samples=2, max_new_tokens=12), 1, forced))
+    for group in groups:
+        for sample in group.samples:
+            drawn = sample.ids.tolist()
+            assert len(sample.logprobs) == len(drawn)
+            if (group.prompt.uid, sample.index) in forced:
+                assert len(drawn) == 9 and sample.finish == "length"
+            else:
+                assert not ends & set(drawn[:-1]) and (drawn[-1] in ends) == (sample.finish == "stop")
+                assert len(drawn) == 12 or sample.finish == "stop"
+    greedy = [list(hf_engine().generate(requests.prompts, Sampling(temperature=0, max_new_tokens=3), seed)) for seed in (0, 1)]
+    assert [g.samples[0].ids.tolist() for g in greedy[0]] == [g.samples[0].ids.tolist() for g in greedy[1]]
+
+
+def test_transformers_tries_batches_that_fit_the_cache(tmp_path: Path) -> None:
+    peer = rollout.InProcess.__new__(rollout.InProcess)
+    peer.requests, peer.device = tiny_requests(prompts=8), CPU
+    assert {setting.batch for setting in peer.settings(10, None)} == {16, 8, 4}
+    three_prompts = 3 * 2 * peer.requests.positions * 10
+    assert {setting.batch for setting in peer.settings(10, three_prompts)} == {6, 4}
 
 
 def test_transformers_tries_one_thread_unless_their_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = HuggingFace(TINY, CPU)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert engine.variants(Setting(8, 2)) == [Setting(8, 1)]
-    assert engine.variants(Setting(8, None)) == []
+    assert rollout.variants(HfSetting(8, 2)) == [HfSetting(8, 1)]
+    assert rollout.variants(HfSetting(8, None)) == []
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert engine.variants(Setting(8, 2)) == []
+    assert rollout.variants(HfSetting(8, 2)) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed: its absence cannot be shown")
@@ -190,7 +222,7 @@ def test_a_point_of_the_grid_that_fails_is_recorded(tmp_path: Path) -> None:
     folder = shapes.write_config(TINY, CPU, tmp_path / "model")
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
     found = vllm.measure(
-        requests, folder, tmp_path, dummy_weights=True, device="cpu", dtype="float32", kv_bytes=None, room=None, repeats=1, grid=(4,),
+        requests, folder, tmp_path, dummy_weights=True, device="cpu", dtype="float32", kv_bytes=None, memory=None, repeats=1, grid=(4,),
         say=said.append,
     )  # fmt: skip
     assert len(said) == 2
@@ -211,22 +243,24 @@ def test_kernels_have_names_that_can_be_read() -> None:
 
 
 def test_vllm_starts_together_where_the_device_holds_them() -> None:
-    points = [vllm.Point(256, 20), vllm.Point(512, 30), vllm.Point(1024, 45)]
-    assert vllm.waves(points, vllm.Room(free=120, beside=10, per_token=1)) == [points[:2], points[2:]]
-    assert vllm.waves(points, vllm.Room(free=40, beside=10, per_token=1)) == [[point] for point in points]
-    assert vllm.waves(points, vllm.Room(free=1000, beside=10, per_token=1)) == [points]
-    assert vllm.waves(points, None) == [[point] for point in points]
+    starts = [vllm.VllmStart(256, 20), vllm.VllmStart(512, 30), vllm.VllmStart(1024, 45)]
+    assert vllm.waves(starts, vllm.VllmMemory(free=120, beside=10, per_token=1)) == [starts[:2], starts[2:]]
+    assert vllm.waves(starts, vllm.VllmMemory(free=40, beside=10, per_token=1)) == [[start] for start in starts]
+    assert vllm.waves(starts, vllm.VllmMemory(free=1000, beside=10, per_token=1)) == [starts]
+    assert vllm.waves(starts, None) == [[start] for start in starts]
 
 
 def test_vllm_has_memory_for_as_many_samples_as_it_may_run() -> None:
-    requests, room = tiny_requests(), vllm.Room(free=0, beside=0, per_token=100)
+    requests, memory = tiny_requests(), vllm.VllmMemory(free=0, beside=0, per_token=100)
     prompts, lengths = sum(len(prompt.ids) for prompt in requests.prompts), sorted(requests.lengths.values(), reverse=True)
     for most in (1, 3, 10**6):
-        assert room.kv_bytes(requests, most) >= 100 * max(requests.positions, prompts + sum(lengths[:most]))
-    assert room.kv_bytes(requests, 1) < room.kv_bytes(requests, 3) < room.kv_bytes(requests, 10**6)
-    options = vllm.engine_options(requests, Path("m"), vllm.Point(3, 7), dummy_weights=True, device="cuda", dtype="bfloat16", alone=False)
+        assert memory.kv_bytes(requests, most) >= 100 * max(requests.positions, prompts + sum(lengths[:most]))
+    assert memory.kv_bytes(requests, 1) < memory.kv_bytes(requests, 3) < memory.kv_bytes(requests, 10**6)
+    options = vllm.engine_options(
+        requests, Path("m"), vllm.VllmStart(3, 7), dummy_weights=True, device="cuda", dtype="bfloat16", alone=False
+    )
     assert options["kv_cache_memory_bytes"] == 7 and options["gpu_memory_utilization"] < 0.1
-    alone = vllm.engine_options(requests, Path("m"), vllm.Point(3, None), dummy_weights=True, device="cpu", dtype="float32", alone=True)
+    alone = vllm.engine_options(requests, Path("m"), vllm.VllmStart(3, None), dummy_weights=True, device="cpu", dtype="float32", alone=True)
     assert not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & alone.keys()
 
 
@@ -267,10 +301,10 @@ def test_a_run_beside_transformers(folder: Path) -> None:
     assert "decoded without them, slower: a hook on layer 3" in rollout.table(found)
 
 
-def test_time_per_token_and_the_roofline_of_a_given_device() -> None:
-    requests = tiny_requests(per_token=True)
-    job = rollout.Job(CPU, TINY, requests, ("hf",), None, 1, (), bandwidth=1e9, flops=1e9)
-    found = rollout.run(job, lambda text: None)
+def test_time_per_token_and_the_roofline_of_a_given_device(tmp_path: Path) -> None:
+    asked = tiny_job(tmp_path, asked=tiny_requests(per_token=True).workload, against=("hf",), bandwidth=1e9, flops=1e9)
+    (requests,) = asked.requests
+    found = rollout.run(asked, lambda text: None)
     assert found["compared_by"] == "time per token"
     ours, theirs = found["engines"]["fulltilt"], found["engines"]["hf"]
     assert found["ratio"] == pytest.approx(theirs["ms_per_token"] / ours["ms_per_token"])
@@ -280,24 +314,32 @@ def test_time_per_token_and_the_roofline_of_a_given_device() -> None:
     json.dumps(found)
 
 
-def test_kv_bytes_hold_our_cache_too() -> None:
-    requests = tiny_requests()
+def test_settings_reach_our_engine(tmp_path: Path) -> None:
     a_block = 16 * 2 * 2 * 2 * 8 * 4
-    native = rollout.Native(TINY, CPU, requests, 3 * a_block)
-    assert native.limits.blocks == 3
-    assert native.run(requests) > 0 and native.engine.stats().preemptions >= 0
-    # 20 tokens are two blocks: what holds the tokens but not the blocks is refused in the option's words, and what those ask for is enough.
-    assert requests.positions == 20
-    with pytest.raises(UserError, match=f"--kv-bytes {2 * a_block - 1}: .* Give {2 * a_block} or more"):
-        rollout.Native(TINY, CPU, requests, 2 * a_block - 1)
-    assert rollout.Native(TINY, CPU, requests, 2 * a_block).run(requests) > 0
+    asked = tiny_job(tmp_path, f"rollout.kv_bytes={3 * a_block}", "rollout.max_seqs=2", "rollout.prefix_sharing=false")
+    assert asked.given == {"rollout.kv_bytes": 3 * a_block, "rollout.max_seqs": 2, "rollout.prefix_sharing": False}
+    native = Native(asked)
+    assert (native.limits.blocks, native.limits.max_seqs, native.limits.prefix_sharing) == (3, 2, False)
+    assert native.run(asked.requests[0]) > 0 and native.engine.stats().preemptions >= 0
+    # One sample may have 20 tokens, which are two blocks.
+    with pytest.raises(UserError, match=r"rollout\.kv_bytes"):
+        Native(tiny_job(tmp_path, f"rollout.kv_bytes={2 * a_block - 1}"))
+    assert Native(tiny_job(tmp_path, f"rollout.kv_bytes={2 * a_block}")).limits.blocks == 2
+    wide = Native(tiny_job(tmp_path, "model.dtype=float64", "rollout.block_tokens=32"))
+    assert wide.model.dtype == torch.float64 and wide.limits.block_tokens == 32
+
+
+def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
+    """A group of one cannot learn by GRPO, but it can be sampled: the engine is sized for as many samples as there are."""
+    native = Native(tiny_job(tmp_path, samples=1))
+    assert native.limits.max_seqs == 3 and native.run(native.requests) > 0
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"workload": "huge"}, "--workload huge: there are design, long"),
-        ({"against": ("hf", "sglang")}, "sglang is no peer"),
+        ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
+        ({"against": ("hf", "sglang")}, "unknown peer 'sglang'; choose from vllm, hf"),
         ({"device": "tpu"}, "--device tpu"),
         ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, small) nor a folder"),
         *(
@@ -307,23 +349,28 @@ def test_kv_bytes_hold_our_cache_too() -> None:
         ),
         ({"bandwidth": 1e9}, "--bandwidth and --flops: --flops is missing, and it is not known for cpu"),
         ({"flops": 1e9}, "--bandwidth and --flops: --bandwidth is missing, and it is not known for cpu"),
-        ({"vllm_grid": (256,), "against": ("hf",)}, "--vllm-grid: vLLM is not measured here"),
+        ({"vllm_grid": (256,), "against": ("hf",)}, "--vllm-grid: vllm is not measured here"),
         ({"model": "model", "workload": "tail"}, "needs 4352 positions, and model was made for 512"),
+        ({"overrides": ("rollout.kv_bytes=many",)}, 'rollout.kv_bytes: must be "auto" or a whole number greater than 0'),
+        ({"overrides": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a setting of this measurement"),
+        ({"overrides": ("train.recompute=full",)}, "train.recompute=full: not a setting of this measurement"),
+        ({"overrides": ("rollout.max_seqs",)}, "rollout.max_seqs: not a setting of this measurement. Write KEY=VALUE"),
+        ({"overrides": ("rollout.cuda_graphs=true",)}, "rollout.cuda_graphs"),
     ],
 )
 def test_mistakes_are_said_before_anything_is_measured(
-    given: dict[str, Any], words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, Any], words: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(UserError) as told:
-        rollout.prepare(rollout.Options(**{"device": "cpu", **given}))
+        rollout.prepare(BenchOptions(**{"device": "cpu", **given}), tmp_path)
     assert words in str(told.value)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_without_a_cuda_device() -> None:
+def test_without_a_cuda_device(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="finds no CUDA device"):
-        rollout.prepare(rollout.Options(device="cuda"))
+        rollout.prepare(BenchOptions(device="cuda"), tmp_path)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -333,18 +380,38 @@ def test_without_vllm(folder: Path) -> None:
     assert "vLLM is not installed" in ended.error and "fulltilt[vllm]" in ended.error
 
 
+def test_without_the_drivers_of_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(peers.VARIABLE, str(tmp_path))
+    with pytest.raises(
+        UserError, match=r"--against vllm: there is no peer_vllm\.py in .*run the command in a clone of it, or set FULLTILT_"
+    ):
+        rollout.prepare(BenchOptions(device="cpu", against=("vllm",)), tmp_path)
+    (tmp_path / "peer_vllm.py").write_text("GRID = (7,)")
+    assert peers.load("vllm").GRID == (7,)
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--kv-bytes", "--kv-bytes: no such option. Write rollout.kv_bytes=VALUE instead"),
+        ("--recompute=full", "--recompute: no such option. Write train.recompute=VALUE instead"),
+        ("--no-packing", "--no-packing: no such option. Write train.packing=false instead"),
+        ("--token-budget", "--token-budget: no such option. Write actor.token_budget=VALUE instead"),
+        ("--entropy-coef", "--entropy-coef: no such option. Write algorithm.entropy_coef=VALUE instead"),
+    ],
+)
+def test_an_option_that_is_a_key_says_what_to_write(option: str, words: str, folder: Path) -> None:
+    ended = runs.command_here(folder, "bench", "update", option, "1")
+    assert (ended.code, ended.out) == (2, "") and words in ended.error
+
+
 def test_values_of_options() -> None:
-    assert options.words(" vllm, hf,") == ("vllm", "hf")
-    assert options.numbers("--vllm-grid", "256,1024") == (256, 1024)
-    assert [options.size("--kv-bytes", text) for text in (None, "12GiB", "500 mib", "1.5GB", "7")] == [
-        None, 12 * 2**30, 500 * 2**20, 1_500_000_000, 7,
-    ]  # fmt: skip
-    for text in ("0", "0.5", "0.0005KB", "12 apples", "", "-3"):
-        with pytest.raises(UserError, match="--kv-bytes"):
-            options.size("--kv-bytes", text)
+    read = job.read_options({"against": " vllm, hf,", "vllm_grid": "256,1024", "overrides": ["a=1"], "trl": None, "seed": 3})
+    assert (read.against, read.vllm_grid, read.overrides, read.trl, read.seed) == (("vllm", "hf"), (256, 1024), ("a=1",), (), 3)
+    assert job.read_options({"vllm_grid": None}) == BenchOptions()
     for text in ("", "0", "256;512", "many"):
         with pytest.raises(UserError, match="--vllm-grid"):
-            options.numbers("--vllm-grid", text)
+            job.numbers("--vllm-grid", text)
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(folder: Path) -> None:
@@ -357,7 +424,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(fo
         ended = runs.command_here(folder, "bench", "rollout", "--device", "cpu", "--model", "model", "--prompts", "1", "--out", place)
         assert (ended.code, ended.out) == (2, "")
         assert f"error: --out {place}: " in ended.error and words in ended.error and "loading" not in ended.error
-    options.check_writable("--out", folder / "new.json")
+    job.check_writable("--out", folder / "new.json")
     assert not (folder / "new.json").exists()
 
 
@@ -372,7 +439,7 @@ def test_what_was_measured_is_printed_although_the_file_takes_nothing(folder: Pa
 def test_every_option_is_on_the_page(folder: Path) -> None:
     said = runs.command_here(folder, "bench", "rollout", "--help")
     assert said.code == 0
-    for option in ("model", "against", "device", "workload", "prompts", "samples", "kv-bytes", "repeats", "seed", "vllm-grid", "bandwidth",
+    for option in ("model", "against", "device", "workload", "prompts", "samples", "repeats", "seed", "vllm-grid", "bandwidth",
                    "flops", "out", "json", "quiet"):  # fmt: skip
         assert f"--{option}" in said.out, option
         assert f"`--{option}" in PAGE, option

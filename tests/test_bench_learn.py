@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ import runs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fulltilt.bench import learn, learn_trl, process
+from fulltilt.bench import learn, peers, process
+from fulltilt.bench.job import BenchJob, BenchOptions, run_batches
+from fulltilt.model.load import load_tokenizer
 from fulltilt.records import UserError
 
+trl: Any = peers.load("trl")
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
 TABLES = {
     "model": {"path": "model"},
@@ -42,8 +46,20 @@ def place(tmp_path: Path, model_folders, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "place"
 
 
-def job(place: Path, *overrides: str, **other: Any) -> learn.Job:
-    return learn.prepare(learn.Options(run=place / "run.toml", folder=place / "bench", overrides=overrides, **other))
+def job(place: Path, *overrides: str, **other: Any) -> BenchJob:
+    return learn.prepare(BenchOptions(run=place / "run.toml", folder=place / "bench", overrides=overrides, **other), place)
+
+
+def task(place: Path, *overrides: str, **other: Any) -> Any:
+    asked = job(place, *overrides)
+    batches, tokenizer = list(run_batches(asked.config)), load_tokenizer(asked.config.model)
+    made = trl.TrlTask(asked.config, batches, tokenizer, place / "asked", "cpu", "transformers", save_at=learn.evaluated(asked))
+    return replace(made, **other)
+
+
+def request(place: Path, *overrides: str) -> dict[str, Any]:
+    found: dict[str, Any] = trl.request_of(task(place, *overrides), trl.one_setting((), 16, "cpu", "transformers"), place / "asked")
+    return found
 
 
 def quiet(text: str) -> None:
@@ -60,7 +76,7 @@ def quiet(text: str) -> None:
         (("algorithm.minibatches_per_step=2",), "algorithm.minibatches_per_step: is compared only as GRPO has it"),
         (
             ("algorithm.kl_coef=0.1",),
-            "algorithm.kl_coef: is compared only as GRPO has it, with one optimizer step a rollout. Leave it out, or set it to 0",
+            "algorithm.kl_coef: is compared only as GRPO has it, with one optimizer step for each rollout. Leave it out, or set it to 0",
         ),
         (("rollout.stop=['x']",), "rollout.stop: is not compared"),
         (("reward.function={ gsm8k = 1.0, gsm8k_flexible = 0.5 }",), "reward: is compared with one function"),
@@ -77,7 +93,7 @@ def test_what_would_not_be_the_same_is_refused(place: Path, overrides: tuple[str
 def test_what_grpo_has_may_be_said(place: Path) -> None:
     """So that what a run file has can be taken back by an override."""
     given = ("algorithm.kl_coef=0", "algorithm.normalize_by_std=true", "algorithm.entropy_coef=0.01")
-    assert list(learn.refused(job(place, *given).config)) == []
+    assert list(trl.refused(job(place, *given).config)) == []
 
 
 def test_what_has_no_reward_is_refused(tmp_path: Path, model_folders, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,79 +155,63 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 
 def test_options_that_speak_of_trl_alone(place: Path) -> None:
-    with pytest.raises(UserError, match="--trl: TRL is not measured here"):
+    with pytest.raises(UserError, match="--trl: trl is not measured here"):
         job(place, trl=("dtype=float32",))
-    with pytest.raises(UserError, match="verl is no peer"):
+    with pytest.raises(UserError, match="unknown peer 'verl'"):
         job(place, against=("verl",))
 
 
 def test_trl_has_what_is_faster_unless_it_is_told_otherwise() -> None:
-    found = learn.one_setting((), 96, "cuda", "vllm")
+    found = trl.one_setting((), 96, "cuda", "vllm")
     assert (found["gradient_checkpointing"], found["per_device_train_batch_size"]) == (False, 32)
     # Weights in bfloat16 have no float32 masters: steps of this size would be lost in them.
     assert found["dtype"] == "float32"
-    told = learn.one_setting(("gradient_checkpointing=true", "vllm_gpu_memory_utilization=0.5"), 96, "cuda", "vllm")
+    told = trl.one_setting(("gradient_checkpointing=true", "vllm_gpu_memory_utilization=0.5"), 96, "cuda", "vllm")
     assert told == {**found, "gradient_checkpointing": True, "vllm_gpu_memory_utilization": 0.5}
-    with pytest.raises(UserError, match="--trl per_device_train_batch_size: one value here"):
-        learn.one_setting(("per_device_train_batch_size=8,16",), 96, "cuda", "vllm")
+    with pytest.raises(UserError, match="--trl per_device_train_batch_size: give one value"):
+        trl.one_setting(("per_device_train_batch_size=8,16",), 96, "cuda", "vllm")
 
 
 # -- what is asked of TRL -----------------------------------------------------------------------------------------------------------------
 
 
 def test_trl_is_asked_for_the_run_file(place: Path) -> None:
-    asked = job(place)
-    request = learn.trl_request(asked, place / "trl")
-    found = request["arguments"]
+    asked = request(place)
+    found = asked["arguments"]
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 16 and found["num_generations"] == 4
     assert (found["max_steps"], found["max_completion_length"], found["temperature"], found["learning_rate"]) == (12, 12, 0.9, 2e-3)
     assert (found["weight_decay"], found["adam_beta1"], found["adam_beta2"], found["max_grad_norm"]) == (0.01, 0.9, 0.999, 1.0)
     assert (found["use_vllm"], found["bf16"], found["use_cpu"], found["shuffle_dataset"]) == (False, False, True, False)
-    with_bonus = learn.trl_request(job(place, "algorithm.entropy_coef=0.02"), place / "trl")["arguments"]
+    with_bonus = request(place, "algorithm.entropy_coef=0.02")["arguments"]
     assert "entropy_coef" not in found and with_bonus["entropy_coef"] == 0.02
-    assert request["save_at"] == [6, 12] and len(request["rates"]) == 12 and request["rates"][2] == 1 and request["rates"][0] == 1 / 3
+    assert asked["save_at"] == [6, 12] and len(asked["rates"]) == 12 and asked["rates"][2] == 1 and asked["rates"][0] == 1 / 3
     # The rewards' rows, and every step's prompts in the run's order: an epoch of 18 is 4 steps.
-    assert len(request["order"]) == 48 and sorted(request["order"][:16]) == sorted(set(request["order"][:16]))
-    rows = request["rows"]
+    assert len(asked["order"]) == 48 and sorted(asked["order"][:16]) == sorted(set(asked["order"][:16]))
+    rows = asked["rows"]
     assert {row["judged_by"]["ground_truth"] for row in rows} == {str(4 * n) for n in range(runs.PROMPTS)}
-    tokens = [sum(len(rows[number]["prompt"]) for number in request["order"][step * 4 : step * 4 + 4]) * 4 for step in range(12)]
-    assert request["prompt_tokens"] == tokens  # one token a character
+    tokens = [sum(len(rows[number]["prompt"]) for number in asked["order"][step * 4 : step * 4 + 4]) * 4 for step in range(12)]
+    assert asked["prompt_tokens"] == tokens  # one token a character
 
 
 def test_the_prompts_are_those_that_the_run_takes(place: Path) -> None:
     runs.train(place, "run.steps=5", "run.save_rollouts=64", "run.eval_every=0")
-    request = learn.trl_request(job(place, "run.steps=5"), place / "trl")
+    asked = request(place, "run.steps=5")
     for step in range(1, 6):
         taken = [line["ground_truth"] for line in runs.rollouts(place, step)][::4]
-        order = request["order"][4 * (step - 1) : 4 * step]
-        assert [request["rows"][number]["judged_by"]["ground_truth"] for number in order] == taken
+        order = asked["order"][4 * (step - 1) : 4 * step]
+        assert [asked["rows"][number]["judged_by"]["ground_truth"] for number in order] == taken
 
 
 def test_rewards_in_the_other_process_are_the_runs_own(place: Path) -> None:
-    rows = learn.trl_request(job(place), place / "trl")["rows"]
-    score = learn_trl.scorer({"function": "reward.py:score", "args": {}}, rows)
+    rows = request(place)["rows"]
+    score = trl.scorer({"function": "reward.py:score", "args": {}}, rows)
     assert score(["abc", "ABC"], [0, 1]) == [3 / 24, 0]
 
 
-def test_prompts_of_other_tokens_end_the_measurement_at_once(tmp_path: Path) -> None:
-    lines = tmp_path / "steps.jsonl"
-    asked = {"device": "cpu", "samples": 2, "limit_s": None, "save_at": [], "models": str(tmp_path), "lines": str(lines), "begun": 0.0}
-    watch = learn_trl.Watch(asked | {"prompt_tokens": [10, 24, 8]})
-    reward = watch.reward(lambda texts, rows: [float(len(text)) for text in texts])
-    for step, tokens_seen in ((1, 15), (2, 41)):
-        reward(["a", "bcd"], completion_ids=[[1, 2], [3] * (2 + step)], row=[0, 1])
-        if step == 1:
-            assert not watch.step_ends(step, tokens_seen)
-    with pytest.raises(ValueError, match="step 2 had prompts of 20 tokens instead of 24"):
-        watch.step_ends(step, tokens_seen)
-    (line,) = [json.loads(text) for text in lines.read_text().splitlines()]
-    assert (line["step"], line["reward"], line["response_length"]) == (1, 2.0, 2.5)
-
-
 def test_vllm_is_spared_what_trl_does_anyway(place: Path) -> None:
-    asked = learn.Job(**{**vars(job(place)), "generation": "vllm", "setting": learn.one_setting((), 16, "cuda", "vllm")})
-    found = learn.trl_arguments(asked, place / "output", 10)
-    assert found["generation_kwargs"] == {"detokenize": False} and found["vllm_max_model_length"] == 10 + 12
+    found = trl.arguments(task(place, generation="vllm"), trl.one_setting((), 16, "cuda", "vllm"), place / "output")
+    longest = max(len(prompt.ids) for batch in task(place).batches for prompt in batch)
+    assert found["generation_kwargs"] == {"detokenize": False} and found["vllm_max_model_length"] == longest + 12
 
 
 # -- what is made of it -------------------------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_who_had_the_reward_first() -> None:
 
 
 def test_the_document_and_its_table(place: Path) -> None:
-    asked = learn.Job(**{**vars(job(place)), "against": ("trl",)})
+    asked = replace(job(place), options=BenchOptions(against=("trl",)))
     ours, theirs = learned(2, [n / 30 for n in range(1, 31)]), learned(6, [min(0.5, n / 60) for n in range(1, 61)])
     found = learn.document(asked, {name: learn.with_beginning(each, 0.25) for name, each in (("fulltilt", ours), ("trl", theirs))})
     assert found["ratio"] == found["reached"]["trl"]["ratio"]
@@ -272,8 +272,6 @@ def test_the_document_and_its_table(place: Path) -> None:
 def test_without_trl(place: Path) -> None:
     with pytest.raises(UserError, match="TRL is not installed"):
         job(place, against=("trl",))
-    found = learn.measure_trl(job(place), quiet)
-    assert "No module named" in found["error"] and found["steps"] == [] and found["accuracy"] == []
 
 
 def test_what_failed_is_measured_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,8 +367,7 @@ def test_a_limit_of_minutes(place: Path) -> None:
 
 def test_trl_knows_every_argument(place: Path) -> None:
     config = pytest.importorskip("trl", reason="TRL is not installed").GRPOConfig
-    asked = learn.Job(**{**vars(job(place)), "generation": "vllm", "setting": learn.one_setting((), 16, "cpu", "vllm")})
-    made = config(**learn.trl_arguments(asked, place / "output", 10))
+    made = config(**trl.arguments(task(place, generation="vllm"), trl.one_setting((), 16, "cpu", "vllm"), place / "output"))
     assert made.generation_batch_size == 16 and made.steps_per_generation == made.gradient_accumulation_steps == 1
 
 

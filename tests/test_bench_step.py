@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 import time
@@ -16,32 +15,40 @@ from typing import Any
 import models
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen2Config
+from transformers import AutoTokenizer
 
-from fulltilt.bench import process, shapes, step, trl
-from fulltilt.bench.trl import Steps
-from fulltilt.bench.workload import Even, Workload
+from fulltilt.bench import device as devices
+from fulltilt.bench import peers, process, shapes, step
+from fulltilt.bench.figures import StepTiming, fastest
+from fulltilt.bench.job import BenchJob, BenchOptions, run_batches
+from fulltilt.bench.workload import STEP_WORKLOADS, Even, Workload
+from fulltilt.model.load import load_tokenizer
 from fulltilt.records import UserError
 
-CPU = torch.device("cpu")
-TINY = shapes.Source("tiny", Qwen2Config(**models.SMALL, tie_word_embeddings=True, architectures=["Qwen2ForCausalLM"]))
+trl: Any = peers.load("trl")
+SHAPE = {**models.SMALL, "tie_word_embeddings": True}
+del SHAPE["max_position_embeddings"]
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
-ONE_START = {
-    "gradient_checkpointing": (True,), "per_device_train_batch_size": (4,), "use_liger_kernel": (False,), "dtype": ("float32",),
-    "attn_implementation": ("sdpa",),
-}  # fmt: skip
+ONE_START = tuple(f"{name}={value}" for name, value in (("gradient_checkpointing", "true"), ("per_device_train_batch_size", 4)))
 
 
-def tiny_job(device: torch.device = CPU, **other: Any) -> step.Job:
-    asked = {
-        "device": device, "source": TINY, "workload": Workload("tiny", 4, 2, Even(5, 9), Even(24, 24)), "against": (), "steps": 2,
-        "seed": 0, "settings": (), "axes": ONE_START, "generation": "transformers",
-    }  # fmt: skip
-    return step.Job(**{**asked, **other})
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.SHAPES, "tiny", SHAPE)
+    monkeypatch.setitem(STEP_WORKLOADS, "tiny", Workload("tiny", 4, 2, Even(5, 9), Even(24, 24)))
 
 
-def tiny_task(folder: Path, **other: Any) -> trl.Task:
-    return replace(step.task(tiny_job(), step.Files(folder)), **other)
+def tiny_job(folder: Path, *overrides: str, **other: Any) -> BenchJob:
+    asked: dict[str, Any] = {"model": "tiny", "workload": "tiny", "device": "cpu", "repeats": 2, "overrides": overrides}
+    return step.prepare(BenchOptions(**{**asked, **other}), folder)
+
+
+def tiny_task(folder: Path, **other: Any) -> Any:
+    job = tiny_job(folder)
+    task = trl.TrlTask(
+        job.config, list(run_batches(job.config)), load_tokenizer(job.config.model), folder / "trl", "cpu", "transformers", 24
+    )  # fmt: skip
+    return replace(task, **other)
 
 
 def quiet(text: str) -> None:
@@ -53,31 +60,32 @@ def quiet(text: str) -> None:
 
 def test_every_word_of_a_prompt_is_one_token_of_its_own(tmp_path: Path) -> None:
     """Read as a run and TRL read it: from the folder of a Qwen2 model, for which transformers has rules of its own."""
-    job = tiny_job()
-    step.write_small_files(job, step.Files(tmp_path))
+    job = tiny_job(tmp_path)
     found = AutoTokenizer.from_pretrained(tmp_path / "model")
-    words = job.language.words
+    words = step.make_language(job.source.vocabulary).words
     ids = found("".join(words)).input_ids
     assert len(ids) == len(set(ids)) == len(words) > job.source.vocabulary / 2
     assert len(found) == job.source.vocabulary
     assert [found.decode([token]) for token in ids] == list(words)
 
 
-def test_each_step_has_prompts_of_its_own_and_as_many_tokens() -> None:
-    job = tiny_job()
+def test_each_step_has_prompts_of_its_own_and_as_many_tokens(tmp_path: Path) -> None:
+    job = tiny_job(tmp_path)
     first, second, third = job.requests
     assert first.prompts[0].ids.tolist() != second.prompts[0].ids.tolist() != third.prompts[0].ids.tolist()
     lengths = sum(len(prompt.ids) for prompt in first.prompts)
-    assert job.step_tokens == (8 * 24 + 2 * lengths,) * 3
-    assert len(step.prompt_texts(job)) == 12
+    assert step.step_tokens(job) == (8 * 24 + 2 * lengths,) * 3
+    # The run reads as many prompts, of the same lengths, in the same order.
+    read = [[len(prompt.ids) for prompt in batch] for batch in run_batches(job.config)]
+    assert read == [[len(prompt.ids) for prompt in requests.prompts] for requests in job.requests]
 
 
 # -- ours ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_steps_of_ours() -> None:
+def test_steps_of_ours(tmp_path: Path) -> None:
     """Of 576 tokens drawn from 160, some are end tokens: that every response has its 24 is seen to by `one_step`."""
-    found = step.run(tiny_job(settings=("actor.token_budget=70",)), quiet)
+    found = step.run(tiny_job(tmp_path, "actor.token_budget=70"), quiet)
     ours = found["engines"]["fulltilt"]
     assert len(ours["step_seconds_all"]) == 2 and ours["first_step_seconds"] > 0 and ours["start_seconds"] > 0
     assert ours["tokens_per_s"] == pytest.approx(found["workload"]["tokens_of_a_step"] / ours["step_seconds"])
@@ -94,51 +102,47 @@ def test_steps_of_ours() -> None:
     assert f"{ours['step_seconds']:.2f}" in text and "every response 24" in text and "actor.token_budget 70" in text
 
 
-def test_a_knob_with_a_value_that_it_does_not_take_is_refused_before_weights_are_made() -> None:
-    said: list[str] = []
-    with pytest.raises(UserError, match=r"actor\.token_budget: must be"):
-        step.run(tiny_job(settings=("actor.token_budget=many",)), said.append)
-    assert said == []
-
-
 # -- options ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_options_resolved() -> None:
-    job = step.prepare(step.Options(device="cpu", prompts=6, samples=3, new_tokens=10, steps=4, settings=("actor.token_budget=4096",)))
-    assert (job.workload.prompts, job.workload.samples, job.new_tokens, job.samples) == (6, 3, 10, 18)
+def test_options_resolved(tmp_path: Path) -> None:
+    sizes = {"prompts": 6, "samples": 3, "new_tokens": 10, "repeats": 4}
+    job = tiny_job(tmp_path, "actor.token_budget=4096", model=None, workload="small", **sizes)
+    workload = job.requests[0].workload
+    assert (workload.name, workload.prompts, workload.samples, step.new_tokens(job)) == ("small", 6, 3, 10)
     assert job.source.name == "small" and len(job.requests) == 5
-    assert step.WORKLOADS["step"].prompts * step.WORKLOADS["step"].samples == 512
-    assert step.WORKLOADS["step"].response_tokens == Even(512, 512)
+    assert STEP_WORKLOADS["step"].prompts * STEP_WORKLOADS["step"].samples == 512
+    assert STEP_WORKLOADS["step"].response_tokens == Even(512, 512)
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"model": "nowhere"}, "--model nowhere: a step is measured on a named shape (0.5B, 1.5B, 7B, small)"),
-        ({"workload": "design"}, "--workload design: there are step, small"),
-        ({"against": ("verl",)}, "verl is no peer. There is trl"),
+        ({"model": "nowhere"}, "--model nowhere: a step is measured on a named shape (0.5B, 1.5B, 7B, small, tiny)"),
+        ({"workload": "design"}, "--workload design: unknown workload; choose from step, small"),
+        ({"against": ("verl",)}, "unknown peer 'verl'; choose from trl"),
         ({"samples": 1}, "--samples 1: GRPO compares"),
-        ({"trl": ("dtype=float32",)}, "--trl: TRL is not measured here"),
-        ({"generation": "vllm"}, "--generation: TRL is not measured here"),
-        ({"against": ("trl",), "generation": "sglang"}, "--generation sglang: vllm or transformers"),
+        ({"trl": ("dtype=float32",)}, "--trl: trl is not measured here"),
+        ({"generation": "vllm"}, "--generation: trl is not measured here"),
+        ({"against": ("trl",), "generation": "sglang"}, "--generation sglang: unknown; choose from vllm, transformers"),
         ({"against": ("trl",), "generation": "vllm"}, "--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only"),
-        ({"settings": ("algorithm.epochs=2",)}, "algorithm.epochs=2: not a knob of our run"),
-        ({"settings": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a knob of our run"),
-        ({"settings": ("actor.token_budget",)}, "actor.token_budget: not a knob of our run. Write KEY=VALUE"),
+        ({"overrides": ("algorithm.epochs=2",)}, "algorithm.epochs=2: not a setting of this measurement"),
+        ({"overrides": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a setting of this measurement"),
+        ({"overrides": ("actor.token_budget=many",)}, "actor.token_budget: must be"),
+        ({"overrides": ("actor.token_budget",)}, "actor.token_budget: not a setting of this measurement. Write KEY=VALUE"),
     ],
 )
-def test_mistakes_are_said_before_anything_is_measured(given: dict[str, Any], words: str) -> None:
+def test_mistakes_are_reported_before_weights_are_made(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as told:
-        step.prepare(step.Options(**{"device": "cpu", **given}))
+        tiny_job(tmp_path, **{"workload": None, **given})
     assert words in str(told.value)
 
 
 @pytest.mark.skipif(not WITHOUT_TRL, reason="TRL is installed: its absence cannot be shown")
 def test_without_trl(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="TRL is not installed"):
-        step.prepare(step.Options(device="cpu", against=("trl",)))
-    (found,) = trl.measure(tiny_task(tmp_path), ONE_START, tmp_path, None, quiet)
+        tiny_job(tmp_path, against=("trl",))
+    (found,) = trl.measure_steps(tiny_task(tmp_path), trl.axes((*ONE_START,), 8, "cpu", "transformers"), quiet)
     assert found.error is not None and "No module named" in found.error and found.median is None
 
 
@@ -179,7 +183,7 @@ def test_what_is_tried_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
         ("dtype=int8", "dtype takes float32 or bfloat16"),
         ("dtype", "write NAME=VALUE"),
         ("learning_rate=1", "with one of gradient_checkpointing"),
-        ("vllm_gpu_memory_utilization=0.5", "nothing is generated by vLLM here"),
+        ("vllm_gpu_memory_utilization=0.5", "vLLM generates nothing here"),
     ],
 )
 def test_values_that_trl_is_not_asked_with(text: str, words: str) -> None:
@@ -192,24 +196,24 @@ def test_the_search_goes_on_from_the_best_and_survives_what_fails() -> None:
     """Recomputation off gains, batch 4 gains on top, batch 8 does not fit without recomputation."""
     asked: list[tuple[bool, int, str]] = []
 
-    def measure(setting: trl.Setting) -> Steps:
+    def measure(setting: trl.Setting) -> StepTiming:
         recompute, batch, dtype = asked_for = (setting["recompute"], setting["batch"], setting["dtype"])
         asked.append(asked_for)
         if batch == 8 and not recompute:
-            return Steps(setting, error="out of memory")
-        return Steps(setting, seconds=(10 + 5 * recompute - batch / 2 + 3 * (dtype == "b"),))
+            return StepTiming(setting, error="out of memory")
+        return StepTiming(setting, seconds=(10 + 5 * recompute - batch / 2 + 3 * (dtype == "b"),))
 
     tried = trl.search({"recompute": (True, False), "batch": (2, 4, 8), "dtype": ("a", "b")}, measure)
     assert asked == [(True, 2, "a"), (False, 2, "a"), (False, 4, "a"), (False, 8, "a"), (False, 4, "b")]
-    best = trl.fastest(tried)
+    best = fastest(tried)
     assert best is not None and best.setting == {"recompute": False, "batch": 4, "dtype": "a"} and best.median == 8
-    assert trl.fastest([Steps({}, error="out of memory")]) is None
+    assert fastest([StepTiming({}, error="out of memory")]) is None
 
 
 def test_a_setting_that_fails_first_does_not_end_the_search() -> None:
     tried = trl.search(
         {"batch": (8, 4)},
-        lambda setting: Steps(setting, error="out of memory") if setting["batch"] == 8 else Steps(setting, seconds=(2.0,)),
+        lambda setting: StepTiming(setting, error="out of memory") if setting["batch"] == 8 else StepTiming(setting, seconds=(2.0,)),
     )
     assert [steps.error for steps in tried] == ["out of memory", None]
 
@@ -218,14 +222,18 @@ def test_what_does_not_fit_is_tried_with_vllm_asleep() -> None:
     """Asleep alone it gains nothing; batch 4 fits only so, and is the fastest."""
     asked: list[tuple[int, bool]] = []
 
-    def measure(setting: trl.Setting) -> Steps:
+    def measure(setting: trl.Setting) -> StepTiming:
         batch, asleep = setting["batch"], setting["vllm_enable_sleep_mode"]
         asked.append((batch, asleep))
-        return Steps(setting, error="out of memory") if batch >= 4 * (1 + asleep) else Steps(setting, seconds=(10 - 2 * batch + asleep,))
+        return (
+            StepTiming(setting, error="out of memory")
+            if batch >= 4 * (1 + asleep)
+            else StepTiming(setting, seconds=(10 - 2 * batch + asleep,))
+        )
 
     tried = trl.search({"batch": (2, 4, 8), "vllm_enable_sleep_mode": (False, True)}, measure)
     assert asked == [(2, False), (4, False), (4, True), (8, True)]
-    best = trl.fastest(tried)
+    best = fastest(tried)
     assert best is not None and best.setting == {"batch": 4, "vllm_enable_sleep_mode": True}
     asked.clear()
     trl.search({"batch": (2, 4), "vllm_enable_sleep_mode": (False,)}, measure)  # as the user wants it
@@ -242,45 +250,78 @@ def test_the_arguments_of_a_step(tmp_path: Path) -> None:
     # One optimizer step for one rollout of 4 prompts with 2 samples each.
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 8 and found["num_generations"] == 2
     assert (found["num_iterations"], found["beta"], found["max_steps"], found["max_completion_length"]) == (1, 0.0, 3, 24)
+    assert (found["temperature"], found["learning_rate"], found["weight_decay"], found["max_grad_norm"]) == (1.0, 1e-6, 0.0, 1.0)
     assert found["vllm_importance_sampling_correction"] is False
     assert found["model_init_kwargs"] == {"dtype": "bfloat16", "attn_implementation": "sdpa"} and "dtype" not in found
-    assert found["generation_kwargs"]["ignore_eos"] and found["vllm_max_model_length"] == 24 + tiny_job().longest_prompt
+    longest = max(len(prompt.ids) for batch in task.batches for prompt in batch)
+    assert found["generation_kwargs"]["ignore_eos"] and found["vllm_max_model_length"] == 24 + longest
     assert (found["bf16"], found["use_cpu"], found["use_vllm"], found["vllm_mode"]) == (True, False, True, "colocate")
-    on_cpu = trl.arguments(tiny_task(tmp_path), setting, tmp_path / "output")
+    on_cpu = trl.arguments(replace(task, device="cpu", generation="transformers"), setting, tmp_path / "output")
     assert (on_cpu["use_vllm"], on_cpu["bf16"], on_cpu["generation_kwargs"]) == (False, False, {"min_new_tokens": 24})
+    request = trl.request_of(task, setting, tmp_path / "asked")
+    assert request["rates"] == [1, 1, 1] and request["order"] == list(range(12)) and request["response_tokens"] == 24
+    assert [tokens + 8 * 24 for tokens in request["prompt_tokens"]] == list(step.step_tokens(tiny_job(tmp_path)))
 
 
-def test_an_answer_that_is_not_what_was_asked_is_an_error(tmp_path: Path) -> None:
-    task = tiny_task(tmp_path)
-    answer = {
-        "seconds": [9.0, 2.0, 4.0], "rollout_seconds": [5.0, 1.0, 1.5], "tokens": list(task.step_tokens), "grad_norms": [1.0, 1.0, 1.0],
-        "peak_bytes": 7, "peak_device_bytes": 8, "start_seconds": 60.0,
-    }  # fmt: skip
-    found = trl.read_answer(task, {"batch": 4}, answer)
+def test_an_answer_that_is_not_what_was_asked_is_an_error() -> None:
+    lines = [{"step_seconds": seconds, "rollout_seconds": rollout} for seconds, rollout in ((9.0, 5.0), (2.0, 1.0), (4.0, 1.5))]
+    answer = {"grad_norms": [1.0, 1.0, 1.0], "peak_bytes": 7, "peak_device_bytes": 8, "trainer_seconds": 60.0}
+    found = trl.step_timing(3, {"batch": 4}, lines, answer)
     assert (found.seconds, found.rollout_seconds, found.first_seconds, found.error) == ((2.0, 4.0), (1.0, 1.5), 9.0, None)
     written = found.as_json(tokens=30)
-    assert (written["step_seconds"], written["rollout_seconds"], written["tokens_per_s"], written["peak_device_bytes"]) == (
-        3.0,
-        1.25,
-        10,
-        8,
-    )
-    for other, words in (
-        ({"tokens": [1, 2, 3]}, "its steps had [1, 2, 3] tokens instead of"),
-        ({"seconds": [9.0]}, "made 1 steps instead of 3"),
-        ({"seconds": [], "error": "OutOfMemoryError: no room"}, "OutOfMemoryError: no room"),
+    names = ("step_seconds", "rollout_seconds", "tokens_per_s", "peak_device_bytes", "start_seconds")
+    assert [written[name] for name in names] == [3.0, 1.25, 10, 8, 60.0]
+    for made, other, words in (
+        (lines[:1], {}, "made 1 steps instead of 3"),
+        ([], {"error": "OutOfMemoryError: no"}, "OutOfMemoryError: no"),
     ):
-        failed = trl.read_answer(task, {"batch": 4}, answer | other)
+        failed = trl.step_timing(3, {"batch": 4}, made, answer | other)
         assert failed.error is not None and words in failed.error and failed.median is None
 
 
-def test_how_many_times_faster_by_the_medians_of_the_best_settings() -> None:
-    job = tiny_job(against=("trl",))
-    ours = Steps({}, seconds=(2.0, 1.0, 3.0), peak_device_bytes=10, details={"phases": {}, "eager_reason": "a hook"})
+def watch_of(folder: Path, **other: Any) -> Any:
+    asked = {
+        "device": "cpu", "samples": 2, "limit_s": None, "save_at": [], "models": str(folder), "lines": str(folder / "steps.jsonl"),
+        "begun": time.time(), "prompt_tokens": [10, 24, 8], "response_tokens": None,
+    }  # fmt: skip
+    return trl.Watch({**asked, **other})
+
+
+def test_prompts_or_responses_of_other_tokens_end_the_measurement_at_once(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path)
+    reward = watch.reward(lambda texts, rows: [float(len(text)) for text in texts])
+    for number, tokens_seen in ((1, 15), (2, 41)):
+        watch.step_begins()
+        reward(["a", "bcd"], completion_ids=[[1, 2], [3] * (2 + number)], row=[0, 1])
+        if number == 1:
+            assert not watch.step_ends(number, tokens_seen)
+    with pytest.raises(ValueError, match="step 2 had prompts of 20 tokens instead of 24"):
+        watch.step_ends(2, 41)
+    (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    assert (line["step"], line["reward"], line["response_length"]) == (1, 2.0, 2.5)
+    assert 0 <= line["rollout_seconds"] <= line["step_seconds"] <= line["seconds"] < 5
+    forced = watch_of(tmp_path, response_tokens=3).reward(lambda texts, rows: [0.0, 0.0])
+    assert forced(["a", "b"], completion_ids=[[1, 2, 3]] * 2, row=[0, 1]) == [0.0, 0.0]
+    with pytest.raises(AssertionError, match=r"responses of \[2\] tokens instead of 3"):
+        forced(["a", "b"], completion_ids=[[1, 2, 3], [1, 2]], row=[0, 1])
+    with pytest.raises(AssertionError, match="1 samples in a rollout instead of 2"):
+        forced(["a"], completion_ids=[[1, 2, 3]], row=[0])
+
+
+def test_saving_is_not_in_the_seconds(tmp_path: Path) -> None:
+    watch = watch_of(tmp_path, save_at=[1], limit_s=0.0)
+    watch.save = lambda folder: time.sleep(0.5)
+    watch.reward(lambda texts, rows: [0.0, 1.0])(["a", "b"], completion_ids=[[1], [2]], row=[0, 1])
+    assert watch.step_ends(1, 12) and watch.now() < 0.4
+
+
+def test_how_many_times_faster_by_the_medians_of_the_best_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = replace(tiny_job(tmp_path), options=BenchOptions(against=("trl",)))
+    ours = StepTiming({}, seconds=(2.0, 1.0, 3.0), peak_device_bytes=10, details={"phases": {}, "eager_reason": "a hook"})
     theirs = [
-        Steps({"a": 1}, seconds=(9.0, 8.0, 20.0), peak_device_bytes=30),
-        Steps({"a": 2}, seconds=(10.0,)),
-        Steps({"a": 3}, error="no"),
+        StepTiming({"a": 1}, seconds=(9.0, 8.0, 20.0), peak_device_bytes=30),
+        StepTiming({"a": 2}, seconds=(10.0,)),
+        StepTiming({"a": 3}, error="no"),
     ]
     found = step.document(job, {"fulltilt": [ours], "trl": theirs}, parameters=1000)
     assert found["ratio"] == found["ratios"]["trl"] == 4.5 and found["memory_ratios"]["trl"] == 3
@@ -297,11 +338,10 @@ def test_how_many_times_faster_by_the_medians_of_the_best_settings() -> None:
 
 def test_a_peer_that_answers_fails_or_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "peer.py").write_text(PEER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("SET", "by the user")
 
     def ask(name: str) -> dict[str, Any]:
-        return process.ask("peer", {"do": name}, tmp_path / name, {"SET": "by default", "UNSET": "by default"})
+        return process.ask(tmp_path / "peer.py", {"do": name}, tmp_path / name, {"SET": "by default", "UNSET": "by default"})
 
     assert ask("answer") == {"begun": True, "SET": "by the user", "UNSET": "by default", "HF_HUB_OFFLINE": "1"}
     assert ask("fail") == {"begun": True, "error": "ValueError: too bad"}
@@ -312,10 +352,9 @@ def test_a_peer_that_answers_fails_or_dies(tmp_path: Path, monkeypatch: pytest.M
 
 def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "peer.py").write_text(PEER)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with ExitStack() as started:
         first, second, dead = (
-            started.enter_context(process.Peer("peer", {"do": name}, tmp_path / str(number)))
+            started.enter_context(process.Peer(tmp_path / "peer.py", {"do": name}, tmp_path / str(number)))
             for number, name in enumerate(("turn", "turn", "die"))
         )
         for peer in (first, second, dead):
@@ -327,12 +366,11 @@ def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypat
         assert "last words" in dead.measure()["error"]
 
 
-@pytest.mark.parametrize("busy", ["turn", "sleep"])
-def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str) -> None:
+def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "peer.py").write_text(PEER)
     (tmp_path / "parent.py").write_text(PARENT)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(process.__file__).parents[2])]))
-    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked"), busy]
+    monkeypatch.setenv("PYTHONPATH", str(Path(process.__file__).parents[2]))
+    command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked"), "sleep"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "the parent dies" in ended.stderr
     deadline = time.monotonic() + 20
@@ -346,7 +384,7 @@ import os, sys, time
 from pathlib import Path
 from fulltilt.bench import process
 
-peer = process.Peer("peer", {"do": sys.argv[2]}, Path(sys.argv[1]))
+peer = process.Peer(Path(__file__).with_name("peer.py"), {"do": sys.argv[2]}, Path(sys.argv[1]))
 while not peer.log.read_text():
     time.sleep(0.02)
 print(peer.child.pid, flush=True)
@@ -394,9 +432,9 @@ def test_trl_knows_every_argument(tmp_path: Path) -> None:
             assert config.__dataclass_fields__[name].default == axis.values[0], f"TRL's own {name} is another"
 
 
-def test_a_run_beside_trl() -> None:
+def test_a_run_beside_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
-    found = step.run(tiny_job(against=("trl",), axes=ONE_START | {"gradient_checkpointing": (True, False)}), quiet)
+    found = step.run(tiny_job(tmp_path, against=("trl",), trl=("per_device_train_batch_size=4",)), quiet)
     ours, theirs = found["engines"]["fulltilt"], found["engines"]["trl"]
     assert theirs["error"] is None, theirs["error"]
     assert found["ratio"] == pytest.approx(theirs["step_seconds"] / ours["step_seconds"])
@@ -410,8 +448,8 @@ def test_a_run_beside_trl() -> None:
 
 @pytest.mark.skipif(WITHOUT_TRL or importlib.util.find_spec("vllm") is not None, reason="wants TRL without vLLM")
 def test_trl_without_vllm() -> None:
-    with pytest.raises(UserError, match="it generates with vLLM, which is not installed"):
-        trl.check_peers(("trl",), "vllm", "cuda", {})
+    with pytest.raises(UserError, match="generates with vLLM, which is not installed"):
+        trl.check("vllm", "cuda")
 
 
 # -- on a GPU -----------------------------------------------------------------------------------------------------------------------------
@@ -421,22 +459,21 @@ def test_trl_without_vllm() -> None:
 def test_peak_memory_on_the_device() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, in_use_before = trl.peak_memory("cuda")
+    before, in_use_before = devices.peak_memory("cuda")
     del (block := {"held": torch.empty(2**30, dtype=torch.uint8, device="cuda")})["held"]
     assert not block
     torch.cuda.empty_cache()
-    after, in_use = trl.peak_memory("cuda")
+    after, in_use = devices.peak_memory("cuda")
     assert before is not None and after is not None and in_use is not None and in_use_before is not None
     assert after - before == 2**30
     # What lies beside torch's own hardly changes meanwhile.
     assert abs(in_use - in_use_before - 2**30) < 2**28
-    assert trl.peak_memory("cuda", held_by_others=2**20)[1] == pytest.approx(in_use - 2**20, abs=2**28)
+    assert devices.peak_memory("cuda", held_by_others=2**20)[1] == pytest.approx(in_use - 2**20, abs=2**28)
 
 
 @pytest.mark.gpu
-def test_steps_of_ours_on_a_gpu() -> None:
-    small = shapes.find("small")
-    job = tiny_job(torch.device("cuda"), source=small, workload=Workload("tiny", 4, 4, Even(16, 32), Even(64, 64)))
+def test_steps_of_ours_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = tiny_job(tmp_path, model="small", workload="small", device="cuda", prompts=4, samples=4)
     found = step.run(job, quiet)
     ours = found["engines"]["fulltilt"]
     # The peaks of the steps, and not what was left when their phases had ended.
@@ -458,14 +495,15 @@ def test_steps_of_ours_on_a_gpu() -> None:
 @pytest.mark.gpu
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_a_run_beside_trl_with_vllm() -> None:
+def test_a_run_beside_trl_with_vllm(tmp_path: Path) -> None:
     for module in ("trl", "vllm"):
         pytest.importorskip(module, reason=f"{module} is not installed")
-    workload = Workload("tiny", 4, 4, Even(16, 32), Even(64, 64))
-    job = tiny_job(
-        torch.device("cuda"), source=shapes.find("small"), workload=workload, against=("trl",), generation="vllm",
-        axes=ONE_START | {"vllm_gpu_memory_utilization": (0.1,)},
-    )  # fmt: skip
+    values = {name: axis.values[0] for name, axis in trl.AXES.items()} | {
+        "vllm_gpu_memory_utilization": 0.1,
+        "per_device_train_batch_size": 4,
+    }
+    given = tuple(f"{name}={value}" for name, value in values.items())
+    job = tiny_job(tmp_path, model="small", workload="small", device="cuda", prompts=4, samples=4, against=("trl",), trl=given)
     theirs = step.run(job, quiet)["engines"]["trl"]
     assert theirs["error"] is None, theirs["all_settings"]
     assert 0 < theirs["peak_memory_bytes"] < theirs["peak_device_bytes"] and min(theirs["grad_norms"]) > 0

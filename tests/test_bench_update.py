@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from fulltilt.bench import flops, shapes, update
 from fulltilt.bench.flops import AttentionLayer, Flops, ModelSize, pairs, update_flops, verl_flops
+from fulltilt.bench.job import BenchOptions
 from fulltilt.bench.workload import WORKLOADS, make_requests
 from fulltilt.config import ModelConfig
 from fulltilt.model.attention import Packed
@@ -152,7 +154,7 @@ def measured(folder: Path, *given: str) -> dict[str, Any]:
 
 
 def test_a_run(folder: Path) -> None:
-    found = measured(folder, "--token-budget", "200", "--flops", "1e9", "--out", "found.json")
+    found = measured(folder, "actor.token_budget=200", "--flops", "1e9", "--out", "found.json")
     assert found == json.loads((folder / "found.json").read_text())
     workload = found["workload"]
     assert found["tokens"] == 2 * workload["prompt_tokens"]["total"] + workload["response_tokens"]["total"]
@@ -185,7 +187,7 @@ def test_a_run(folder: Path) -> None:
 
 
 def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: Path, plain: dict[str, Any]) -> None:
-    packed, padded = plain, measured(folder, "--no-packing")
+    packed, padded = plain, measured(folder, "train.packing=false")
     assert packed["pad_tokens"] == 0 < padded["pad_tokens"]
     assert padded["knobs"] == {"train.packing": False}
     assert padded["flops"] == packed["flops"] and padded["tokens"] == packed["tokens"]
@@ -196,14 +198,14 @@ def test_padding_computes_more_and_changes_neither_flops_nor_gradients(folder: P
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
-        (("--recompute", "selective"), {"recompute": "selective"}),
-        (("--recompute", "full", "--recompute-layers", "1"), {"recompute": "full", "recompute_layers": 1}),
+        (("train.recompute=selective",), {"recompute": "selective"}),
+        (("train.recompute=full", "train.recompute_layers=1"), {"recompute": "full", "recompute_layers": 1}),
         (
-            ("--recompute", "full", "--recompute-layers", "2", "--recompute-method", "uniform"),
+            ("train.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform"),
             {"recompute": "full", "recompute_layers": 2, "recompute_method": "uniform"},
         ),
-        (("--entropy-chunk", "3"), {"entropy_chunk": 3}),
-        (("--no-fused-head",), {"fused_head": False}),
+        (("train.entropy_chunk=3",), {"entropy_chunk": 3}),
+        (("train.fused_head=false",), {"fused_head": False}),
     ],
 )
 def test_knobs_reach_the_update_and_change_no_gradient(
@@ -220,15 +222,15 @@ def test_knobs_reach_the_update_and_change_no_gradient(
 
 
 def test_an_entropy_bonus_keeps_or_computes_again(folder: Path, plain: dict[str, Any]) -> None:
-    bonus = ("--entropy-coef", "0.1")
-    again, kept = measured(folder, *bonus), measured(folder, *bonus, "--no-entropy-recompute")
+    bonus = "algorithm.entropy_coef=0.1"
+    again, kept = measured(folder, bonus), measured(folder, bonus, "train.entropy_recompute=false")
     assert again["knobs"] == {"algorithm.entropy_coef": 0.1} and kept["settings"] == again["settings"] | {"entropy_recompute": False}
     assert again["grad_norm"] != plain["grad_norm"] and kept["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-4)
     assert kernels_run(kept) < kernels_run(again)
 
 
 def test_logits_are_kept_or_made_again(folder: Path, plain: dict[str, Any]) -> None:
-    again, kept = (measured(folder, "--head-recompute", value) for value in ("true", "false"))
+    again, kept = (measured(folder, f"train.head_recompute={value}") for value in ("true", "false"))
     assert again["settings"] == plain["settings"] and kept["settings"] == again["settings"] | {"head_recompute": False}
     assert kept["grad_norm"] == pytest.approx(again["grad_norm"], rel=1e-4) and products(kept) < products(again)
 
@@ -256,28 +258,27 @@ def test_the_samples_have_the_lengths_of_the_workload() -> None:
     [
         ({"flops": float("inf")}, "--flops inf: give a finite number above 0"),
         ({"flops": 0.0}, "--flops 0.0: give a finite number above 0"),
-        ({"workload": "huge"}, "--workload huge: there are design, long"),
+        ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
         ({"model": "nowhere"}, "--model nowhere: neither a named shape"),
-        ({"knobs": {"--token-budget": 0}}, '--token-budget 0: must be "auto" or a whole number greater than 0'),
-        ({"knobs": {"--recompute": "sometimes"}}, '--recompute sometimes: must be "auto", "none", "selective" or "full"'),
-        ({"knobs": {"--recompute": "none", "--recompute-layers": 2}}, '--recompute-layers: --recompute is "none", which names no layers'),
-        ({"knobs": {"--offload-optimizer": True}}, "--offload-optimizer: true, but the run is on the CPU"),
-        ({"knobs": {"--offload-grads": True}}, "--offload-grads: true, but the run is on the CPU"),
-        ({"knobs": {"--no-entropy-recompute": False}}, "--no-entropy-recompute: false, but the loss has no entropy bonus"),
-        ({"knobs": {"--recompute": "full", "--recompute-method": "odd"}}, '--recompute-method odd: must be "block" or "uniform"'),
-        ({"knobs": {"--offload-activations": True}}, "--offload-activations: true, but the run is on the CPU"),
+        ({"overrides": ("actor.token_budget=0",)}, 'actor.token_budget: must be "auto" or a whole number greater than 0'),
+        ({"overrides": ("train.recompute=none", "train.recompute_layers=2")}, 'train.recompute_layers: train.recompute is "none"'),
+        ({"overrides": ("train.offload_optimizer=true",)}, "train.offload_optimizer: true, but the run is on the CPU"),
+        ({"overrides": ("train.entropy_recompute=false",)}, "train.entropy_recompute: false, but the loss has no entropy bonus"),
+        ({"overrides": ("rollout.max_seqs=2",)}, "rollout.max_seqs=2: not a setting of this measurement"),
+        ({"overrides": ("train.lr=1",)}, "train.lr=1: not a setting of this measurement"),
+        ({"overrides": ("train.recompte=full",)}, "train.recompte=full: not a setting of this measurement"),
     ],
 )
-def test_mistakes_are_said_in_the_words_of_options(given: dict[str, Any], words: str) -> None:
+def test_mistakes_are_reported_before_anything_loads(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as told:
-        update.prepare(update.Options(**{"device": "cpu", **given}))
+        update.prepare(BenchOptions(**{"device": "cpu", **given}), tmp_path)
     assert words in str(told.value)
 
 
 def test_every_option_is_on_the_page(folder: Path) -> None:
     said = runs.command_here(folder, "bench", "update", "--help")
     assert said.code == 0
-    for option in (*update.KEYS, "--model", "--device", "--workload", "--prompts", "--samples", "--repeats", "--seed", "--flops", "--out"):
+    for option in ("--model", "--device", "--workload", "--prompts", "--samples", "--repeats", "--seed", "--flops", "--out"):
         assert option in said.out, option
         assert f"`{option}" in PAGE, option
 
@@ -285,12 +286,11 @@ def test_every_option_is_on_the_page(folder: Path) -> None:
 # -- on a GPU -----------------------------------------------------------------------------------------------------------------------------
 
 
-def on_gpu(**knobs: Any) -> dict[str, Any]:
-    given = {f"--{option.replace('_', '-')}": value for option, value in knobs.items()}
-    options = update.Options(
-        model="0.5B", device="cuda", prompts=8, samples=4, repeats=1, flops=989e12, knobs={"--token-budget": 4096, **given}
-    )
-    return update.run(update.prepare(options), lambda text: None)
+def on_gpu(*settings: str) -> dict[str, Any]:
+    overrides = ("actor.token_budget=4096", *settings)
+    options = BenchOptions(model="0.5B", device="cuda", prompts=8, samples=4, repeats=1, flops=989e12, overrides=overrides)
+    with tempfile.TemporaryDirectory() as scratch:
+        return update.run(update.prepare(options, Path(scratch)), lambda text: None)
 
 
 @pytest.fixture(scope="module")
@@ -318,26 +318,26 @@ def test_a_run_on_a_gpu(plain_on_gpu: dict[str, Any]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("knobs", "effect"),
+    ("setting", "effect"),
     [
-        ({"no_packing": False}, lambda off, on: on["pad_tokens"] > 0 == off["pad_tokens"]),
-        ({"recompute": "selective"}, lambda off, on: on["memory_bytes"]["activations"] < off["memory_bytes"]["activations"]),
-        ({"recompute": "full"}, lambda off, on: on["memory_bytes"]["activations"] < 0.5 * off["memory_bytes"]["activations"]),
-        ({"offload_activations": True}, lambda off, on: on["memory_bytes"]["activations"] < off["memory_bytes"]["activations"]),
+        ("train.packing=false", lambda off, on: on["pad_tokens"] > 0 == off["pad_tokens"]),
+        ("train.recompute=selective", lambda off, on: on["memory_bytes"]["activations"] < off["memory_bytes"]["activations"]),
+        ("train.recompute=full", lambda off, on: on["memory_bytes"]["activations"] < 0.5 * off["memory_bytes"]["activations"]),
+        ("train.offload_activations=true", lambda off, on: on["memory_bytes"]["activations"] < off["memory_bytes"]["activations"]),
         (
-            {"offload_optimizer": True},
+            "train.offload_optimizer=true",
             lambda off, on: (
                 on["memory_bytes"]["optimizer"] < 0.5 * off["memory_bytes"]["optimizer"] <= 0.6 * on["host_memory_bytes"]["optimizer"]
             ),
         ),
-        ({"offload_grads": True}, lambda off, on: on["memory_bytes"]["gradients"] == off["memory_bytes"]["gradients"]),
-        ({"no_fused_head": False}, lambda off, on: on["memory_bytes"]["head"] > off["memory_bytes"]["head"]),
-        ({"no_fused_layers": False}, lambda off, on: len(on["kernels"]["update"]) != len(off["kernels"]["update"])),
-        ({"compile": True}, lambda off, on: on["layers"] != off["layers"]),
+        ("train.offload_grads=true", lambda off, on: on["memory_bytes"]["gradients"] == off["memory_bytes"]["gradients"]),
+        ("train.fused_head=false", lambda off, on: on["memory_bytes"]["head"] > off["memory_bytes"]["head"]),
+        ("train.fused_layers=false", lambda off, on: len(on["kernels"]["update"]) != len(off["kernels"]["update"])),
+        ("train.compile=true", lambda off, on: on["layers"] != off["layers"]),
     ],
 )
-def test_knobs_on_a_gpu(knobs: dict[str, Any], effect: Any, plain_on_gpu: dict[str, Any]) -> None:
-    found = on_gpu(**knobs)
+def test_knobs_on_a_gpu(setting: str, effect: Any, plain_on_gpu: dict[str, Any]) -> None:
+    found = on_gpu(setting)
     assert effect(plain_on_gpu, found)
     # bfloat16: the norm of a whole gradient, whose sums are rounded otherwise.
     assert found["grad_norm"] == pytest.approx(plain_on_gpu["grad_norm"], rel=2e-2)

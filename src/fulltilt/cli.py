@@ -11,13 +11,14 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.records import UserError
@@ -73,6 +74,14 @@ Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for key
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and text for people on standard error.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
 
+BenchKeys = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings of the measured run, as for train: train.recompute=full actor.token_budget=32768",
+        show_default=False,
+    ),
+]
 BenchModel = Annotated[
     str | None,
     typer.Option(
@@ -90,9 +99,17 @@ BenchWorkload = Annotated[
         show_default=False,
     ),
 ]
-BenchPrompts = Annotated[int | None, typer.Option(min=1, help="As many prompts instead of the workload's.", show_default=False)]
-BenchSamples = Annotated[
-    int | None, typer.Option(min=1, help="As many samples of each prompt instead of the workload's.", show_default=False)
+BenchPrompts = Annotated[int | None, typer.Option(min=1, help="Number of prompts, instead of the workload's.", show_default=False)]
+BenchSamples = Annotated[int | None, typer.Option(min=1, help="Samples of each prompt, instead of the workload's.", show_default=False)]
+BenchRepeats = Annotated[int | None, typer.Option(min=1, help="Measured passes. Default: 2 on cuda, 3 on cpu.", show_default=False)]
+BenchSeed = Annotated[int, typer.Option(min=0, help="Seed of prompts, of the order of lengths, and of sampling.")]
+BenchFlops = Annotated[
+    float | None, typer.Option(help="FLOP/s of the device, where they are not known: see docs/bench.md.", show_default=False)
+]
+BenchAgainstTrl = Annotated[str, typer.Option(metavar="PEER", help="Measure this system too: trl.", show_default=False)]
+BenchTrl = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE,VALUE", help="Values to try of one of TRL's arguments: see docs/bench.md.", show_default=False),
 ]
 BenchGeneration = Annotated[
     str | None,
@@ -249,26 +266,38 @@ def plot(
         print(f"wrote {path}")
 
 
-@bench.command()
+class BenchCommand(TyperCommand):
+    """Refuses an option that is a key of the run, as `--recompute full` once was, and says which KEY=VALUE to write."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {option for parameter in self.params for option in parameter.opts}
+        for option in (text.partition("=")[0] for text in args if text.startswith("--")):
+            name = option.strip("-").replace("-", "_")
+            if option not in known and (key := key_named(name.removeprefix("no_"))):
+                raise UserError(f"{option}: no such option. Write {key}={'false' if name.startswith('no_') else 'VALUE'} instead")
+        return super().parse_args(ctx, args)
+
+
+def key_named(name: str) -> str | None:
+    """The first key of a configuration with this name, whatever its section."""
+    from fulltilt.config import keys
+
+    return next((key for key in keys() if key.partition(".")[2] == name), None)
+
+
+@bench.command(cls=BenchCommand)
 def rollout(
+    overrides: BenchKeys = None,
     model: BenchModel = None,
     against: Annotated[
-        str, typer.Option(metavar="PEERS", help="Who is measured beside us: vllm, hf (transformers), or both: vllm,hf", show_default=False)
+        str, typer.Option(metavar="PEERS", help="Measure these engines too: vllm, hf (transformers), or both: vllm,hf", show_default=False)
     ] = "",
     device: BenchDevice = None,
     workload: BenchWorkload = None,
     prompts: BenchPrompts = None,
     samples: BenchSamples = None,
-    kv_bytes: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BYTES", help="KV cache of every engine, as 12GiB or a number. Default: what each takes by itself.", show_default=False
-        ),
-    ] = None,
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="Measured passes of each engine. Default: 2 on cuda, 3 on cpu.", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts, order of lengths and sampling.")] = 0,
+    repeats: BenchRepeats = None,
+    seed: BenchSeed = 0,
     vllm_grid: Annotated[
         str | None,
         typer.Option(
@@ -279,131 +308,44 @@ def rollout(
     ] = None,
     bandwidth: Annotated[
         float | None,
-        typer.Option(help="Bytes/s of the device's memory, for the roofline of a device that is not known.", show_default=False),
+        typer.Option(help="Bytes/s of the device's memory, where they are not known: see docs/bench.md.", show_default=False),
     ] = None,
-    flops: Annotated[float | None, typer.Option(help="FLOP/s of the device, likewise.", show_default=False)] = None,
+    flops: BenchFlops = None,
     out: BenchOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure how fast samples with log-probs are generated: output tokens/s, prefill included, ours and others' on the same requests."""
-    from fulltilt.bench import options
-    from fulltilt.bench import rollout as benchmark
-
-    asked = benchmark.Options(
-        model=model,
-        against=options.words(against),
-        device=device,
-        workload=workload,
-        prompts=prompts,
-        samples=samples,
-        kv_bytes=options.size("--kv-bytes", kv_bytes),
-        repeats=repeats,
-        seed=seed,
-        vllm_grid=options.numbers("--vllm-grid", vllm_grid),
-        bandwidth=bandwidth,
-        flops=flops,
-    )
-    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
+    measure("rollout", **locals())
 
 
-@bench.command()
+@bench.command(cls=BenchCommand)
 def update(
+    overrides: BenchKeys = None,
     model: BenchModel = None,
     device: BenchDevice = None,
     workload: BenchWorkload = None,
     prompts: BenchPrompts = None,
     samples: BenchSamples = None,
-    token_budget: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens of a micro-batch. Default: what a run takes.", show_default=False),
-    ] = None,
-    recompute: Annotated[
-        str | None,
-        typer.Option(metavar="none|selective|full", help="What the backward computes again instead of keeping it.", show_default=False),
-    ] = None,
-    recompute_layers: Annotated[int | None, typer.Option(min=1, help="In so many layers, the first ones.", show_default=False)] = None,
-    recompute_method: Annotated[
-        str | None, typer.Option(metavar="block|uniform", help="Each of these layers by itself, or groups of so many.", show_default=False)
-    ] = None,
-    offload_activations: Annotated[
-        bool, typer.Option("--offload-activations", help="Keep activations on the host until the backward.")
-    ] = False,
-    offload_optimizer: Annotated[
-        bool, typer.Option("--offload-optimizer", help="Keep the optimizer's states on the host outside its step.")
-    ] = False,
-    offload_grads: Annotated[bool, typer.Option("--offload-grads", help="Hold gradients on the device only while they are made.")] = False,
-    entropy_coef: Annotated[
-        float | None, typer.Option(help="With an entropy bonus of this weight in the loss.", show_default=False)
-    ] = None,
-    entropy_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens whose entropy is computed at a time.", show_default=False)
-    ] = None,
-    no_entropy_recompute: Annotated[
-        bool, typer.Option("--no-entropy-recompute", help="Keep what the bonus's gradient needs instead of computing it again.")
-    ] = False,
-    head_recompute: Annotated[
-        str | None,
-        typer.Option(metavar="true|false", help="Make the head's logits again in the backward. Default: where they do not fit."),
-    ] = None,
-    no_fused_layers: Annotated[bool, typer.Option("--no-fused-layers", help="Layers as transformers has them.")] = False,
-    no_fused_head: Annotated[bool, typer.Option("--no-fused-head", help="The head without its kernel.")] = False,
-    no_packing: Annotated[bool, typer.Option("--no-packing", help="Pad every sample to the longest of its micro-batch.")] = False,
-    compile_layers: Annotated[bool, typer.Option("--compile", help="Compile the layers with torch.compile.")] = False,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Measured passes. Default: 2 on cuda, 3 on cpu.", show_default=False)] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of tokens, order of lengths and advantages.")] = 0,
-    flops: Annotated[
-        float | None, typer.Option(help="FLOP/s of the device, for the MFU of one that is not known.", show_default=False)
-    ] = None,
+    repeats: BenchRepeats = None,
+    seed: BenchSeed = 0,
+    flops: BenchFlops = None,
     out: BenchOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure an update: tokens/s and MFU of forward and backward, seconds of the optimizer step, memory, and where the time goes."""
-    from fulltilt.bench import update as benchmark
-
-    given = {
-        "--token-budget": token_budget,
-        "--recompute": recompute,
-        "--recompute-layers": recompute_layers,
-        "--recompute-method": recompute_method,
-        "--offload-activations": offload_activations or None,
-        "--offload-optimizer": offload_optimizer or None,
-        "--offload-grads": offload_grads or None,
-        "--entropy-coef": entropy_coef,
-        "--entropy-chunk": entropy_chunk,
-        "--no-entropy-recompute": False if no_entropy_recompute else None,
-        "--head-recompute": {"true": True, "false": False}.get(head_recompute or "", head_recompute),
-        "--no-fused-layers": False if no_fused_layers else None,
-        "--no-fused-head": False if no_fused_head else None,
-        "--no-packing": False if no_packing else None,
-        "--compile": compile_layers or None,
-    }
-    asked = benchmark.Options(
-        model=model,
-        device=device,
-        workload=workload,
-        prompts=prompts,
-        samples=samples,
-        repeats=repeats,
-        seed=seed,
-        flops=flops,
-        knobs={option: value for option, value in given.items() if value is not None},
-    )
-    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
+    measure("update", **locals())
 
 
-@bench.command()
+@bench.command(cls=BenchCommand)
 def step(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Knobs of our run, as with train: actor.token_budget=32768", show_default=False),
-    ] = None,
+    overrides: BenchKeys = None,
     model: Annotated[
         str | None,
         typer.Option(metavar="SHAPE", help="0.5B, 1.5B, 7B or small. Default: 0.5B on cuda, small on cpu.", show_default=False),
     ] = None,
-    against: Annotated[str, typer.Option(metavar="PEER", help="Who is measured beside us: trl.", show_default=False)] = "",
+    against: BenchAgainstTrl = "",
     device: BenchDevice = None,
     workload: Annotated[
         str | None,
@@ -412,91 +354,60 @@ def step(
     prompts: BenchPrompts = None,
     samples: BenchSamples = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every response.", show_default=False)] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Measured steps, after the first. Default: 3 on cuda, 2 on cpu.", show_default=False)
+    repeats: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, help="Measured steps after the first. Default: 3 on cuda, 2 on cpu.", show_default=False),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and sampling.")] = 0,
-    trl: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE,VALUE", help="What is tried of one of TRL's arguments: see docs/bench.md.", show_default=False),
-    ] = None,
+    seed: BenchSeed = 0,
+    trl: BenchTrl = None,
     generation: BenchGeneration = None,
     out: BenchOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure whole GRPO steps, prompts to optimizer step: seconds by phase and peak memory, ours and TRL's on the same prompts."""
-    from fulltilt.bench import options
-    from fulltilt.bench import step as benchmark
-
-    asked = benchmark.Options(
-        model=model,
-        against=options.words(against),
-        device=device,
-        workload=workload,
-        prompts=prompts,
-        samples=samples,
-        new_tokens=new_tokens,
-        steps=steps,
-        seed=seed,
-        settings=tuple(settings or ()),
-        trl=tuple(trl or ()),
-        generation=generation,
-    )
-    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
+    measure("step", **locals())
 
 
 @bench.command()
 def learn(
     run: RunFile,
     overrides: Overrides = None,
-    against: Annotated[str, typer.Option(metavar="PEER", help="Who learns beside us: trl.", show_default=False)] = "",
-    folder: Annotated[Path, typer.Option("--dir", help="Where both work. What one of them measured there is not measured again.")] = Path(
-        "runs/bench-learn"
-    ),
-    trl: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=VALUE", help="One of TRL's arguments: see docs/bench.md.", show_default=False)
-    ] = None,
+    against: BenchAgainstTrl = "",
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Working folder of both systems. What was measured there before is not measured again.")
+    ] = Path("runs/bench-learn"),
+    trl: BenchTrl = None,
     generation: BenchGeneration = None,
     minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop each after the step in which so many have passed.", show_default=False)
+        float | None, typer.Option(min=0.01, help="Stop each system after the step in which this many have passed.", show_default=False)
     ] = None,
     out: BenchOut = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and of the same run under TRL."""
-    from fulltilt.bench import learn as benchmark
-    from fulltilt.bench import options
-
-    asked = benchmark.Options(
-        run=run,
-        folder=folder,
-        overrides=tuple(overrides or ()),
-        against=options.words(against),
-        generation=generation,
-        trl=tuple(trl or ()),
-        minutes=minutes,
-    )
-    measure(benchmark, asked, out=out, as_json=as_json, quiet=quiet)
+    measure("learn", **locals())
 
 
-def measure(benchmark: ModuleType, asked: Any, *, out: Path | None, as_json: bool, quiet: bool) -> None:
-    """What can be wrong is said before anything is measured. Neither a disk that filled up meanwhile nor a reader that went away may cost
-    what was."""
-    from fulltilt.bench import options, report
+def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
+    """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
+    meanwhile nor a reader that went away loses the result."""
+    from fulltilt.bench import job as jobs
+    from fulltilt.bench import report
 
-    job = benchmark.prepare(asked)
-    if out is not None:
-        options.check_writable("--out", out)
-    with report.progress(quiet=quiet) as say:
+    benchmark = import_module(f"fulltilt.bench.{name}")
+    with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as scratch, report.progress(quiet=quiet) as say:
+        job = benchmark.prepare(jobs.read_options(given), Path(scratch))
+        if out is not None:
+            jobs.check_writable("--out", out)
         found = benchmark.run(job, say)
     written = json.dumps(found, indent=1)
     try:
         print(written if as_json else benchmark.table(found), flush=True)
     finally:
         if out is not None:
-            options.write("--out", out, written + "\n")
+            jobs.write_text("--out", out, written + "\n")
 
 
 @app.command()

@@ -1,7 +1,6 @@
-"""Measuring fulltilt beside others on the same requests.
+"""Benchmarks: fulltilt alone, or beside other systems on the same requests.
 
-`workload` and `shapes` say what is asked of whom; `native`, `hf` and `vllm` are the engines, one file each; `process` runs a peer apart;
-`roofline` says what the hardware would allow; `figures` are the records of what was measured; `rollout` puts them together. `update`
-measures forward, backward and optimizer step, `flops` counts what they compute; `step` measures whole steps, beside `trl`; `learn` measures
-learning, beside `learn_trl`.
+`rollout`, `update`, `step` and `learn` are the four of them; `job` has their options and prepares them, `workload` and `shapes` say what is
+measured, `native` and `hf` are the engines that run in this process, `peers` finds the drivers of other systems and `process` runs them
+apart, `roofline` and `flops` say what the hardware would allow, `figures` and `report` hold and show the results.
 """

@@ -1,15 +1,31 @@
-"""The device that is measured.
+"""The device that is measured: which one, its memory, and the kernels that a piece of work runs.
 
-Enters: work to run on it. Leaves: the kernels that it consists of. Guaranteed: what is returned has ended on the device.
+Guaranteed: work that was measured has ended on the device; nothing here changes what a run computes.
 """
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from fulltilt.records import UserError
+
+
+def choose_device(name: str | None) -> torch.device:
+    if name not in (None, "cuda", "cpu"):
+        raise UserError(f"--device {name}: cuda or cpu")
+    there = torch.cuda.is_available()
+    if name == "cuda" and not there:
+        raise UserError("--device cuda: torch finds no CUDA device here. Use --device cpu; `fulltilt doctor` says why")
+    return torch.device(name or ("cuda" if there else "cpu"))
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def synchronize(device: torch.device) -> None:
@@ -17,9 +33,36 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def used_bytes() -> int:
+    """Bytes in use on the CUDA device, by any process."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def let_go(device: torch.device) -> int | None:
+    """Free the device for another process. Returns the bytes that this one still holds, its context above all; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    return used_bytes()
+
+
+def peak_memory(device: str, held_by_others: int = 0) -> tuple[int | None, int | None]:
+    """Peak bytes since the last reset: allocated by torch, and in use on the device without what other processes hold."""
+    if device != "cuda":
+        return None, None
+    return torch.cuda.max_memory_allocated(), peak_in_use(torch.cuda.max_memory_reserved(), held_by_others)
+
+
+def peak_in_use(reserved: int, held_by_others: int = 0) -> int:
+    """Torch's largest reservation plus what lies beside it on the device now: context, libraries and graphs, all of which only grow.
+    The device is not looked at while steps run, for that could spoil the capture of a graph."""
+    return reserved + used_bytes() - torch.cuda.memory_reserved() - held_by_others
+
+
 def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) -> list[dict[str, Any]]:
-    """What ran in each of the equal `parts` of the work, longest first: kernels on CUDA, operators on a CPU, each with the time that it
-    took by itself."""
+    """Kernels (operators on a CPU) of each of the equal `parts` of the work, longest first, with the time that each took by itself."""
     on_cuda = device.type == "cuda"
     activity = torch.profiler.ProfilerActivity.CUDA if on_cuda else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[activity], acc_events=True) as profile:
@@ -28,7 +71,7 @@ def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) ->
     found: dict[str, list[float]] = {}
     for event in profile.events() or []:
         if event.is_user_annotation or (on_cuda and event.device_type != torch.autograd.DeviceType.CUDA):
-            continue  # a name for a stretch of time, which would count what runs in it a second time; or the host's part
+            continue  # an annotated span, which would count what runs in it a second time; or the host's part
         found.setdefault(short(event.name), []).append(event.device_time if on_cuda else event.self_cpu_time_total)
     return [
         {"kernel": name, "calls": len(times) if parts == 1 else len(times) / parts, "microseconds": sum(times) / parts}
@@ -37,6 +80,6 @@ def kernels_of(work: Callable[[], Any], device: torch.device, parts: int = 1) ->
 
 
 def short(name: str) -> str:
-    """Of a kernel, without its return type, parameters and types, which fill hundreds of characters where it is a template."""
+    """A kernel's name without return type, parameters and types, which fill hundreds of characters where it is a template."""
     name = name.replace("(anonymous namespace)", "").removeprefix("void ")
     return re.split(r"[<(]", name, maxsplit=1)[0].replace("::::", "::").strip(" :") or name

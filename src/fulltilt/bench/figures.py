@@ -1,7 +1,8 @@
-"""What was measured of an engine.
+"""What was measured of an engine or of a whole step.
 
-Enters: seconds. Leaves: `Timing`, one setting of an engine over repeats, and `Measured`, all settings of an engine. Guaranteed: a setting
-that failed is there with its error; an engine's figure is the median of its repeats at its best setting that gives log-probs.
+Enters: seconds and bytes. Leaves: `Timing` (one setting of an engine over repeats), `Measured` (all its settings) and `StepTiming` (one
+setting of a system over steps). Guaranteed: a setting that failed is kept with its error; an engine's figure is the median of its repeats
+at its best setting that gives log-probs.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from fulltilt.bench.workload import Requests
 
 @dataclass(frozen=True)
 class Timing:
-    """One setting of an engine. Seconds are of a whole call, prefill included."""
+    """One setting of an engine. Seconds are those of a whole call, prefill included."""
 
     setting: Mapping[str, Any]
     seconds: tuple[float, ...] = ()  # of each repeat
-    prefill_seconds: tuple[float, ...] = ()  # of the same prompts with one token each, where a workload asks for time per token
+    prefill_seconds: tuple[float, ...] = ()  # for the same prompts with one token each, where a workload asks for time per token
     trial_seconds: float | None = None  # of the pass that a setting was chosen or dropped by, warm-up included
     logprobs: bool = True
     error: str | None = None
@@ -59,14 +60,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class Measured:
-    """An engine with all its settings, and what else is known of it."""
+    """An engine with all its settings, and further details about it."""
 
     engine: str
     timings: Sequence[Timing]
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, requests: Requests, *, logprobs: bool = True) -> Timing | None:
-        """The fastest setting; what gives no log-probs is no rollout and is compared only among its like."""
+        """The fastest setting. A rollout needs log-probs: settings without them are compared only with each other."""
         known = [(timing.speed(requests), timing) for timing in self.timings if timing.logprobs == logprobs]
         return max(((speed, timing) for speed, timing in known if speed is not None), key=lambda pair: pair[0], default=(None, None))[1]
 
@@ -77,3 +78,42 @@ class Measured:
         if bare:
             found["without_logprobs"] = bare.as_json(requests)
         return found | dict(self.details) | {"all_settings": [timing.as_json(requests) for timing in self.timings]}
+
+
+@dataclass(frozen=True)
+class StepTiming:
+    """A system at one setting over some steps."""
+
+    setting: Mapping[str, Any]
+    seconds: tuple[float, ...] = ()  # of each step after the warm-up
+    rollout_seconds: tuple[float, ...] = ()  # of each of these, until its last sample was finished
+    first_seconds: float | None = None  # of the warm-up
+    peak_bytes: int | None = None  # allocated by torch, from the first step on
+    peak_device_bytes: int | None = None  # in use on the device, without what other processes held
+    start_seconds: float | None = None  # until the first step
+    error: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def median(self) -> float | None:
+        return median(self.seconds) if self.seconds else None
+
+    def as_json(self, tokens: int) -> dict[str, Any]:
+        """`tokens`: of all prompts and responses of a step."""
+        typical = self.median
+        return {
+            "setting": dict(self.setting),
+            "step_seconds": typical,
+            "step_seconds_all": list(self.seconds),
+            "first_step_seconds": self.first_seconds,
+            "start_seconds": self.start_seconds,
+            "rollout_seconds": median(self.rollout_seconds) if self.rollout_seconds else None,
+            "tokens_per_s": tokens / typical if typical else None,
+            "peak_memory_bytes": self.peak_bytes,
+            "peak_device_bytes": self.peak_device_bytes,
+            "error": self.error,
+        }
+
+
+def fastest(found: Sequence[StepTiming]) -> StepTiming | None:
+    return min((steps for steps in found if steps.seconds), key=lambda steps: median(steps.seconds), default=None)

@@ -1,64 +1,60 @@
-"""transformers' `generate`, as a peer.
+"""transformers' `generate` as an engine.
 
-Enters: a model's source, a device, requests. Leaves: seconds for all of them at a setting (samples in a batch, threads). Guaranteed: the
-same work as ours, the sampled tokens' log-probs included; a sample that has its tokens is done, and a batch ends with its last one;
-batches are cut in prompt order, for lengths are not known beforehand.
+Enters: prompts, how to sample, and optionally the number of tokens of each sample. Leaves: groups, batch after batch, in prompt order.
+Guaranteed: as of any engine (rollout/engine.py): token ids are the sampled ones, log-probs are those of the full softmax at the sampling
+temperature, a group is complete. A finished sample waits for the last one of its batch; batches are cut in prompt order, since lengths are
+not known beforehand.
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.bench import shapes
-from fulltilt.bench.workload import Requests
-from fulltilt.cluster.sizes import THREADS
-from fulltilt.loop.opening import what_stays
+from fulltilt.records import Group, Prompt, Sample
+from fulltilt.rollout.engine import Engine, EngineCaps
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.stats import NO_STATS, EngineStats
+from fulltilt.rollout.stop_strings import StopStrings
 
 PAD = 0
-CUTS = (1, 2, 4)  # batches that the workload is cut into, each of which is tried
+Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
 
 
-@dataclass(frozen=True)
-class Setting:
-    batch: int  # samples in a batch: prompts with all their samples
-    threads: int | None  # of torch; None on CUDA, where they hardly matter
+class EndOfSamples(StoppingCriteria):
+    """A sample ends when it has as many tokens as it may have, or where it has drawn an end token or completed a stop string, unless its
+    length is forced."""
 
-    def as_json(self) -> dict[str, Any]:
-        return {"batch": self.batch} | ({"threads": self.threads} if self.threads else {})
-
-    def words(self) -> str:
-        return f"batch {self.batch}" + (f", threads {self.threads}" if self.threads else "")
-
-
-class Lengths(StoppingCriteria):
-    """Each sample ends when it has its tokens."""
-
-    def __init__(self, prompt_width: int, lengths: torch.Tensor) -> None:
-        self.ends = prompt_width + lengths
+    def __init__(self, width: int, most: torch.Tensor, free: torch.Tensor | None, ends: torch.Tensor, stops: StopStrings) -> None:
+        self.width, self.ends_at, self.free, self.end_tokens, self.stops = width, width + most, free, ends, stops
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
-        return input_ids.shape[1] >= self.ends
+        done = input_ids.shape[1] >= self.ends_at
+        if self.free is not None:
+            ended = torch.isin(input_ids[:, -1], self.end_tokens)
+            if self.stops.strings:
+                ended |= torch.tensor([self.stops.ended(row) for row in input_ids[:, self.width :].tolist()], device=input_ids.device)
+            done = done | (ended & self.free)
+        return done
 
 
 class SampledLogprobs(LogitsProcessor):
-    """Log-probs of what was sampled, read off one step later: the logits of all steps need not be kept."""
+    """Log-probs of the sampled tokens, read off one step later: the logits of all steps need not be kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature or 1.0
         self.columns: list[torch.Tensor] = []
         self._scores: torch.Tensor | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.read(input_ids[:, -1])
-        self._scores = scores
+        self._scores = scores if self.temperature == 1 else scores / self.temperature
         return scores
 
     def read(self, tokens: torch.Tensor) -> None:
@@ -66,70 +62,89 @@ class SampledLogprobs(LogitsProcessor):
             self.columns.append(self._scores.gather(1, tokens[:, None])[:, 0] - self._scores.logsumexp(dim=-1))
 
 
-class HuggingFace:
-    def __init__(self, source: shapes.Source, device: torch.device) -> None:
+class HfEngine(Engine):
+    """Generates with a model as transformers alone runs it; `batch`: prompts in a batch, None: all of a call."""
+
+    caps = EngineCaps(shares_weights=True, full_softmax_logprobs=True)
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, end_tokens: frozenset[int] = frozenset(), batch: int | None = None) -> None:
         transformers_logging.set_verbosity_error()
-        self.device = device
-        self.model = shapes.theirs(source, device)
-        self.model.generation_config = GenerationConfig()  # what a folder brings, end tokens among it, would fill in what ours leaves out
+        self.model, self.tokenizer, self.batch = model, tokenizer, batch
+        self.end_tokens = end_tokens
+        # What a folder brings, end tokens among it, would fill in what the call leaves out.
+        model.generation_config = GenerationConfig()
+        self._stats = NO_STATS
 
-    def settings(self, requests: Requests, kv_bytes_per_token: int, kv_bytes: int | None) -> list[Setting]:
-        """Batches to try, whose cache may grow to no more than `kv_bytes`."""
-        workload = requests.workload
-        per_prompt = workload.samples * requests.positions * kv_bytes_per_token
-        most = workload.prompts if kv_bytes is None else max(1, kv_bytes // per_prompt)
-        sizes = sorted({min(-(-workload.prompts // cuts), most) for cuts in CUTS}, reverse=True)
-        return [Setting(size * workload.samples, THREADS if self.device.type == "cpu" else None) for size in sizes]
-
-    def variants(self, best: Setting) -> list[Setting]:
-        """What else to try with the best batch: one thread, where their number is not given and a small model may gain by it."""
-        open_choice = best.threads is not None and best.threads > 1 and "OMP_NUM_THREADS" not in os.environ
-        return [replace(best, threads=1)] if open_choice else []
-
-    def run(self, requests: Requests, setting: Setting) -> float:
-        """Seconds for all requests, batch after batch."""
-        if setting.threads:
-            torch.set_num_threads(setting.threads)
-        torch.manual_seed(requests.seed)
-        samples: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-        prompts = setting.batch // requests.workload.samples
-        with what_stays():
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for first in range(0, len(requests.prompts), prompts):
-                samples |= self._batch(requests, first, first + prompts)
-            seconds = time.perf_counter() - begin
-        for name, (ids, logprobs) in samples.items():
-            assert len(ids) == len(logprobs) == requests.lengths[name]
-        assert samples.keys() == requests.lengths.keys()
-        return seconds
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
+        """`lengths` forces the number of tokens of the samples that it names; end tokens and stop strings mean nothing to these."""
+        torch.manual_seed(seed)
+        self._stats, begin = NO_STATS, time.perf_counter()
+        size = self.batch or len(prompts)
+        for first in range(0, len(prompts), size):
+            groups = self._batch(prompts[first : first + size], sampling, lengths or {})
+            now = time.perf_counter()
+            self._stats += self._of_batch(groups, now - begin)
+            begin = now
+            yield from groups
 
     def release(self) -> None:
-        """Give memory to whoever is measured next."""
-        if self.device.type == "cuda":
+        if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _batch(self, requests: Requests, first: int, end: int) -> Mapping[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-        rows = [(prompt, index) for prompt in requests.prompts[first:end] for index in range(requests.workload.samples)]
-        names = [(prompt.uid, index) for prompt, index in rows]
-        width = max(len(prompt.ids) for prompt, _ in rows)
+    def stats(self) -> EngineStats:
+        return self._stats
+
+    def _batch(self, prompts: Sequence[Prompt], sampling: Sampling, lengths: Lengths) -> list[Group]:
+        rows = [(prompt, index) for prompt in prompts for index in range(sampling.samples)]
+        width, device = max(len(prompt.ids) for prompt in prompts), self.model.device
         ids, mask = np.full((len(rows), width), PAD, dtype=np.int64), np.zeros((len(rows), width), dtype=np.int64)
         for row, (prompt, _) in enumerate(rows):
             ids[row, width - len(prompt.ids) :] = prompt.ids
             mask[row, width - len(prompt.ids) :] = 1
-        lengths = torch.tensor([requests.lengths[name] for name in names], device=self.device)
-        logprobs = SampledLogprobs()
+        forced = [lengths.get((prompt.uid, index)) for prompt, index in rows]
+        most = torch.tensor([length or sampling.max_new_tokens for length in forced], device=device)
+        free = None if all(forced) else torch.tensor([length is None for length in forced], device=device)
+        ends = torch.tensor(sorted(self.end_tokens), dtype=torch.int64, device=device)
+        stops, logprobs = StopStrings(self.tokenizer, sampling.stop), SampledLogprobs(sampling.temperature)
         sequences = self.model.generate(
-            torch.from_numpy(ids).to(self.device),
-            attention_mask=torch.from_numpy(mask).to(self.device),
-            generation_config=GenerationConfig(
-                do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=requests.longest_response, pad_token_id=PAD,
-            ),
+            torch.from_numpy(ids).to(device),
+            attention_mask=torch.from_numpy(mask).to(device),
+            generation_config=generation_config(sampling),
             logits_processor=LogitsProcessorList([logprobs]),
-            stopping_criteria=StoppingCriteriaList([Lengths(width, lengths)]),
-        )  # fmt: skip
+            stopping_criteria=StoppingCriteriaList([EndOfSamples(width, most, free, ends, stops)]),
+        )
         logprobs.read(sequences[:, -1])
-        tokens, values = sequences[:, width:].cpu().numpy(), torch.stack(logprobs.columns, dim=1).cpu().numpy()
-        sizes = lengths.tolist()
-        return {name: (tokens[row, :size], values[row, :size]) for row, (name, size) in enumerate(zip(names, sizes, strict=True))}
+        tokens, values = sequences[:, width:].cpu().numpy(), torch.stack(logprobs.columns, dim=1).float().cpu().numpy()
+        samples = [self._sample(index, tokens[row], values[row], forced[row], sampling, stops) for row, (_, index) in enumerate(rows)]
+        return [
+            Group(prompt, tuple(samples[place * sampling.samples : (place + 1) * sampling.samples])) for place, prompt in enumerate(prompts)
+        ]
+
+    def _sample(
+        self, index: int, tokens: np.ndarray, logprobs: np.ndarray, forced: int | None, sampling: Sampling, stops: StopStrings
+    ) -> Sample:
+        if forced is not None:
+            return Sample(index, tokens[:forced], logprobs[:forced], "length", stops.whole_text(tokens[:forced].tolist()))
+        drawn = tokens[: sampling.max_new_tokens].tolist()
+        ends = [place for place, token in enumerate(drawn, 1) if token in self.end_tokens][:1]
+        ends += [stopped] if (stopped := stops.first_end(drawn, len(drawn))) else []
+        size = min(ends, default=len(drawn))
+        return Sample(index, tokens[:size], logprobs[:size], "stop" if ends else "length", stops.text(drawn[:size]))
+
+    def _of_batch(self, groups: Sequence[Group], seconds: float) -> EngineStats:
+        drawn = [len(sample.ids) for group in groups for sample in group.samples]
+        return EngineStats(
+            prefill_tokens=sum(len(group.prompt.ids) * len(group.samples) for group in groups),
+            decode_tokens=sum(drawn) - len(drawn),
+            passes=max(drawn),
+            most_running=len(drawn),
+            running_passes=sum(drawn),
+            seconds=seconds,
+            decode_seconds=seconds,
+        )
+
+
+def generation_config(sampling: Sampling) -> GenerationConfig:
+    greedy = sampling.temperature == 0
+    chosen = {} if greedy else {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
+    return GenerationConfig(do_sample=not greedy, max_new_tokens=sampling.max_new_tokens, pad_token_id=PAD, **chosen)

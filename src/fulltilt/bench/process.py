@@ -1,17 +1,19 @@
-"""A peer in a process of its own, so that its memory is gone afterwards.
+"""Measured programs in processes of their own, so that their memory is free afterwards.
 
-Enters: the module that runs there, and a request. Leaves: its answer. Guaranteed: none of its processes outlives the call, nor the caller,
-however that ends; an answer is whole or not there; what fails is told in the answer, under "error", with the end of what was printed where
-it died without a word.
+Enters: a program and, for a peer, a request. Leaves: a started process, or the peer's answer. Guaranteed: none of its processes outlives
+the call, nor the caller, however that ends; an answer is complete or missing; a failure is in the answer under "error", with the end of the
+log where the process died silently.
 
-    answer = ask("fulltilt.bench.trl", request, folder)         # starts: python -m fulltilt.bench.trl REQUEST.json RESULT.json
-    serve(run)                                                  # what that module does: run(request, answer) fills the answer
+    answer = ask(script, request, folder)         # starts the script with REQUEST.json RESULT.json
+    serve(run)                                    # what the script does: run(request, answer) fills the answer
 
 Peers that take minutes to start can start together and be measured one after another:
 
-    with Peer(module, request, folder) as peer:
-        peer.wait_until_ready()                                 # in its `run`, the peer calls wait_for_turn()
+    with Peer(script, request, folder) as peer:
+        peer.wait_until_ready()                   # in its `run`, the peer calls wait_for_turn()
         answer = peer.measure()
+
+`python -m fulltilt.bench.process PROGRAM ...` runs a script or a module and ends it with its parent: what `start` starts.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -29,7 +32,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-LIMIT_S = 3600.0  # of one start with all that is measured
+LIMIT_S = 3600.0  # for one start with all that is measured
 LOG_LINES = 12
 LOOK_S = 0.05  # between looks at a flag
 LOOK_AT_PARENT_S = 1.0
@@ -38,21 +41,31 @@ READY, TURN = "ready", "turn"
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class Peer:
-    """A process that was started. Inside `with`: none of its own processes is left afterwards. `folder`: a new one, for files and the log;
-    `defaults`: variables for where the environment has none."""
+def start(
+    program: str | Path, arguments: list[str], log: Path, variables: Mapping[str, str] | None = None, *, piped: bool = False
+) -> subprocess.Popen[str]:
+    """A script's path or a module's name, in a session of its own, with this package importable even where it is not installed. `piped`:
+    standard output can be read line by line instead of going into the log."""
+    source = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    with log.open("w", encoding="utf-8") as written:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fulltilt.bench.process", str(program), *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if piped else written, stderr=written if piped else subprocess.STDOUT,
+            start_new_session=True, env={**(os.environ if variables is None else variables), "PYTHONPATH": path}, text=True,
+        )  # fmt: skip
 
-    def __init__(self, module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> None:
+
+class Peer:
+    """A started process. Used as a context, none of its own processes is left afterwards. `folder`: a new one, for files and the log;
+    `defaults`: variables used where the environment has none."""
+
+    def __init__(self, script: Path, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> None:
         folder.mkdir(parents=True)
         asked, self.answered, self.log = (folder / name for name in ("request.json", "result.json", "log.txt"))
         self.begin = time.monotonic()
         asked.write_text(json.dumps(request), encoding="utf-8")
-        with self.log.open("w", encoding="utf-8") as written:
-            self.child = subprocess.Popen(
-                [sys.executable, "-m", module, str(asked), str(self.answered)],
-                stdin=subprocess.DEVNULL, stdout=written, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**(defaults or {}), **own_environment(), **ENVIRONMENT},
-            )  # fmt: skip
+        self.child = start(script, [str(asked), str(self.answered)], self.log, {**(defaults or {}), **os.environ, **ENVIRONMENT})
 
     def __enter__(self) -> Peer:
         return self
@@ -61,12 +74,12 @@ class Peer:
         end_session(self.child)
 
     def wait_until_ready(self) -> None:
-        """Or until it has ended, or until its time is up: `measure` tells which."""
+        """Returns also when the process has ended or its time is up: `measure` reports which."""
         while self.child.poll() is None and not flag(self.answered, READY).exists() and time.monotonic() - self.begin < LIMIT_S:
             time.sleep(LOOK_S)
 
     def measure(self, limit_s: float | None = None) -> dict[str, Any]:
-        """Its answer, once it had its turn."""
+        """Let it work, and return its answer."""
         flag(self.answered, TURN).touch()
         limit_s = limit_s or LIMIT_S
         try:
@@ -82,21 +95,15 @@ class Peer:
 
 
 def ask(
-    module: str, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None, limit_s: float | None = None
+    script: Path, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None, limit_s: float | None = None
 ) -> dict[str, Any]:
-    """What `module` answers."""
-    with Peer(module, request, folder, defaults) as peer:
+    """The answer of a script that is measured at once."""
+    with Peer(script, request, folder, defaults) as peer:
         return peer.measure(limit_s)
 
 
-def own_environment() -> dict[str, str]:
-    """In which this package is found, though it need not be installed."""
-    source = str(Path(__file__).parents[2])
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
-
-
-def end_session(child: subprocess.Popen[Any]) -> None:
-    """The peer's own processes hold the device's memory: none may outlive the one that started them."""
+def end_session(child: subprocess.Popen[str]) -> None:
+    """The child's own processes hold the device's memory: none may outlive the one that started them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
@@ -107,19 +114,38 @@ def end_of(log: Path) -> str:
 
 
 def flag(answered: Path, name: str) -> Path:
-    """A file whose presence one process tells the other something with."""
+    """A file whose presence is a signal between the two processes."""
     return answered.with_name(name)
+
+
+def write_whole(file: Path, content: Any) -> None:
+    """As JSON, under another name first: nobody may read half a file if this process is killed."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(file)
 
 
 # -- in the other process -----------------------------------------------------------------------------------------------------------------
 
 
 def wait_for_turn() -> None:
-    """Said to be ready, until it is this process's turn to be measured."""
+    """Report that this process is ready, and wait until it is its turn to be measured."""
     answered = Path(sys.argv[2])
     flag(answered, READY).touch()
     while not flag(answered, TURN).exists():
         time.sleep(LOOK_S)
+
+
+def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
+    """Answer the request. What `run` had put into the answer before it failed is kept."""
+    asked, answered = map(Path, sys.argv[1:])
+    answer: dict[str, Any] = {}
+    try:
+        run(json.loads(asked.read_text(encoding="utf-8")), answer)
+    except Exception as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    write_whole(answered, answer)
 
 
 def end_with_parent() -> None:
@@ -134,17 +160,10 @@ def end_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
-    """In the other process. What `run` had put into the answer before it failed is in it too."""
+if __name__ == "__main__":
     end_with_parent()
-    asked, answered = map(Path, sys.argv[1:])
-    answer: dict[str, Any] = {}
-    try:
-        run(json.loads(asked.read_text(encoding="utf-8")), answer)
-    except Exception as error:
-        answer["error"] = f"{type(error).__name__}: {error}"
-        traceback.print_exc()
-    # Under another name first: the parent must not read half a file if this process is killed.
-    partial = answered.with_suffix(".partial")
-    partial.write_text(json.dumps(answer), encoding="utf-8")
-    partial.rename(answered)
+    del sys.argv[0]
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

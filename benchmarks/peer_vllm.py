@@ -1,15 +1,14 @@
-"""vLLM, as a peer, in processes of its own: one start for each point of the grid, so that its memory is gone afterwards.
+"""vLLM as a peer, in processes of its own: one start for each value of `max_num_seqs`, so that its memory is free afterwards.
 
-Enters: requests and a grid of `max_num_seqs`. Leaves: seconds at every point, with log-probs and without. Guaranteed: one engine works at
-a time, though as many as the device holds start together, for a start takes a minute or more; each pass begins with an empty prefix cache;
-every response was checked to have its length; a point that fails is recorded with its error.
+Enters: requests and the values. Leaves: seconds at each of them, with log-probs and without. Guaranteed: one engine works at a time, though
+as many as the device holds start together, since a start takes a minute or more; each pass begins with an empty prefix cache; every
+response was checked to have its length; a start that fails is recorded with its error.
 
-    python -m fulltilt.bench.vllm REQUEST.json RESULT.json        (what `measure` starts; nothing of ours runs in that process)
+`measure` runs in fulltilt's process; `run` runs in vLLM's, where no model of ours is loaded.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,85 +28,79 @@ BESIDE = 8 * 2**30  # bytes that a start may take beside weights and KV cache: i
 FORGET_LIMIT_S = 10.0  # to empty the prefix cache
 
 
-def installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
-
-
 @dataclass(frozen=True)
-class Room:
-    """Bytes: what the device has for vLLM, what a start holds beside its KV cache, and what a token takes in that."""
+class VllmMemory:
+    """Bytes: free on the device, held by one start beside its KV cache, and taken by one token in that cache."""
 
     free: int
     beside: int
     per_token: int
 
     def kv_bytes(self, requests: Requests, most: int) -> int:
-        """With which `most` samples never wait for memory, whichever of them run: the longest at their ends, every prompt once, since its
-        group shares it, and a twentieth more."""
+        """Enough that `most` samples never wait for memory, whichever of them run: the longest ones at their ends, every prompt once, since
+        its group shares it, and a twentieth more."""
         prompts = sum(len(prompt.ids) + BLOCK for prompt in requests.prompts)
         responses = sum(sorted(requests.lengths.values(), reverse=True)[:most]) + 2 * BLOCK * min(most, len(requests.lengths))
         return int(1.05 * self.per_token * max(requests.positions + BLOCK, prompts + responses))
 
 
 @dataclass(frozen=True)
-class Point:
-    """Of the grid."""
-
+class VllmStart:
     most: int  # max_num_seqs
     kv_bytes: int | None  # None: as vLLM chooses
 
 
 def measure(
     requests: Requests, model: Path, scratch: Path, *, dummy_weights: bool, device: str, dtype: str, kv_bytes: int | None,
-    room: Room | None, repeats: int, grid: Sequence[int], say: Callable[[str], None],
+    memory: VllmMemory | None, repeats: int, grid: Sequence[int], say: Callable[[str], None],
 ) -> Measured:  # fmt: skip
-    """One process a point of the grid. Without `room` they start one after another."""
-    points = [Point(most, kv_bytes or (room.kv_bytes(requests, most) if room else None)) for most in grid]
+    """One process for each value of the grid. Without `memory` they start one after another."""
+    starts = [VllmStart(most, kv_bytes or (memory.kv_bytes(requests, most) if memory else None)) for most in grid]
 
-    def start(point: Point) -> process.Peer:
+    def begin(start: VllmStart) -> process.Peer:
         request = {
-            "engine": engine_options(requests, model, point, dummy_weights=dummy_weights, device=device, dtype=dtype, alone=room is None),
+            "engine": engine_options(requests, model, start, dummy_weights=dummy_weights, device=device, dtype=dtype, alone=memory is None),
             "prompts": [prompt.ids.tolist() for prompt in requests.prompts],
             "samples": [[uid, length] for (uid, _), length in requests.lengths.items()],
             "repeats": repeats,
             "per_token": requests.workload.per_token,
             "slow": requests.workload.slow,
         }
-        folder = scratch / f"vllm-{point.most}"
+        folder = scratch / f"vllm-{start.most}"
         defaults = {"VLLM_CACHE_ROOT": str(folder / "cache")}  # one compiler must not read what another is about to write
         if device == "cpu":
             defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, (kv_bytes or 2**30) // 2**30))
-        return process.Peer("fulltilt.bench.vllm", request, folder, defaults)
+        return process.Peer(Path(__file__), request, folder, defaults)
 
     timings: list[Timing] = []
     details: dict[str, Any] = {"starts": []}
-    for wave in waves(points, room):
-        say(f"vllm: max_num_seqs {', '.join(str(point.most) for point in wave)}: starting")
+    for wave in waves(starts, memory):
+        say(f"vllm: max_num_seqs {', '.join(str(start.most) for start in wave)}: starting")
         with ExitStack() as started:
-            peers = [started.enter_context(start(point)) for point in wave]
+            peers = [started.enter_context(begin(start)) for start in wave]
             for peer in peers:
                 peer.wait_until_ready()
-            for point, peer in zip(wave, peers, strict=True):
-                say(f"vllm: max_num_seqs {point.most}: passes")
-                setting = {"max_num_seqs": point.most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
+            for start, peer in zip(wave, peers, strict=True):
+                say(f"vllm: max_num_seqs {start.most}: passes")
+                setting = {"max_num_seqs": start.most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
                 result = peer.measure()
-                beside = {"kv_bytes": point.kv_bytes, "started_together": len(wave)}
+                beside = {"kv_bytes": start.kv_bytes, "started_together": len(wave)}
                 details["starts"].append(setting | beside | {"seconds": result.get("start_seconds"), "error": result.get("error")})
                 details["version"] = result.get("version", details.get("version"))
                 timings += read_timings(setting, result)
     return Measured("vllm", timings, details)
 
 
-def waves(points: Sequence[Point], room: Room | None) -> list[list[Point]]:
-    """Which points start together: as many as the device holds, in their order."""
-    found: list[list[Point]] = []
+def waves(starts: Sequence[VllmStart], memory: VllmMemory | None) -> list[list[VllmStart]]:
+    """Which ones start together: as many as the device holds, in their order."""
+    found: list[list[VllmStart]] = []
     left = 0
-    for point in points:
-        held = room.beside + (point.kv_bytes or 0) if room else 0
-        if not found or room is None or held > left:
+    for start in starts:
+        held = memory.beside + (start.kv_bytes or 0) if memory else 0
+        if not found or memory is None or held > left:
             found.append([])
-            left = room.free if room else 0
-        found[-1].append(point)
+            left = memory.free if memory else 0
+        found[-1].append(start)
         left -= held
     return found
 
@@ -127,24 +120,24 @@ def read_timings(setting: dict[str, Any], result: Mapping[str, Any]) -> list[Tim
 
 
 def engine_options(
-    requests: Requests, model: Path, point: Point, *, dummy_weights: bool, device: str, dtype: str, alone: bool
+    requests: Requests, model: Path, start: VllmStart, *, dummy_weights: bool, device: str, dtype: str, alone: bool
 ) -> dict[str, Any]:
-    """Arguments of `vllm.LLM`. What is not here is as vLLM chooses."""
+    """Arguments of `vllm.LLM`. All others are as vLLM chooses."""
     options: dict[str, Any] = {
         "model": str(model),
         "load_format": "dummy" if dummy_weights else "auto",
         "dtype": dtype,
         "skip_tokenizer_init": True,
         "max_model_len": requests.positions,
-        "max_num_seqs": point.most,
+        "max_num_seqs": start.most,
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "seed": requests.seed,
     }
     if device == "cuda":
         options["max_cudagraph_capture_size"] = LARGEST_GRAPH
-    if point.kv_bytes is not None:
-        options["kv_cache_memory_bytes"] = point.kv_bytes
+    if start.kv_bytes is not None:
+        options["kv_cache_memory_bytes"] = start.kv_bytes
     if not alone:  # a start refuses where this share of the device is not free; with the bytes given it does nothing else
         options["gpu_memory_utilization"] = 0.01
     return options
@@ -161,9 +154,9 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     engine = vllm.LLM(**request["engine"])
     result["start_seconds"] = time.perf_counter() - begin
     process.wait_for_turn()
-    # Flat log-probs cost vLLM less than one dictionary a token; versions without them have only these.
+    # Flat log-probs cost vLLM less than one dictionary for each token, but not every version has them.
     with_logprobs = "flat" if hasattr(vllm.SamplingParams(), "flat_logprobs") else "dictionaries"
-    # Those with log-probs last: whole passes have warmed the engine up by then.
+    # Passes with log-probs come last: by then whole passes have warmed the engine up.
     for logprobs in (with_logprobs,) if request["slow"] else (None, with_logprobs):
         timed: dict[str, Any] = {"logprobs": logprobs, "seconds": [], "prefill_seconds": [], "error": None}
         result["passes"].append(timed)
@@ -202,10 +195,10 @@ def one_pass(engine: Any, request: Mapping[str, Any], logprobs: str | None, cut:
 
 
 def forget_prefixes(engine: Any) -> None:
-    """A pass must prefill its prompts. With scheduling ahead of the device, blocks of the pass before are freed a moment after its end."""
+    """A pass must prefill its prompts. vLLM schedules ahead of the device: blocks of the previous pass are freed a moment after its end."""
     deadline = time.perf_counter() + FORGET_LIMIT_S
     while not engine.reset_prefix_cache():
-        assert time.perf_counter() < deadline, "the prefix cache of the pass before is still there"
+        assert time.perf_counter() < deadline, "the prefix cache of the previous pass is still there"
         time.sleep(0.05)
 
 

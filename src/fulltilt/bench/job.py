@@ -1,0 +1,272 @@
+"""What a benchmark is asked for, and the same resolved and checked.
+
+Enters: the options of the command line and a scratch folder. Leaves: a `BenchJob`: device, model, requests, and the configuration of the
+run that is measured. Guaranteed: mistakes in options, settings and peers are reported before anything but small files is made; a setting
+(KEY=VALUE) is read and checked as for `fulltilt train`, and one that belongs to the workload is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fulltilt import config as configuration
+from fulltilt import knobs
+from fulltilt.algo import presets
+from fulltilt.bench import peers, roofline, shapes
+from fulltilt.bench.device import choose_device, device_name
+from fulltilt.bench.workload import Even, Requests, Workload, make_requests
+from fulltilt.cluster.assembly import open_device
+from fulltilt.cluster.checks import wrong_settings
+from fulltilt.config import Config
+from fulltilt.data.order import Cursor
+from fulltilt.data.prompts import load_prompts
+from fulltilt.model.load import load_tokenizer
+from fulltilt.records import Prompt, UserError
+
+# Keys that are no performance knobs and yet only decide how a run is executed.
+EXECUTION = ("model.dtype", "rollout.block_tokens", "run.threads", "run.deterministic")
+REWARD = '''"""A number from 0 to 1 that depends on the whole text and not on its length."""
+import zlib
+
+
+def score(solution_str):
+    return zlib.crc32(solution_str.encode()) / 2**32
+'''
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """What the command line asks for. None: the default of the device."""
+
+    model: str | None = None  # a named shape or a folder
+    against: tuple[str, ...] = ()  # peers
+    device: str | None = None
+    workload: str | None = None
+    prompts: int | None = None
+    samples: int | None = None  # of each prompt
+    new_tokens: int | None = None  # of every response
+    repeats: int | None = None  # measured passes or steps
+    seed: int = 0
+    bandwidth: float | None = None  # of the device, bytes/s
+    flops: float | None = None  # of the device, per second
+    overrides: tuple[str, ...] = ()  # KEY=VALUE: settings of the measured run
+    vllm_grid: tuple[int, ...] = ()
+    trl: tuple[str, ...] = ()  # NAME=VALUE,VALUE: TRL's arguments
+    generation: str | None = None  # what TRL generates with
+    run: Path = Path()  # the run file that learns
+    folder: Path = Path("runs/bench-learn")  # where it learns
+    minutes: float | None = None  # after which each system stops
+
+
+@dataclass(frozen=True, eq=False)
+class BenchJob:
+    """Options, resolved and checked."""
+
+    options: BenchOptions
+    device: torch.device
+    config: Config  # of the run that is measured
+    source: shapes.Source
+    repeats: int  # measured passes or steps
+    scratch: Path
+    requests: tuple[Requests, ...] = ()  # one for rollouts and updates, one for each step, none for a run file
+
+    @property
+    def against(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.options.against))
+
+    @property
+    def dtype(self) -> str:
+        given = self.config.model.dtype
+        return given if given != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[self.device.type]
+
+    @property
+    def kv_bytes(self) -> int | None:
+        """Of every engine's KV cache; None: each takes what it would."""
+        given = self.config.rollout.kv_bytes
+        return None if given == "auto" else given
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that were given, by key."""
+        values = configuration.flatten(self.config)
+        return {key: values[key] for key in (text.partition("=")[0].strip() for text in self.options.overrides)}
+
+    @property
+    def generation(self) -> str:
+        """What TRL generates with."""
+        return self.options.generation or str(peers.load("trl").BY_DEVICE[self.device.type])
+
+    @property
+    def flops(self) -> float | None:
+        known = roofline.device_named(device_name(self.device))
+        return self.options.flops or (known.flops if known else None)
+
+
+def resolve(
+    options: BenchOptions, scratch: Path, *, workloads: Mapping[str, Workload], repeats: Mapping[str, int], settings: Sequence[str],
+    words: Sequence[str] | None = None, warm_up: int = 0,
+) -> BenchJob:  # fmt: skip
+    """Of a benchmark with a workload. `workloads`: the first is the default on CUDA, the last on a CPU; `repeats`: the default by device;
+    `settings`: how the keys begin that it takes; `words`: the texts that prompts are made of, if they are read from a file by `warm_up` and
+    the measured steps."""
+    device = choose_device(options.device)
+    check_figures(options)
+    check_keys(options.overrides, settings)
+    name = options.workload or list(workloads)[0 if device.type == "cuda" else -1]
+    if name not in workloads:
+        raise UserError(f"--workload {name}: unknown workload; choose from {', '.join(workloads)}")
+    workload = resized(workloads[name], options)
+    source = shapes.find(options.model or shapes.DEFAULT[device.type])
+    count = options.repeats or repeats[device.type]
+    requests = tuple(
+        make_requests(workload, len(words or ()) or source.vocabulary, options.seed + step)
+        for step in range(warm_up + count if words else 1)
+    )
+    check_positions(name, source, requests[0])
+    shapes.write_config(source, device, scratch / "model")
+    texts = ["".join(words[number] for number in prompt.ids.tolist()) for each in requests for prompt in each.prompts] if words else []
+    (scratch / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
+    (scratch / "reward.py").write_text(REWARD, encoding="utf-8")
+    run = {"dir": str(scratch / "run"), "steps": len(requests), "seed": options.seed, "device": device.type}
+    tables = run_tables(source, requests, scratch) | {"run": run}
+    config = configuration.parse(tables, options.overrides, "fulltilt bench", [presets.mistakes])
+    open_device(config, wrong_settings(config, presets.build(config), device.type))
+    return BenchJob(options, device, config, source, count, scratch, requests)
+
+
+def run_tables(source: shapes.Source, requests: Sequence[Requests], scratch: Path) -> dict[str, dict[str, Any]]:
+    """The configuration of a run that would make these steps, as a file would have it."""
+    workload, longest = requests[0].workload, max(each.longest_prompt for each in requests)
+    return {
+        "model": {"path": str(source.folder or scratch / "model")},
+        "data": {"train": str(scratch / "prompts.jsonl"), "max_prompt_tokens": longest, "shuffle": False},
+        "algorithm": {
+            "name": "grpo" if workload.samples > 1 else "reinforce++",  # the same loss, for groups of one
+            "prompts_per_step": workload.prompts,
+            "samples_per_prompt": workload.samples,
+        },
+        "rollout": {"max_new_tokens": workload.response_tokens.high, "kv_bytes": workload.kv_bytes or "auto"},
+        "reward": {"function": f"{scratch / 'reward.py'}:score"},
+    }
+
+
+def resized(workload: Workload, options: BenchOptions) -> Workload:
+    workload = replace(workload, prompts=options.prompts or workload.prompts, samples=options.samples or workload.samples)
+    tokens = options.new_tokens
+    return replace(workload, response_tokens=Even(tokens, tokens)) if tokens else workload
+
+
+def check_figures(options: BenchOptions) -> None:
+    """Nominal figures of the device, for a roofline or the MFU."""
+    for option, value in (("--bandwidth", options.bandwidth), ("--flops", options.flops)):
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"{option} {value}: give a finite number above 0, per second, for example 4.8e12")
+
+
+def check_keys(overrides: Sequence[str], taken: Sequence[str]) -> None:
+    """What the measured run executes may be set; what it computes is the workload's. `taken`: how the keys begin that may be set."""
+    for text in overrides:
+        key, equals, _ = text.partition("=")
+        known = knobs.find(key.strip())
+        name = known[0].name if known else key.strip()
+        if not equals or not (known or name in EXECUTION or name in taken) or not name.startswith((*taken, *EXECUTION)):
+            raise UserError(
+                f"{text}: not a setting of this measurement. Write KEY=VALUE, for example actor.token_budget=32768, with a performance "
+                f"knob (`fulltilt knobs` lists them) or one of {', '.join(EXECUTION)}; keys here begin with {', '.join(taken)}, and the "
+                "workload has options of its own"
+            )
+
+
+def check_positions(name: str, source: shapes.Source, requests: Requests) -> None:
+    made_for = getattr(source.config.get_text_config(), "max_position_embeddings", None)
+    if made_for and requests.positions > made_for:
+        raise UserError(
+            f"--workload {name}: a prompt of {requests.longest_prompt} tokens with a response of {requests.longest_response} needs "
+            f"{requests.positions} positions, and {source.name} was made for {made_for}. Choose a shorter workload or another model"
+        )
+
+
+def check_peers(options: BenchOptions, known: Sequence[str], device: torch.device) -> None:
+    """Peers exist and can run here, and options about a peer come with it."""
+    names = options.against
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"--against {','.join(names)}: unknown peer {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
+    about = {"--vllm-grid": ("vllm", options.vllm_grid), "--trl": ("trl", options.trl), "--generation": ("trl", options.generation)}
+    for option, (peer, given) in about.items():
+        if given and peer not in names:
+            raise UserError(f"{option}: {peer} is not measured here. Add it (--against {peer}), or leave the option out")
+    if "vllm" in names and peers.load("vllm") and not peers.installed("vllm"):
+        raise UserError(
+            '--against vllm: vLLM is not installed in this environment. Install it (pip install "fulltilt[vllm]"), or leave it out: '
+            "--against hf"
+        )
+    if "trl" in names:
+        peers.load("trl").check(options.generation, device.type)
+
+
+def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:
+    """The prompts of each step, as a run takes them."""
+    data = load_prompts(config.data.train, load_tokenizer(config.model), config.data)
+    cursor, count = Cursor(), config.algorithm.prompts_per_step
+    steps = config.run.steps if config.run.steps is not None else (config.run.epochs or 1) * data.steps_per_epoch(count)
+    for _ in range(steps):
+        prompts, cursor = data.take(cursor, count, config.run.seed, config.data.shuffle)
+        yield prompts
+
+
+# -- values of options as people write them ------------------------------------------------------------------------------------------------
+
+
+def read_options(given: Mapping[str, Any]) -> BenchOptions:
+    """From the command line's parameters, by their names."""
+    lists = {name: tuple(given.get(name) or ()) for name in ("overrides", "trl")}
+    grid = given.get("vllm_grid")
+    return BenchOptions(
+        **{
+            **given,
+            **lists,
+            "against": words(given.get("against") or ""),
+            "vllm_grid": () if grid is None else numbers("--vllm-grid", grid),
+        }
+    )
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(word for word in (part.strip() for part in text.split(",")) if word)
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Example: "256,512" -> (256, 512)"""
+    found = words(text)
+    if not found or not all(re.fullmatch(r"[1-9]\d*", word) for word in found):
+        raise UserError(f"{option} {text}: give whole numbers above 0, with commas between them, for example 512,1024")
+    return tuple(int(word) for word in found)
+
+
+def check_writable(option: str, file: Path) -> None:
+    """By opening it, since more than permissions can be in the way. Leaves no new file behind."""
+    if not file.parent.is_dir():
+        raise UserError(f"{option} {file}: there is no folder {file.parent}. Make it first")
+    known = os.path.lexists(file)
+    try:
+        file.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise UserError(f"{option} {file}: it cannot be written ({error.strerror}). Give a file that can") from error
+    if not known:
+        file.unlink()
+
+
+def write_text(option: str, file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{option} {file}: it could not be written ({error.strerror}). What was measured is on standard output") from error
