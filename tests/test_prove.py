@@ -17,9 +17,9 @@ import torch
 from fulltilt import knobs
 from fulltilt.algo import presets
 from fulltilt.cluster import assembly, checks, sizes, worker
+from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
-from fulltilt.model.heads import HeadOptions
 from fulltilt.proofs import measure, run, world
 from fulltilt.proofs.case import Case
 from fulltilt.proofs.record import EXACT, Proof, Record, Sides, What, more, within

@@ -105,7 +105,7 @@ def test_every_family_that_runs_has_its_sizes(family: str) -> None:
     shape, model = Shape.from_config(as_written(config)), on_meta(config)
     assert shape == Shape.from_config({key: getattr(config, key, None) for key in KEYS})  # as a loaded model has it
     if family == "cohere":
-        with pytest.raises(UnknownParameters, match="the structure of cohere is not known, so .* Known are llama, "):
+        with pytest.raises(UnknownParameters, match=r"the structure of cohere is not known, so .* Known are llama, "):
             _ = shape.parameters
     else:
         assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -137,7 +137,7 @@ def test_adapters_train_as_many_numbers(family: str, targets: Any) -> None:
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="config.json: cannot be read .* Give a folder with a config.json"):
+    with pytest.raises(UserError, match=r"config.json: cannot be read .* Give a folder with a config.json"):
         Shape.read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 8}))
     with pytest.raises(UserError, match="num_hidden_layers, num_attention_heads, vocab_size is missing"):

@@ -27,8 +27,9 @@ from fulltilt.bench.native import Native
 from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.workload import WORKLOADS, Requests
 from fulltilt.cluster.sizes import free_bytes
-from fulltilt.plan import KV_SHARE, many
+from fulltilt.plan import KV_SHARE
 from fulltilt.records import UserError
+from fulltilt.words import many
 
 PEERS = ("vllm", "hf")
 HEAD = ["engine", "tokens/s", "best", "without log-probs", "ms/token", "of roofline", "setting"]

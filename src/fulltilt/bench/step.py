@@ -42,10 +42,10 @@ from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.plan import many
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.words import many
 
 WORKLOADS = {
     workload.name: workload

@@ -34,9 +34,9 @@ from fulltilt.config import Config
 from fulltilt.loop.opening import what_stays
 from fulltilt.memory.account import Reading
 from fulltilt.model.verify import verify
-from fulltilt.plan import in_bytes, many
 from fulltilt.records import MiniBatch, Row, UserError
 from fulltilt.rollout.runner import bytes_per_token
+from fulltilt.words import in_bytes, many
 
 PHASE = "update-actor"
 PROFILED = 2  # micro-batches whose kernels are timed one by one: the largest

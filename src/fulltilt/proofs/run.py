@@ -28,13 +28,13 @@ from fulltilt import knobs
 from fulltilt.bench.rollout import choose_device
 from fulltilt.cluster.assembly import assemble
 from fulltilt.model.fuse import ROUNDING
-from fulltilt.plan import in_bytes, many
 from fulltilt.proofs import batches, rollout, training
 from fulltilt.proofs.case import Base, Case
 from fulltilt.proofs.record import REFUSED, Number, Proof, Record
 from fulltilt.proofs.step import Step, watched_step
 from fulltilt.proofs.world import ORIGIN, World
 from fulltilt.records import UserError
+from fulltilt.words import in_bytes, many
 
 Say = Callable[[str], None]
 OF_OUTPUTS = 1e-6  # difference of what roles say, which are float32, relative to its size
