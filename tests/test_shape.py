@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2MoeConfig
 
 from fulltilt.config import LoraConfig
-from fulltilt.kernels.packed_backward import packed_attention_reference
-from fulltilt.memory.recompute import KEEPER, Kept, Recompute, apply_recompute
+from fulltilt.memory.recompute import KeptResults, Recompute, apply_recompute, saving_to
 from fulltilt.model import attention, experts, lora
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
@@ -192,17 +190,16 @@ class Counting:
 
 @contextmanager
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Packed attention is the operation that a GPU runs, computed by its reference."""
+    """Packed attention is the operation that a GPU runs, with results of its shape: only what it keeps matters here."""
 
-    def flash(q: Any, k: Any, v: Any, bounds: torch.Tensor, *rest: Any) -> Any:
-        scoring = rest[-1]
-        return packed_attention_reference(q, k, v, np.diff(bounds.numpy()).tolist(), scale=scoring.scale, window=scoring.window)
+    def flash(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
 
     with monkeypatch.context() as patched:
         patched.setattr(attention, "flash_runs", lambda *_: True)
         patched.setattr(attention, "takes", lambda *_, **__: True)
-        patched.setattr(attention, "flash_and_norms", flash)
-        patched.setattr(Kept, "refuse_change", lambda *_: None)  # Triton's interpreter writes back all arguments of a kernel
+        patched.setattr(attention, "flash", flash)
+        patched.setattr(KeptResults, "_refuse_change", lambda *_: None)  # Triton's interpreter writes back all arguments of a kernel
         yield
 
 
@@ -214,15 +211,13 @@ def kept_by(model: PreTrainedModel, tokens: int, monkeypatch: pytest.MonkeyPatch
     counting.own.add(context.parts.untyped_storage().data_ptr())  # some numbers for each document, not for each token
     arguments: list[Held] = []  # of layers that will run again: angles
     rotary = model.base_model.rotary_emb.register_forward_hook(lambda _, __, out: arguments.extend(map(counting.put, out)))
-    token = KEEPER.set(counting)
     try:
-        with as_on_a_gpu(monkeypatch), torch.autograd.graph.saved_tensors_hooks(counting.put, counting.take):
+        with as_on_a_gpu(monkeypatch), saving_to(counting):
             hidden = hidden_states(model, ids, positions, context)
             rows = counting.put(hidden[torch.arange(tokens)])  # the head's
         assert rows.tensor.requires_grad
         return counting.bytes
     finally:
-        KEEPER.reset(token)
         rotary.remove()
         handle.remove()
 
@@ -236,6 +231,7 @@ SETTINGS = [
     Recompute(),
     Recompute("selective"),
     Recompute("full"),
+    Recompute("full", 3, "uniform"),
     Recompute("full", 1),
     Recompute("selective", 1),
     Recompute("full", 2, "uniform"),
@@ -244,18 +240,24 @@ TOKENS = 8
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("family", [*QWEN2, "llama", "qwen3", "mistral"])
-def test_layers_keep_what_is_said(
-    family: str, fused: bool, dtype: torch.dtype, setting: Recompute, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("family", [*QWEN2, "llama", "qwen3"])
+def test_layers_keep_what_is_said(family: str, fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the byte, where the kernels of a GPU run."""
     config = {**models.FAMILIES, **QWEN2}[family]()
-    model = small(config, dtype)
+    model, shape = small(config, dtype), Shape.from_config(as_written(config))
     if fused:
         assert fuse(model).left_alone is None
-    again = Recomputing(setting.kind, setting.layers, setting.method == "uniform")
-    expected = Shape.from_config(as_written(config)).kept_bytes(dtype.itemsize, fused=fused, recompute=again)
-    assert kept_by(model, TOKENS, monkeypatch, setting) == TOKENS * expected
+    for setting in SETTINGS if (family, dtype) == ("qwen2-wider", torch.bfloat16) else SETTINGS[:2]:
+        again = Recomputing(setting.kind, setting.layers, setting.method == "uniform")
+        expected = shape.kept_bytes(dtype.itemsize, fused=fused, recompute=again)
+        assert kept_by(model, TOKENS, monkeypatch, setting) == TOKENS * expected, setting
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("family", "about"), [("phi3", 0.0), ("qwen3-moe", 0.01), ("mixtral", 0.01), ("gemma3", 0.03)])
+def test_other_families_keep_about_what_is_said(family: str, about: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = models.FAMILIES[family]()
+    expected = TOKENS * Shape.from_config(as_written(config)).kept_bytes(2, fused=False)
+    assert kept_by(small(config, torch.bfloat16), TOKENS, monkeypatch) == pytest.approx(expected, rel=about)
