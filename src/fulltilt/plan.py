@@ -240,8 +240,10 @@ def rollout_memory(config: Config, facts: Facts, roles: RolePlan, samples: int) 
     if decode is None:
         decode = decode_bytes(config, facts, most_seqs(config, facts.device, samples)) if facts.rollout else 0
     free = facts.free_bytes
-    if free is None:
-        free = facts.host_bytes if facts.device == "cpu" else int((1 - SLACK) * facts.device_bytes) - resident(roles.settings, facts, None)
+    if free is None and facts.device == "cuda":
+        free = int((1 - SLACK) * facts.device_bytes) - resident({role: vars(own) for role, own in roles.settings.items()}, facts, None)
+    elif free is None:
+        free = facts.host_bytes
     return RolloutMemory(max(0, free), decode, 0 if releases_memory(config) else returning(facts, roles.settings))
 
 
@@ -516,12 +518,11 @@ def number(given: int | str) -> int | None:
     return given if isinstance(given, int) else None
 
 
-def resident(settings: Mapping[str, Any], facts: Facts, updated: str | None) -> int:
+def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str | None) -> int:
     """Bytes of parameters, gradients and optimizers on the device while a role is updated; None: in a rollout."""
     total = 0
     for role, model in facts.roles.items():
-        own = settings[role] if isinstance(settings[role], Mapping) else vars(settings[role])
-        away = {key: own.get(key) is True for key in OFFLOADS}
+        away = {key: keys[role].get(key) is True for key in OFFLOADS}
         total += model.parameter_bytes if role == (updated or "actor") or not away["offload_params"] else 0
         total += model.gradient_bytes if role == updated or not away["offload_grads"] else 0
         total += min(STREAMED, model.optimizer_bytes) if away["offload_optimizer"] else model.optimizer_bytes

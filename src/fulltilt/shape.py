@@ -110,7 +110,7 @@ KEYS = (
     *NEEDED, "model_type", "num_key_value_heads", "head_dim", "intermediate_size", "tie_word_embeddings", "max_position_embeddings",
     "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
     "mlp_only_layers", "decoder_sparse_step", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias",
-    "qkv_bias", "mlp_bias", "attn_logit_softcapping",
+    "qkv_bias", "mlp_bias",
 )  # fmt: skip
 
 
@@ -167,7 +167,6 @@ class Shape:
     tied: bool  # the output embedding is the input embedding
     positions: int | None  # that the model was made for; None: config.json does not say
     family: Family | None = None  # with the biases and norms that this model has; None: not in the table
-    capped_scores: bool = False  # attention scores are bounded by a tanh
 
     @staticmethod
     def named(name: str) -> Shape:
@@ -201,7 +200,6 @@ class Shape:
             tied=bool(family and family.tied) if tied is None else tied,
             positions=config.get("max_position_embeddings"),
             family=family and with_config(family, config),
-            capped_scores=bool(config.get("attn_logit_softcapping")),
         )
 
     # ---- parameters ----------------------------------------------------------------------------------------------------------------
@@ -283,24 +281,26 @@ class Shape:
         if recompute.kind == "selective":
             inputs += sum(self.product_bytes(self.layers[index], itemsize) for index in again)
         # Behind the layers: the last norm, and its results where the head reads them. Before them: token ids, and angles of positions.
-        wide = itemsize if fused else max(4, itemsize)
-        return whole + inputs + (wide + (0 if fused else itemsize) + itemsize) * self.width + 4 + 2 * 8 + self._angle_bytes(itemsize)
+        angles = 2 * itemsize * max((layer.head_width for layer in self.layers), default=0)
+        return whole + inputs + self._norm_bytes(itemsize, fused=fused) + 2 * 8 + angles
 
-    def _angle_bytes(self, itemsize: int) -> int:
-        return 2 * itemsize * max((layer.head_width for layer in self.layers), default=0)
+    def _norm_bytes(self, itemsize: int, *, fused: bool) -> int:
+        """A fused norm keeps its input, its output and a factor; transformers' own keeps its input in float32, the normed input, and its
+        output."""
+        wide = max(4, itemsize)
+        normed = wide if self.family and self.family.wide_norms else itemsize
+        return (itemsize + (itemsize if fused else wide + normed)) * self.width + 4
 
     def layer_bytes(self, layer: DecoderLayer, itemsize: int, *, fused: bool) -> int:
         """Bytes that a layer keeps of a token where nothing is computed again: what its operations need for their gradients.
 
-        A fused norm keeps its input, its output and a factor; transformers' own keeps the input in float32, the normed input, and the
-        output. Attention keeps queries, keys, values, its output and a normaliser for each head. A fused gated product keeps its two inputs
-        and its output; transformers' own also the activated gate."""
+        Attention keeps queries, keys, values, its output and a normaliser for each head. A fused gated product keeps its two inputs and its
+        output; transformers' own also the activated gate."""
         family, wide = self.family or Family(), max(4, itemsize)
-        of_norm = (2 * itemsize if fused else (wide + itemsize + (wide if family.wide_norms else itemsize))) * self.width + 4
-        found = family.norms * of_norm + 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
+        found = family.norms * self._norm_bytes(itemsize, fused=fused) + 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
         if family.head_norms:  # fused they keep the product of all projections, of which queries and keys are parts
             normed = layer.queries + layer.keys
-            found += itemsize * (normed + layer.keys) if fused else (wide + itemsize) * normed
+            found += itemsize * (normed + layer.keys) if fused else (wide + (wide if family.wide_norms else itemsize)) * normed
             found += 4 * (1 if family.whole_head_norms else layer.heads + layer.key_heads)
         if layer.experts is None:
             return found + (3 if fused else 4) * itemsize * layer.inner
