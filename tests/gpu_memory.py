@@ -28,11 +28,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.assembly import take_workspaces
-from fulltilt.cluster.sizes import decode_bytes
+from fulltilt.cluster.sizes import role_facts
 from fulltilt.config import Config, TrainConfig
 from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.verify import verify
+from fulltilt.plan import Facts, decode_bytes
 from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
@@ -164,10 +165,11 @@ def measure(settings: Settings) -> dict[str, Any]:
     for number in range(1, settings.rounds + 1):
         rounds.append(one_round(setup, settings, number))
         print(json.dumps(rounds[-1]), file=sys.stderr, flush=True)
-    layers = dict(enumerate(setup.engine.decoder.layers))
     config = Config.model_validate({"model": {"path": "."}, "data": {"train": "."}})
     longest = settings.longest_prompt + settings.new_tokens
-    planned = decode_bytes(config, setup.model, layers, setup.engine.limits.max_seqs, longest, settings.device)
+    roles = {"actor": role_facts(setup.model, learns=True)}
+    facts = Facts(settings.device, 0, 0, roles, longest - config.rollout.max_new_tokens, steps_per_epoch=1)
+    planned = decode_bytes(config, facts, setup.engine.limits.max_seqs)
     setup.engine.close()
     later = rounds[1:] or rounds
     grown = rounds[-1]["reserved_bytes"] - later[0]["reserved_bytes"] if settings.device == "cuda" else None

@@ -14,6 +14,7 @@ from typing import Any
 
 import models
 import numpy as np
+import plans
 import pytest
 import torch
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
-from fulltilt.plan import Facts, make_budgets
+from fulltilt.plan import make_plan
 from fulltilt.records import MicroBatch, Row
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, Scorer, annotate_all
@@ -435,11 +436,7 @@ def test_padding_changes_no_gradient_of_a_critic_and_no_score_of_a_reward_model(
 
 def sizes(**sections: dict[str, Any]) -> dict[str, MicroSizing]:
     config = grpo(**sections)
-    facts = Facts(
-        device="cuda", free_bytes=2**40, parameters=10, cores=1, threads_given=True, context_limit=None, kv_bytes_per_token=1, longest=8,
-        steps_per_epoch=1,
-    )  # fmt: skip
-    budgets = make_budgets(config, facts, samples=4)
+    budgets = make_plan(config, plans.facts(free_bytes=2**40, kv_bytes_per_token=1, longest=8)).budgets
     updates, forwards = update_sizes(config, budgets), forward_sizes(config, budgets)
     return {f"update {role}": size for role, size in updates.items()} | {f"forward {role}": size for role, size in forwards.items()}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import gpu_memory
 import models
+import plans
 import pytest
 import runs
 import torch
@@ -25,9 +26,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts, assemble, take_workspaces
 from fulltilt.cluster.loading import Fusing
-from fulltilt.cluster.sizes import decode_bytes
 from fulltilt.config import Config, ModelConfig
-from fulltilt.kernels import dispatch
+from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sampling_bytes, sizes_up_to
+from fulltilt.kernels import dispatch, sampling
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model import fuse as fuse_file
 from fulltilt.model.attention import LayerShape
@@ -36,7 +37,7 @@ from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed, verify
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
-from fulltilt.plan import Facts, make_plan
+from fulltilt.plan import Facts, decode_bytes, make_plan
 from fulltilt.records import MiniBatch, UserError
 from fulltilt.rollout import runner as runner_file
 from fulltilt.rollout.collect import collect
@@ -351,22 +352,20 @@ def test_graphs_and_fused_layers_are_in_the_plans_words(folder: Path) -> None:
         assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.limits.cuda_graphs is False
         assert "no CUDA graphs: the run is on the CPU" in " ".join(parts.plan.words)
         assert parts.plan.words[-1] == "layers: not fused: the run is on the CPU and train.fused_layers is auto"
-    config = runs.read_config(folder)
-    facts = Facts("cuda", 2**34, 10**9, 8, False, None, 12288, 500, 1, decode_bytes=2**30, graph_sizes=21, layers="fused")
-    assert "CUDA graphs of 21 batch sizes, 1.0 GiB for decoding" in make_plan(config, facts, rollout=True).words[1]
+    config = runs.read_config(folder, "rollout.max_seqs=768")
+    facts = plans.facts(free_bytes=2**34, kv_bytes_per_token=12288, decode_bytes=2**30, layers="fused")
+    assert "CUDA graphs of 21 batch sizes, 1.0 GiB for decoding" in make_plan(config, facts).words[1]
     off = runs.read_config(folder, "rollout.cuda_graphs=false")
-    assert "no CUDA graphs: rollout.cuda_graphs is off" in make_plan(off, facts, rollout=True).words[1]
+    assert "no CUDA graphs: rollout.cuda_graphs is off" in make_plan(off, facts).words[1]
     held = replace(facts, not_captured="the host counts the tokens of each expert")
-    assert "no CUDA graphs: the host counts the tokens of each expert" in make_plan(config, held, rollout=True).words[1]
-    on = runs.read_config(folder, "rollout.cuda_graphs=true")
-    assert "CUDA graphs of 21 batch sizes" in make_plan(on, facts, rollout=True).words[1]
+    assert "no CUDA graphs: the host counts the tokens of each expert" in make_plan(config, held).words[1]
+    on = runs.read_config(folder, "rollout.cuda_graphs=true", "rollout.max_seqs=768")
+    assert "CUDA graphs of 21 batch sizes" in make_plan(on, facts).words[1]
     refusal = r"^rollout.cuda_graphs: true, but no graph can hold the model: the host counts the tokens of each expert. Remove the key"
     with pytest.raises(UserError, match=refusal):
-        make_plan(on, held, rollout=True)
-    make_plan(off, held, rollout=True)
-    assert [
-        sizes.limits(given, make_plan(given, facts, rollout=True).budgets, torch.device("cuda"), 500).cuda_graphs for given in (config, off)
-    ] == [
+        make_plan(on, held)
+    make_plan(off, held)
+    assert [sizes.limits(given, make_plan(given, facts).budgets, torch.device("cuda"), 500).cuda_graphs for given in (config, off)] == [
         True,
         False,
     ]
@@ -374,8 +373,8 @@ def test_graphs_and_fused_layers_are_in_the_plans_words(folder: Path) -> None:
 
 def test_the_cache_leaves_room_for_decoding_and_for_an_update_beside_it(folder: Path) -> None:
     def blocks(*overrides: str, **changes: int) -> int:
-        facts = replace(Facts("cuda", 10**9, 10**9, 8, False, None, 1000, 500, 1), **changes)
-        return make_plan(runs.read_config(folder, "rollout.max_seqs=4096", *overrides), facts, rollout=True).budgets.kv_blocks
+        config = runs.read_config(folder, "rollout.max_seqs=4096", *overrides)
+        return make_plan(config, plans.facts(**changes)).budgets.kv_blocks
 
     assert blocks() == int(0.85 * 10**9) // 16000
     assert blocks(decode_bytes=4 * 10**8) == 51 * 10**7 // 16000
@@ -387,10 +386,10 @@ def test_the_cache_leaves_room_for_decoding_and_for_an_update_beside_it(folder: 
 
 
 def test_a_cache_larger_than_what_is_free_is_refused_on_cuda(folder: Path) -> None:
-    facts = Facts("cuda", 10**9, 10**9, 8, False, None, 1000, 500, 1, decode_bytes=4 * 10**8)
+    facts = plans.facts(decode_bytes=4 * 10**8)
 
     def blocks(override: str, given: Facts = facts, kept: dict[str, int] | None = None) -> int:
-        return make_plan(runs.read_config(folder, override), given, rollout=True, kept=kept).budgets.kv_blocks
+        return make_plan(runs.read_config(folder, override), given, kept).budgets.kv_blocks
 
     fits = "rollout.kv_bytes=600_000_000"
     assert blocks(fits) == blocks("rollout.memory_fraction=0.6") == 6 * 10**8 // 16000
@@ -406,18 +405,27 @@ def test_a_cache_larger_than_what_is_free_is_refused_on_cuda(folder: Path) -> No
 
 def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
     """Logits in float32 are in it on every device; workspaces and graphs on CUDA."""
-    model, config = model_of(model_folders("qwen2")), runs.read_config(folder)
-    layers = verify(model)
-    few, many = (decode_bytes(config, model, layers, rows, 200, "cpu") for rows in (16, 1024))
+    model, rows = model_of(model_folders("qwen2")), 1024
+    actor = sizes.role_facts(model, learns=False)
+
+    def taken(rows: int, device: str, graphs: str = "auto") -> int:
+        config = runs.read_config(folder, f"rollout.cuda_graphs={graphs}", "rollout.max_new_tokens=100")
+        return decode_bytes(config, plans.facts(device, roles={"actor": actor}, longest=100), rows)
+
+    few, many = (taken(rows, "cpu") for rows in (16, 1024))
     assert 4 * 16 * models.VOCABULARY < few < 4 * 16 * models.VOCABULARY + 16 * 1024
     assert many == 64 * few
-    on_cuda, eager = (
-        decode_bytes(runs.read_config(folder, f"rollout.cuda_graphs={graphs}"), model, layers, 1024, 200, "cuda")
-        for graphs in ("auto", "false")
-    )
-    assert on_cuda - eager == 2 * len(sizes.sizes_up_to(1024)) * sizes.GRAPH_BYTES and eager > many
-    assert sizes.sizes_up_to(1024)[-2:] == [960, 1024] and sizes.sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and sizes.sizes_up_to(1) == [1]
-    assert sizes.sizes_up_to(2000)[-5:] == [1024, 1280, 1536, 1792, 2000]
+    on_cuda, eager = (taken(rows, "cuda", graphs) for graphs in ("auto", "false"))
+    assert on_cuda - eager == 2 * len(sizes_up_to(1024)) * GRAPH_BYTES and eager > many
+    assert sizes_up_to(1024)[-2:] == [960, 1024] and sizes_up_to(20) == [1, 2, 4, 8, 16, 20] and sizes_up_to(1) == [1]
+    assert sizes_up_to(2000)[-5:] == [1024, 1280, 1536, 1792, 2000]
+
+
+def test_what_decoding_takes_is_what_its_records_hold() -> None:
+    for rows, vocabulary in ((1, 5), (7, 1024), (300, 151_936)):
+        progress, workspace = sampling.DecodeProgress.make(rows, BURST, "meta"), sampling.Workspace.make(rows, vocabulary, "meta")
+        assert progress_bytes(rows) == sum(tensor.nbytes for tensor in vars(progress).values())
+        assert sampling_bytes(rows, vocabulary) == sum(tensor.nbytes for tensor in vars(workspace).values())
 
 
 @pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])

@@ -16,10 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fulltilt.footprint import CUDA_BYTES, HeadOptions, Rows, head_bytes, rows_at_once
 from fulltilt.kernels import dispatch
 from fulltilt.kernels import token_logprobs as kernels
-from fulltilt.kernels.token_logprobs import Call, Rows, Tokens
-from fulltilt.model.heads import CUDA_BYTES, Head, HeadOptions, LogitShape, head_bytes, plain_entropy, rows_at_once, token_logprobs
+from fulltilt.kernels.token_logprobs import Call, Tokens
+from fulltilt.model.heads import Head, LogitShape, plain_entropy, token_logprobs
 
 DEVICE = "cuda" if torch.cuda.is_available() and not dispatch.INTERPRETED else "cpu"
 SHAPES = [LogitShape(), LogitShape(scale=0.4), LogitShape(scale=2.0, cap=1.5)]
@@ -75,7 +76,7 @@ def near(found: torch.Tensor | None, expected: torch.Tensor, allowed: float = 1e
 def test_values_and_gradients_are_the_textbooks(
     numbers: int, temperature: float, biased: bool, shape: LogitShape, options: HeadOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", numbers)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", numbers)
     *tensors, targets = inputs(biased=biased)
     hidden, weight, bias = tensors if biased else (*tensors, None)
     expected = textbook(hidden, weight, bias, targets, shape, temperature)
@@ -97,7 +98,7 @@ def test_values_and_gradients_are_the_textbooks(
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 @pytest.mark.parametrize("shape", SHAPES, ids=name)
 def test_gradients_are_those_of_the_values(shape: LogitShape, options: HeadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", 22)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", 22)
     torch.manual_seed(0)
     tensors = tuple(torch.randn(*size, dtype=torch.float64, requires_grad=True) for size in ((5, 4), (11, 4), (11,)))
     targets = torch.randint(0, 11, (5,))
@@ -217,9 +218,9 @@ def saved_bytes(run: Callable[[], Any]) -> tuple[int, Any]:
 def test_the_largest_temporary_is_as_the_formula_says(
     numbers: int, options: HeadOptions, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", numbers)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", numbers)
     hidden, weight, targets = inputs(dtype, biased=False)
-    expected = head_bytes(ROWS, VOCABULARY, WIDTH, options, dtype=dtype, device="cpu")
+    expected = head_bytes(ROWS, VOCABULARY, WIDTH, options, itemsize=dtype.itemsize, device="cpu")
     with Created() as created:
         loss(*token_logprobs(hidden, Head(weight, None), targets, 1.0, options)).backward()
     assert created.largest == expected.largest
@@ -239,7 +240,7 @@ def test_the_entropys_temporaries_are_of_its_chunk(fused: bool, chunk: int | Non
         else:
             plain_entropy(logits, options)
     assert created.largest == (chunk or ROWS) * VOCABULARY * 8
-    assert created.largest == head_bytes(ROWS, VOCABULARY, WIDTH, options, dtype=torch.float64, device="cpu").entropy
+    assert created.largest == head_bytes(ROWS, VOCABULARY, WIDTH, options, itemsize=8, device="cpu").entropy
 
 
 @pytest.mark.parametrize("entropy", ["gradient", "value"])
@@ -254,14 +255,14 @@ def test_peak_is_as_the_formula_says(options: HeadOptions, entropy: Any, tmp_pat
     profile.export_chrome_trace(str(tmp_path / "trace.json"))
     events = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event.get("name") == "[memory]"]
     peak = max(accumulate(event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])))
-    expected = head_bytes(rows, vocabulary, width, options, dtype=torch.float32, device="cpu", entropy=entropy).peak
+    expected = head_bytes(rows, vocabulary, width, options, itemsize=4, device="cpu", entropy=entropy).peak
     assert expected <= peak <= expected + 3 * weight.nbytes
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 @rows_of_a_chunk
 def test_bytes_saved_for_the_backward_pass(numbers: int, options: HeadOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", numbers)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", numbers)
     hidden, weight, targets = inputs(biased=False)
     least, _alive = saved_bytes(
         lambda: token_logprobs(hidden, Head(weight, None), targets, 1.0, replace(options, recompute=True), entropy="none")
@@ -273,7 +274,7 @@ def test_bytes_saved_for_the_backward_pass(numbers: int, options: HeadOptions, m
         )
     assert saved["value"] == saved["none"]
     for entropy in ("gradient", "value"):
-        formula = head_bytes(ROWS, VOCABULARY, WIDTH, options, dtype=torch.float64, device="cpu", entropy=entropy).saved
+        formula = head_bytes(ROWS, VOCABULARY, WIDTH, options, itemsize=8, device="cpu", entropy=entropy).saved
         assert saved[entropy] - least == formula
         of_entropy = entropy == "gradient" and not options.entropy_recompute
         assert (formula > ROWS * VOCABULARY) is (of_entropy or not options.recompute)
@@ -282,7 +283,7 @@ def test_bytes_saved_for_the_backward_pass(numbers: int, options: HeadOptions, m
 @pytest.mark.parametrize("entropy", ["gradient", "value", "none"])
 def test_what_is_kept_is_not_made_again(entropy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 4 make 6 products of each kind: logits, those of the backward pass, gradient of the hidden states (mm), of the weight."""
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", 4 * VOCABULARY)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(biased=False)
     counts = []
     for options in (HeadOptions(), HeadOptions(entropy_recompute=False), HeadOptions(recompute=False)):
@@ -293,7 +294,7 @@ def test_what_is_kept_is_not_made_again(entropy: Any, monkeypatch: pytest.Monkey
 
 
 def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", 4 * VOCABULARY)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", 4 * VOCABULARY)
     hidden, weight, targets = inputs(biased=False)
     with torch.no_grad(), Created() as created:
         token_logprobs(hidden, Head(weight, None), targets, 1.0, HeadOptions(entropy_recompute=False, recompute=False))
@@ -304,19 +305,19 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("vocabulary", [97, 32_000, 50_257, 151_936, 262_144, 1 << 24])
 def test_chunks_on_a_gpu(vocabulary: int, dtype: torch.dtype) -> None:
     for rows, chunk in every((0, 1, 300, 16_384, 65_536), (None, 100, 1_000)):
-        size = rows_at_once(rows, vocabulary, HeadOptions(entropy_chunk=chunk), dtype, "cuda", False)
+        size = rows_at_once(rows, vocabulary, HeadOptions(entropy_chunk=chunk), dtype.itemsize, "cuda", False)
         assert 1 <= size.logits <= size.gradient and size.forward >= 1
         assert max(size.forward, size.gradient) <= (chunk or 1 << 30)
         live = max(min(rows, size.forward) * 4, min(rows, size.logits) * 4 + min(rows, size.gradient) * dtype.itemsize) * vocabulary
         assert live <= CUDA_BYTES < 2**30
-        assert head_bytes(rows, vocabulary, 64, HeadOptions(entropy_chunk=chunk), dtype=dtype).peak == live
+        assert head_bytes(rows, vocabulary, 64, HeadOptions(entropy_chunk=chunk), itemsize=dtype.itemsize).peak == live
 
 
 def test_chunks_of_the_largest_batch_are_large() -> None:
     """What each product costs beside its arithmetic falls with the rows: 65,536 tokens of 151,936 entries."""
-    assert rows_at_once(65_536, 151_936, HeadOptions(), torch.bfloat16, "cuda", False) == Rows(1536, 512, 2176)
-    assert rows_at_once(18_700, 151_936, HeadOptions(), torch.bfloat16, "cuda", True) == Rows(1536, 512, 9472)
-    assert rows_at_once(18_700, 151_936, HeadOptions(entropy_chunk=3000), torch.bfloat16, "cuda", True).gradient <= 3000
+    assert rows_at_once(65_536, 151_936, HeadOptions(), 2, "cuda", False) == Rows(1536, 512, 2176)
+    assert rows_at_once(18_700, 151_936, HeadOptions(), 2, "cuda", True) == Rows(1536, 512, 9472)
+    assert rows_at_once(18_700, 151_936, HeadOptions(entropy_chunk=3000), 2, "cuda", True).gradient <= 3000
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------------------------

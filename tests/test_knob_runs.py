@@ -21,12 +21,12 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig
 from fulltilt.cluster import checks, loading
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import find_mistakes
+from fulltilt.footprint import HeadOptions
 from fulltilt.memory import offload
 from fulltilt.memory.activations import PAGE, OffloadedForward
 from fulltilt.memory.offload import OffloadSetting, absent
 from fulltilt.memory.recompute import UnitForward
 from fulltilt.model import compiled
-from fulltilt.model.heads import HeadOptions
 from fulltilt.model.lora import without_adapters
 from fulltilt.records import UserError
 

@@ -333,7 +333,7 @@ SHAPES = [LogitShape(), LogitShape(scale=0.4), LogitShape(cap=1.5), LogitShape(s
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("chunk", [1, 7 * 50, 1 << 26])
 def test_head_equals_plain_softmax_forward_and_backward(chunk: int, shape: LogitShape, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", chunk)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", chunk)
     torch.manual_seed(0)
     hidden, weight, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((23, 16), (50, 16), (50,)))
     targets = torch.randint(0, 50, (23,))
@@ -366,7 +366,7 @@ def test_head_gradient_is_that_of_its_values(shape: LogitShape) -> None:
 def test_head_keeps_no_more_logits_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     plain = torch.logsumexp
-    monkeypatch.setattr("fulltilt.model.heads.CHUNK_NUMBERS", 200)
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", 200)
     monkeypatch.setattr(torch, "logsumexp", lambda logits, dim: (sizes.append(logits.numel()), plain(logits, dim=dim))[1])
     token_logprobs(torch.randn(23, 16), Head(torch.randn(50, 16), None), torch.zeros(23, dtype=torch.int64), 1.0)
     assert max(sizes) == 200 and sum(sizes) == 23 * 50

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import plans
 import pytest
 
 from fulltilt.config import Config
@@ -18,48 +18,50 @@ from fulltilt.plan import (
     Facts,
     Plan,
     RoleFacts,
+    RolePlan,
     RoleSettings,
-    Room,
-    Settled,
     check_context,
+    decode_bytes,
     graphs_in_words,
-    kv_blocks,
     make_plan,
     micro_batch_tokens,
+    plan_of,
+    plan_roles,
     returning,
-    settle,
     uses_graphs,
 )
 from fulltilt.records import UserError
+from fulltilt.shape import Shape
 
 GIB = 1 << 30
+RESPONSE = 256  # tokens, as the configuration has it
 
 
 def config(**sections: dict[str, Any]) -> Config:
     return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
 
 
-def transformer(billions: float, *, learns: bool = True, itemsize: int = 2) -> RoleFacts:
-    """Of about the shape of Qwen2.5-7B, whatever its size."""
+def transformer(billions: float, *, learns: bool = True, itemsize: int = 2, head: bool = False) -> RoleFacts:
+    """Of the shape of Qwen2.5-7B, whatever its number of parameters; without its head, for one thing at a time."""
     count = int(billions * 1e9)
-    shape = {"layers": 28, "width": 3584, "inner": 18944, "heads_width": 4608, "fused": True}
-    return RoleFacts(parameter_bytes=itemsize * count, trained=count if learns else 0, itemsize=itemsize, **shape)
+    return RoleFacts(Shape.named("7B"), itemsize * count, count if learns else 0, itemsize, fused=True, vocabulary_head=head)
 
 
-def room(device_gib: float = 140, host_gib: float = 1000, longest: int = 2048, **roles: RoleFacts) -> Room:
-    return Room("cuda", int(device_gib * GIB), int(host_gib * GIB), longest, roles or {"actor": transformer(0.5)})
+def hardware(device_gib: float = 140, host_gib: float = 1000, longest: int = 2048, **roles: RoleFacts) -> Facts:
+    """`longest`: tokens of the longest sample."""
+    return Facts("cuda", int(device_gib * GIB), int(host_gib * GIB), roles or {"actor": transformer(0.5)}, longest - RESPONSE, 5)
 
 
-def settled(where: Room, **sections: dict[str, Any]) -> Settled:
-    return settle(config(**sections), where)
+def settled(where: Facts, **sections: dict[str, Any]) -> RolePlan:
+    return plan_roles(config(**sections), where)
 
 
 # -- what is given ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_small_model_on_a_large_device_runs_by_the_defaults() -> None:
-    found = settled(room(actor=transformer(0.5), ref=transformer(0.5, learns=False)))
-    assert dict(found.roles) == {"actor": RoleSettings(), "ref": RoleSettings()} and found.words == ()
+    found = settled(hardware(actor=transformer(0.5), ref=transformer(0.5, learns=False)))
+    assert dict(found.settings) == {"actor": RoleSettings(), "ref": RoleSettings()} and found.words == ()
 
 
 def test_what_is_set_is_taken_as_it_is() -> None:
@@ -68,8 +70,8 @@ def test_what_is_set_is_taken_as_it_is() -> None:
         "offload_params": True, "offload_optimizer": True, "offload_grads": True, "fused_head": False, "entropy_chunk": 7,
         "entropy_recompute": False,
     }  # fmt: skip
-    found = settled(room(), train=train)
-    assert found.roles["actor"] == RoleSettings(**train)
+    found = settled(hardware(), train=train)
+    assert found.settings["actor"] == RoleSettings(**train)
     assert found.words == (
         "actor: samples padded to the longest of their micro-batch; full recompute, 3 layers at a time; activations on the host until the "
         "backward pass; parameters on the host while another role works; optimizer on the host; gradients only while an optimizer step is "
@@ -78,7 +80,7 @@ def test_what_is_set_is_taken_as_it_is() -> None:
 
 
 def test_words_say_what_a_fused_head_does() -> None:
-    where = room(actor=transformer(0.5), ref=transformer(0.5, learns=False))
+    where = hardware(actor=transformer(0.5), ref=transformer(0.5, learns=False))
     found = settled(where, train={"entropy_chunk": 100_000, "entropy_recompute": False}, ref={"entropy_chunk": 4})
     assert found.words == (
         "actor: log-probs and entropy of at most 100000 tokens at a time; logits of all tokens kept for the entropy's gradient",
@@ -87,7 +89,8 @@ def test_words_say_what_a_fused_head_does() -> None:
 
 
 def test_more_layers_than_a_role_has_are_refused_where_the_key_says_so() -> None:
-    where = room(actor=transformer(0.5), critic=replace(transformer(0.5), layers=2))
+    two_layers = replace(Shape.named("7B"), layers=Shape.named("7B").layers[:2])
+    where = hardware(actor=transformer(0.5), critic=replace(transformer(0.5), shape=two_layers))
     for sections, refused in (
         ({"train": {"recompute": "full", "recompute_layers": 3}}, r"train\.recompute_layers is 3, and the model has 2 layers \(critic\)"),
         ({"train": {"recompute_layers": 3}, "critic": {"recompute": "full"}}, r"the model has 2 layers \(critic\)\. Give at most 2"),
@@ -100,10 +103,10 @@ def test_more_layers_than_a_role_has_are_refused_where_the_key_says_so() -> None
 
 
 def test_false_is_taken_where_auto_would_switch_it_on() -> None:
-    crowded = room(device_gib=80, actor=transformer(7), ref=transformer(7, learns=False))
+    crowded = hardware(device_gib=80, actor=transformer(7), ref=transformer(7, learns=False))
     off = {"recompute": "none", "offload_activations": False, "offload_params": False, "offload_optimizer": False, "offload_grads": False}
     found = settled(crowded, train=off, ref={"offload_params": False})
-    assert dict(found.roles) == {"actor": RoleSettings(), "ref": RoleSettings()}
+    assert dict(found.settings) == {"actor": RoleSettings(), "ref": RoleSettings()}
 
 
 ROLES = {
@@ -116,35 +119,37 @@ ROLES = {
 
 def test_the_critic_takes_from_train_what_it_has_not_of_its_own() -> None:
     train = {"packing": False, "recompute": "selective", "recompute_layers": 2, "offload_activations": True, "offload_optimizer": True}
-    found = settled(room(**ROLES), train={**train, "fused_head": False, "entropy_chunk": 5}).roles
+    found = settled(hardware(**ROLES), train={**train, "fused_head": False, "entropy_chunk": 5}).settings
     assert found["critic"] == RoleSettings(**train, offload_grads=True)  # it has no vocabulary head
     own = {"packing": True, "recompute": "none", "offload_activations": False, "offload_params": True, "offload_optimizer": False}
-    found = settled(room(**ROLES), train=train, critic=own).roles
+    found = settled(hardware(**ROLES), train=train, critic=own).settings
     assert found["critic"] == RoleSettings(**own, recompute_layers=2) and found["actor"].recompute == "selective"
 
 
 def test_roles_that_do_not_learn_take_what_concerns_them() -> None:
     train = {"packing": False, "recompute": "full", "offload_params": True, "offload_optimizer": True, "fused_head": False}
-    found = settled(room(**ROLES), train={**train, "entropy_chunk": 5}, ref={"entropy_chunk": 9}, reward_model={"packing": True}).roles
+    found = settled(
+        hardware(**ROLES), train={**train, "entropy_chunk": 5}, ref={"entropy_chunk": 9}, reward_model={"packing": True}
+    ).settings
     assert found["ref"] == RoleSettings(packing=False, fused_head=False, entropy_chunk=9)
     assert found["reward_model"] == RoleSettings()
-    assert settled(room(**ROLES), train=train).roles["reward_model"] == RoleSettings(packing=False)
+    assert settled(hardware(**ROLES), train=train).settings["reward_model"] == RoleSettings(packing=False)
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_on_the_cpu_auto_is_off() -> None:
-    where = replace(room(**ROLES), device="cpu", device_bytes=0)
-    assert set(settled(where).roles.values()) == {RoleSettings()}
+    where = replace(hardware(**ROLES), device="cpu", device_bytes=0)
+    assert set(settled(where).settings.values()) == {RoleSettings()}
 
 
 def test_the_optimizer_leaves_where_less_than_a_fifth_would_stay_free() -> None:
     """18 bytes a parameter: 2 of it, 4 of its gradient, 12 of master and moments."""
     for billions, away in ((6.5, False), (7, True)):
-        found = settled(room(device_gib=140, actor=transformer(billions)), actor={"token_budget": 512}).roles["actor"]
+        found = settled(hardware(device_gib=140, actor=transformer(billions)), actor={"token_budget": 512}).settings["actor"]
         assert (18 * billions * 1e9 > 0.8 * 140 * GIB) == away == found.offload_optimizer == found.offload_grads
-    found = settled(room(device_gib=140, actor=transformer(7)), actor={"token_budget": 512})
+    found = settled(hardware(device_gib=140, actor=transformer(7)), actor={"token_budget": 512})
     assert found.words[0].startswith(
         "actor: optimizer on the host (auto: parameters, gradients and optimizer would take 117.3 GiB of the device's 140.0 GiB); "
         "gradients only while an optimizer step is made (auto: with the optimizer)"
@@ -158,20 +163,20 @@ def test_float32_parameters_are_their_own_masters() -> None:
 
 def test_parameters_of_roles_that_wait_leave_where_the_optimizer_is_not_enough() -> None:
     roles = {"actor": transformer(7), "critic": transformer(7), "ref": transformer(7, learns=False)}
-    found = settled(room(device_gib=140, **roles)).roles
+    found = settled(hardware(device_gib=140, **roles)).settings
     assert [role.offload_params for role in found.values()] == [False, False, False]  # optimizers alone make the room
-    found = settled(room(device_gib=70, **roles)).roles
+    found = settled(hardware(device_gib=70, **roles)).settings
     assert [role.offload_params for role in found.values()] == [False, False, True]  # no more than must
-    found = settled(room(device_gib=60, **roles)).roles
+    found = settled(hardware(device_gib=60, **roles)).settings
     assert found["ref"].offload_params and found["critic"].offload_params
     assert not found["actor"].offload_params  # graphs read its weights by their address
     assert all(found[role].offload_optimizer and found[role].offload_grads for role in ("actor", "critic"))
 
 
 def test_a_reference_that_is_the_actor_has_no_parameters_to_send_away() -> None:
-    found = settled(room(device_gib=20, actor=transformer(7), ref=RoleFacts(0))).roles
+    found = settled(hardware(device_gib=20, actor=transformer(7))).settings
     assert found["actor"].offload_optimizer and not found["ref"].offload_params
-    assert settled(room(actor=transformer(0.5), ref=RoleFacts(0)), train={"fused_head": False}).words == ("actor: whole logits",)
+    assert settled(hardware(actor=transformer(0.5)), train={"fused_head": False}).words == ("actor: whole logits",)
 
 
 def test_recompute_is_the_least_that_fits() -> None:
@@ -181,11 +186,11 @@ def test_recompute_is_the_least_that_fits() -> None:
     assert none > selective > full
     taken = 18 * actor.trained
     for left, kind in ((none, "none"), (selective, "selective"), (full, "full"), (full - GIB, "full")):
-        where = room(device_gib=(left + taken + 1e6) / GIB / (1 - 1 / 16), actor=actor)
-        found = settled(where, train={"offload_optimizer": False}).roles["actor"]
+        where = hardware(device_gib=(left + taken + 1e6) / GIB / (1 - 1 / 16), actor=actor)
+        found = settled(where, train={"offload_optimizer": False}).settings["actor"]
         assert found.recompute == kind, left
         assert found.offload_activations == (left < full - 1)
-        compiled = settled(where, train={"offload_optimizer": False, "compile": True}).roles["actor"]
+        compiled = settled(where, train={"offload_optimizer": False, "compile": True}).settings["actor"]
         assert compiled.recompute == ("none" if kind == "none" else "full")  # compiled layers have no selective recompute
 
 
@@ -213,51 +218,43 @@ def test_the_estimate_knows_which_layers_are_recomputed() -> None:
     assert 24 / 28 < few / none < 25 / 28  # four layers keep next to nothing
     together = update(recompute="full", recompute_layers=28, recompute_method="uniform")
     assert none < together < 1.05 * none and update(recompute="full", recompute_layers=4, recompute_method="uniform") < 3 * full
-    where = room(actor=actor)
+    where = hardware(actor=actor)
     for keys, away in (({}, False), ({"recompute_layers": 4}, True), ({"recompute_layers": 28, "recompute_method": "uniform"}, True)):
-        found = settled(where, actor={"token_budget": tokens}, train={"recompute": "full", **keys}).roles["actor"]
+        found = settled(where, actor={"token_budget": tokens}, train={"recompute": "full", **keys}).settings["actor"]
         assert found.offload_activations == away, keys
 
 
 def test_the_layers_of_another_role_are_not_those_of_auto() -> None:
     """Recompute by `auto` takes all layers: `recompute_layers` is said of the critic's."""
-    where = room(device_gib=24, actor=transformer(0.5), critic=transformer(0.5))
-    found = settled(where, critic={"recompute": "full"}, train={"recompute_layers": 1, "recompute_method": "uniform"}).roles
+    where = hardware(device_gib=24, actor=transformer(0.5), critic=transformer(0.5))
+    found = settled(where, critic={"recompute": "full"}, train={"recompute_layers": 1, "recompute_method": "uniform"}).settings
     assert (found["critic"].recompute_layers, found["critic"].recompute_method) == (1, "uniform")
     assert (found["actor"].recompute, found["actor"].recompute_layers, found["actor"].recompute_method) == ("full", None, "block")
 
 
-def of_head(tokens: int, keys: Any, entropy_gradient: bool) -> int:
-    """Of 152,064 tokens of vocabulary: bounded where it is fused, unless it keeps logits; else four or five times the logits."""
-    logits = 4 * 152_064 * tokens
-    if keys["fused_head"]:
-        return GIB if keys["entropy_recompute"] and keys.get("head_recompute") is not False else GIB + logits
-    return (5 if entropy_gradient else 4) * logits
-
-
 def test_the_estimate_knows_the_head() -> None:
-    actor, fused = replace(transformer(7), head=of_head), {"recompute": "none", "fused_head": True, "entropy_recompute": True}
+    actor, fused = transformer(7, head=True), {"recompute": "none", "fused_head": True, "entropy_recompute": True}
     layers = transformer(7).update_bytes(16384, fused)
     assert actor.update_bytes(16384, fused) == layers  # less than a layer's gradients, and gone by then
     for keys, bonus, more in (
         ({"fused_head": False}, False, 37),
         ({"fused_head": False}, True, 46),
-        ({"entropy_recompute": False}, True, 10),
+        ({"entropy_recompute": False}, True, 11.6),  # logits, and the gradient of half of them in bfloat16
     ):
         found = actor.update_bytes(16384, {**fused, **keys}, entropy_gradient=bonus) - 16384 * actor.kept_bytes(fused)
         assert more - 1 < found / GIB < more + 1
-    where = room(actor=actor)
-    assert settled(where).roles["actor"].recompute == "none"
-    assert settled(where, train={"fused_head": False}).roles["actor"].recompute == "selective"
+    where = hardware(actor=actor)
+    assert settled(where).settings["actor"].recompute == "none"
+    assert settled(where, train={"fused_head": False}).settings["actor"].recompute == "selective"
     bonus = {"algorithm": {"entropy_coef": 0.01}, "actor": {"token_budget": 19000}}
-    assert settled(where, **bonus).roles["actor"].recompute == "none"
-    assert settled(where, **bonus, train={"entropy_recompute": False}).roles["actor"].recompute == "selective"
+    assert settled(where, **bonus).settings["actor"].recompute == "none"
+    assert settled(where, **bonus, train={"entropy_recompute": False}).settings["actor"].recompute == "selective"
 
 
 def test_logits_are_kept_where_they_fit_beside_all_else() -> None:
-    where = room(actor=replace(transformer(1.5), head=of_head))
+    where = hardware(actor=transformer(1.5, head=True))
     found = settled(where)
-    assert not found.roles["actor"].head_recompute
+    assert not found.settings["actor"].head_recompute
     assert found.words == ("actor: logits kept until the backward pass (auto: they fit)",)
     for sections in (
         {"train": {"head_recompute": True}},
@@ -266,78 +263,62 @@ def test_logits_are_kept_where_they_fit_beside_all_else() -> None:
         {"train": {"offload_activations": True}},
         {"actor": {"token_budget": 50_000}},  # 28 GiB of logits beside 70 of activations
     ):
-        assert settled(where, **sections).roles["actor"].head_recompute, sections
-    assert not settled(where, train={"head_recompute": False, "recompute": "full"}).roles["actor"].head_recompute
-    assert settled(replace(where, device="cpu")).roles["actor"].head_recompute  # bounded memory, as before
-    assert settled(room(device_gib=40, actor=where.roles["actor"])).roles["actor"].head_recompute
+        assert settled(where, **sections).settings["actor"].head_recompute, sections
+    assert not settled(where, train={"head_recompute": False, "recompute": "full"}).settings["actor"].head_recompute
+    assert settled(replace(where, device="cpu")).settings["actor"].head_recompute  # bounded memory, as before
+    assert settled(hardware(device_gib=40, actor=where.roles["actor"])).settings["actor"].head_recompute
 
 
 def test_a_device_that_would_be_full_to_the_brim_recomputes() -> None:
     """7B with a reference on a device of 140 GiB: parameters, gradients and activations fit, but not with a layer's gradients and the
     optimizer's slots."""
-    where = room(device_gib=139.8, actor=transformer(7.6156), ref=transformer(7.6156, learns=False))
-    found = settled(where).roles
+    where = hardware(device_gib=139.8, actor=transformer(7.6156), ref=transformer(7.6156, learns=False))
+    found = settled(where).settings
     assert found["actor"].offload_optimizer and found["actor"].recompute == "selective" and not found["ref"].offload_params
-    assert settled(replace(where, roles={"actor": where.roles["actor"]})).roles["actor"].recompute == "none"
+    assert settled(replace(where, roles={"actor": where.roles["actor"]})).settings["actor"].recompute == "none"
 
 
 def test_activations_that_are_offloaded_anyway_are_not_recomputed_by_auto() -> None:
-    small = room(device_gib=24, actor=transformer(0.5))
-    assert settled(small).roles["actor"].recompute != "none"
-    found = settled(small, train={"offload_activations": True}).roles["actor"]
+    small = hardware(device_gib=24, actor=transformer(0.5))
+    assert settled(small).settings["actor"].recompute != "none"
+    found = settled(small, train={"offload_activations": True}).settings["actor"]
     assert found.offload_activations and found.recompute == "none"
-    assert settled(small, train={"recompute": "none"}).roles["actor"].offload_activations
+    assert settled(small, train={"recompute": "none"}).settings["actor"].offload_activations
 
 
 def test_activations_that_the_user_sends_away_fit_the_host() -> None:
     """7B, 16,384 tokens: 85.1 GiB of optimizer are there, about 72 GiB of activations without recompute, 46 or 3 with it."""
     away = {"offload_activations": True}
     for host, kind in ((190, "none"), (160, "selective"), (120, "full")):
-        found = settled(room(host_gib=host, actor=transformer(7.6156)), train=away)
-        assert found.roles["actor"].recompute == kind and found.roles["actor"].offload_activations
+        found = settled(hardware(host_gib=host, actor=transformer(7.6156)), train=away)
+        assert found.settings["actor"].recompute == kind and found.settings["actor"].offload_activations
         assert ("would hold about 71.8 GiB in an update, and " in found.words[0]) == (kind != "none")
     with pytest.raises(
         UserError, match=r"the actor's activations \(71\.\d GiB\) and weights .* \(14\.2 GiB\) do not fit .* Lower actor.token"
     ):
-        settled(room(host_gib=160, actor=transformer(7.6156)), train={**away, "recompute": "none"})
+        settled(hardware(host_gib=160, actor=transformer(7.6156)), train={**away, "recompute": "none"})
     small = {"actor": transformer(0.5), "critic": transformer(0.5)}  # each has pages of its own: 72 and 143 GiB
     for host, fits in ((225, True), (210, False)):
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match=r"actor's activations .* and the critic's activations"):
-            settled(room(host_gib=host, **small), train={**away, "recompute": "none"})
+            settled(hardware(host_gib=host, **small), train={**away, "recompute": "none"})
 
 
 def test_words_say_what_auto_saw() -> None:
-    (words,) = settled(room(device_gib=24, actor=transformer(0.5))).words
+    (words,) = settled(hardware(device_gib=24, actor=transformer(0.5))).words
     assert words.startswith("actor: full recompute (auto: 16384 tokens would take about ")
     assert "in an update, and " in words and words.endswith("GiB are left)")
 
 
-SHAPES = {  # parameters, layers, width, inner, heads' width, vocabulary
-    "135M": (134_515_008, 30, 576, 1536, 960, 49_152),
-    "0.5B": (494_032_768, 24, 896, 4864, 1152, 151_936),
-    "1.5B": (1_543_714_304, 28, 1536, 8960, 2048, 151_936),
-}
 H200 = 139.8
 
 
-def of_shape(name: str, *, critic: bool = False) -> RoleFacts:
-    """As large as the real one, with the real head."""
-    from fulltilt.model.heads import HeadOptions, head_bytes
-
-    count, layers, width, inner, heads, vocabulary = SHAPES[name]
-
-    def head(tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
-        options = HeadOptions(keys["fused_head"], keys["entropy_chunk"], keys["entropy_recompute"], keys["head_recompute"] is not False)
-        return head_bytes(tokens, vocabulary, width, options, entropy="gradient" if entropy_gradient else "value").peak
-
-    shape = {"layers": layers, "width": width, "inner": inner, "heads_width": heads, "fused": True, "head": None if critic else head}
-    return RoleFacts(parameter_bytes=2 * count, trained=count, **shape)
+def of_shape(name: str, *, learns: bool = True, critic: bool = False) -> RoleFacts:
+    return RoleFacts.of_shape(Shape.named(name), config(), "cuda", learns=learns, role="critic" if critic else "actor")
 
 
-def budgets_of(where: Room, **sections: dict[str, Any]) -> Budgets:
-    found = settled(where, **sections)
-    facts = Facts("cuda", 40 * GIB, 10**8, 4, False, None, 10_000, 300, 5, auto_budgets=found.auto_budgets)
-    return make_plan(config(run={"steps": 1}, **sections), facts, rollout=True).budgets
+def budgets_of(where: Facts, **sections: dict[str, Any]) -> Budgets:
+    measured = replace(where, free_bytes=40 * GIB, kv_bytes_per_token=10_000, longest=300)
+    return make_plan(config(run={"steps": 1}, **sections), measured).budgets
 
 
 @pytest.mark.parametrize(
@@ -352,9 +333,9 @@ def budgets_of(where: Room, **sections: dict[str, Any]) -> Budgets:
     ],
 )
 def test_small_models_get_larger_micro_batches_where_they_fit(shape: str, device_gib: float, budget: int) -> None:
-    where = room(device_gib=device_gib, actor=of_shape(shape))
+    where = hardware(device_gib=device_gib, actor=of_shape(shape))
     found = settled(where)
-    assert found.auto_budgets == {"actor": budget} and found.roles["actor"].recompute == "none"
+    assert found.budgets == {"actor": budget} and found.settings["actor"].recompute == "none"
     budgets = budgets_of(where)
     assert (budgets.token_budget, budgets.forward_token_budget, budgets.ref_token_budget) == (budget, 2 * budget, 2 * budget)
     assert budgets.reward_model_token_budget == 65536  # whose size is its own
@@ -365,39 +346,39 @@ def test_small_models_get_larger_micro_batches_where_they_fit(shape: str, device
 
 def test_a_larger_micro_batch_is_judged_by_what_the_user_keeps_of_it() -> None:
     small = {"actor": of_shape("135M")}
-    assert settled(room(device_gib=24, **small), train={"recompute": "full"}).auto_budgets == {"actor": 65536}
-    assert settled(room(device_gib=80, **small), rollout={"release_memory": False}).auto_budgets == {"actor": 16384}
+    assert settled(hardware(device_gib=24, **small), train={"recompute": "full"}).budgets == {"actor": 65536}
+    assert settled(hardware(device_gib=80, **small), rollout={"release_memory": False}).budgets == {"actor": 16384}
     # What goes to the host has to fit there, and 65536 tokens would not.
-    by_hand = settled(room(device_gib=H200, host_gib=24, **small), train={"offload_activations": True, "recompute": "none"})
-    assert by_hand.auto_budgets == {"actor": 16384}
-    assert settled(room(device_gib=H200, actor=replace(of_shape("135M"), trained=0))).auto_budgets == {}
+    by_hand = settled(hardware(device_gib=H200, host_gib=24, **small), train={"offload_activations": True, "recompute": "none"})
+    assert by_hand.budgets == {"actor": 16384}
+    assert settled(hardware(device_gib=H200, actor=replace(of_shape("135M"), trained=0))).budgets == {}
 
 
 @pytest.mark.parametrize(("critic", "budget"), [("135M", 65536), ("0.5B", 32768), ("1.5B", 32768)])
 def test_a_critic_has_a_budget_by_its_own_size(critic: str, budget: int) -> None:
-    where = room(device_gib=H200, actor=of_shape("135M"), critic=of_shape(critic, critic=True))
+    where = hardware(device_gib=H200, actor=of_shape("135M"), critic=of_shape(critic, critic=True))
     found = settled(where)
-    assert found.auto_budgets["critic"] == budget == budgets_of(where).critic_token_budget
-    assert found.roles["critic"].recompute == "none" and found.roles["actor"].recompute == "none"
+    assert found.budgets["critic"] == budget == budgets_of(where).critic_token_budget
+    assert found.settings["critic"].recompute == "none" and found.settings["actor"].recompute == "none"
 
 
 @pytest.mark.parametrize(("began", "now"), [("full", "auto"), ("full", "selective"), ("auto", "auto")])
 def test_a_resumed_run_is_settled_for_the_budget_that_it_keeps(began: str, now: str) -> None:
     """On a smaller device, or with less recompute, `auto` would choose fewer tokens now; the run goes on with those that it began with."""
-    before = settled(room(device_gib=24 if began == "full" else H200, actor=of_shape("135M")), train={"recompute": began})
-    assert before.auto_budgets == {"actor": 65536}
-    where = room(device_gib=24, actor=of_shape("135M"))
-    found = settle(config(train={"recompute": now}), where, {"token_budget": 65536, "critic_token_budget": 131072})
-    assert found.auto_budgets == {"actor": 65536}
-    own = found.roles["actor"]
+    before = settled(hardware(device_gib=24 if began == "full" else H200, actor=of_shape("135M")), train={"recompute": began})
+    assert before.budgets == {"actor": 65536}
+    where = hardware(device_gib=24, actor=of_shape("135M"))
+    found = plan_roles(config(train={"recompute": now}), where, {"token_budget": 65536, "critic_token_budget": 131072})
+    assert found.budgets == {"actor": 65536}
+    own = found.settings["actor"]
     assert own.recompute == ("full" if now == "auto" else "selective") and (own.offload_activations or own.recompute == "full")
     # One that began with an earlier version's 16384 keeps them, and is not refused for more.
     away = config(train={"recompute": "none", "offload_activations": True})
-    assert settle(away, replace(where, host_bytes=12 * GIB), {"token_budget": 16384}).auto_budgets == {"actor": 16384}
+    assert plan_roles(away, replace(where, host_bytes=12 * GIB), {"token_budget": 16384}).budgets == {"actor": 16384}
 
 
 def test_the_largest_micro_batch_counts() -> None:
-    where = room(longest=5000)
+    where = hardware(longest=5000)
     assert micro_batch_tokens(config(), where, "actor", {}) == 16384 and micro_batch_tokens(config(), where, "critic", {}) == 32768
     assert (
         micro_batch_tokens(config(actor={"token_budget": 1000}), where, "actor", {"actor": 9000}) == 5000
@@ -407,20 +388,24 @@ def test_the_largest_micro_batch_counts() -> None:
 
 
 def test_a_cache_that_stays_leaves_less_for_activations() -> None:
-    where = room(device_gib=100, actor=transformer(0.5))
-    assert settled(where).roles["actor"].recompute == "none"
-    assert settled(where, rollout={"release_memory": False}).roles["actor"].recompute != "none"
+    where = hardware(device_gib=100, actor=transformer(0.5))
+    assert settled(where).settings["actor"].recompute == "none"
+    assert settled(where, rollout={"release_memory": False}).settings["actor"].recompute != "none"
 
 
 def test_a_cache_that_stays_leaves_room_for_what_comes_back() -> None:
-    where = room(actor=transformer(1), critic=transformer(2), ref=transformer(3, learns=False))
+    where = hardware(actor=transformer(1), critic=transformer(2), ref=transformer(3, learns=False))
     away = {"actor": RoleSettings(offload_params=True, offload_grads=True), "critic": RoleSettings(offload_params=True, offload_grads=True)}
     assert returning(where, {**away, "ref": RoleSettings(offload_params=True)}) == 12e9  # the critic's: the actor is there in a rollout
     assert returning(where, {**away, "critic": RoleSettings(), "ref": RoleSettings()}) == 4e9
-    facts = Facts("cuda", 100 * GIB, 10, 1, True, None, 1 << 20, 8, 1, returning_bytes=60 * GIB)
+    roles = {"actor": plans.SMALL, "ref": replace(plans.SMALL, parameter_bytes=60 * GIB), "critic": replace(plans.SMALL, trained=1)}
     for release, gib in ((True, 85), (False, 20)):
-        cached = config(rollout={"release_memory": release, "max_new_tokens": 4096, "block_tokens": 1024})
-        assert kv_blocks(cached, facts, 1000) == gib
+        cached = config(
+            rollout={"release_memory": release, "max_new_tokens": 4096, "block_tokens": 1024, "max_seqs": 1000},
+            ref={"offload_params": True},
+        )
+        facts = plans.facts(free_bytes=100 * GIB, kv_bytes_per_token=1 << 20, longest=8, roles=roles)
+        assert make_plan(cached, facts).budgets.kv_blocks == gib
 
 
 def test_what_fits_nowhere_is_refused() -> None:
@@ -429,9 +414,9 @@ def test_what_fits_nowhere_is_refused() -> None:
         match=r"offload: the actor's optimizer \(78.2 GiB\) and weights on their way into a checkpoint \(13.0 GiB\) do not fit into the "
         "host's memory, of which 91.0 GiB",
     ):
-        settled(room(device_gib=80, host_gib=91, actor=transformer(7)))
-    assert settled(room(device_gib=80, host_gib=92, actor=transformer(7))).roles["actor"].offload_optimizer
-    settled(room(host_gib=0))  # nothing is moved
+        settled(hardware(device_gib=80, host_gib=91, actor=transformer(7)))
+    assert settled(hardware(device_gib=80, host_gib=92, actor=transformer(7))).settings["actor"].offload_optimizer
+    settled(hardware(host_gib=0))  # nothing is moved
 
 
 # -- lengths ----------------------------------------------------------------------------------------------------------------------------
@@ -451,9 +436,9 @@ def test_the_remedy_for_a_short_context_helps() -> None:
 
 
 def test_a_budget_below_the_longest_sample_is_said_to_be_passed() -> None:
-    facts = Facts("cpu", 100 * GIB, 10, 1, True, None, 1 << 10, 100, 1)
+    facts = plans.facts("cpu", 100 * GIB, kv_bytes_per_token=1 << 10, longest=100)
     for budget, said in ((99, True), (356, False)):
-        words = " ".join(make_plan(config(actor={"token_budget": budget}), facts, rollout=True).words)
+        words = " ".join(make_plan(config(actor={"token_budget": budget}), facts).words)
         assert ("a longer sample (up to 356 tokens) runs alone" in words) == said
 
 
@@ -463,11 +448,11 @@ def test_a_budget_below_the_longest_sample_is_said_to_be_passed() -> None:
 def test_a_cache_that_no_longer_fits_is_planned_anew_and_that_is_said() -> None:
     """The run began with the optimizer on the host. On a CPU what is free is a guess; what the user set is refused elsewhere."""
     keys = {"max_new_tokens": 4096, "block_tokens": 1024, "max_seqs": 1000}
-    begun = Facts("cuda", 100 * GIB, 10, 1, True, None, 1 << 20, 8, 1)
+    begun = plans.facts(free_bytes=100 * GIB, kv_bytes_per_token=1 << 20, longest=8)
     now, kept = replace(begun, free_bytes=40 * GIB), {"kv_blocks": 85}
 
     def plan(facts: Facts, given: dict[str, int] | None = None, **more: Any) -> Plan:
-        return make_plan(config(rollout={**keys, **more}), facts, rollout=True, kept=given)
+        return make_plan(config(rollout={**keys, **more}, ref={"offload_params": True}), facts, given)
 
     assert plan(begun).budgets.kv_blocks == plan(replace(begun, free_bytes=86 * GIB), kept).budgets.kv_blocks == 85
     found = plan(now, kept)
@@ -475,7 +460,8 @@ def test_a_cache_that_no_longer_fits_is_planned_anew_and_that_is_said() -> None:
     assert found.words[-1].startswith("the KV cache of 85.0 GiB that the run began with does not fit into the 40.0 GiB that are free now")
     assert plan(replace(now, device="cpu"), kept).budgets.kv_blocks == 85
     assert not any("began with" in words for given in (plan(begun, kept), plan(now)) for words in given.words)
-    stays = replace(begun, free_bytes=90 * GIB, returning_bytes=10 * GIB)
+    roles = {"actor": replace(plans.SMALL, trained=1), "ref": replace(plans.SMALL, parameter_bytes=10 * GIB)}
+    stays = replace(begun, free_bytes=90 * GIB, roles=roles)
     assert [plan(stays, kept, release_memory=release).budgets.kv_blocks for release in (True, False)] == [85, 40]
 
 
@@ -485,8 +471,66 @@ def test_a_cache_that_no_longer_fits_is_planned_anew_and_that_is_said() -> None:
 def test_graphs_give_way_to_parameters_that_leave() -> None:
     away = config(train={"offload_params": True})
     assert uses_graphs(config(), "cuda") and not uses_graphs(away, "cuda")
-    facts: Any = type("facts", (), {"device": "cuda", "not_captured": None})
-    assert graphs_in_words(away, facts) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+    assert graphs_in_words(away, plans.facts(), 0, 8) == "no CUDA graphs: train.offload_params moves the weights that they would read"
+
+
+# -- published configurations, and plans without models ----------------------------------------------------------------------------------
+
+OFF = {"offload_optimizer": True, "offload_grads": True}
+KEPT_LOGITS = {"head_recompute": False}
+# What `auto` chose when activations were estimated with rounder numbers: roles with a model of their own -> keys of actor and critic.
+CHOSEN: dict[tuple[str, ...], dict[str, list[dict[str, Any]]]] = {
+    ("actor",): {"0.5B": [KEPT_LOGITS], "1.5B": [KEPT_LOGITS], "7B": [OFF | KEPT_LOGITS]},
+    ("actor", "ref"): {"0.5B": [KEPT_LOGITS], "1.5B": [KEPT_LOGITS], "7B": [OFF | {"recompute": "selective"}]},
+    ("actor", "critic", "ref"): {
+        "0.5B": [KEPT_LOGITS, {}],
+        "1.5B": [KEPT_LOGITS, {}],
+        "7B": [OFF | {"recompute": "selective"}, OFF | {"recompute": "full"}],
+    },
+}
+TOKENS = {"0.5B": 32768, "1.5B": 16384, "7B": 16384}
+BLOCKS = {"0.5B": 99328, "1.5B": 99328, "7B": 57880}
+DECODING = {"0.5B": 1328369664, "1.5B": 1502941184, "7B": 1947144192}
+
+
+@pytest.mark.parametrize("shape", TOKENS)
+@pytest.mark.parametrize("roles", CHOSEN, ids="+".join)
+def test_published_configurations_run_as_they_did(shape: str, roles: tuple[str, ...]) -> None:
+    """On an H200, with 60 GiB measured free."""
+    given = config(run={"steps": 1}, rollout={"max_new_tokens": 1024}, algorithm={"prompts_per_step": 128, "samples_per_prompt": 8})
+    facts = {"device": "cuda", "device_bytes": int(H200 * GIB), "host_bytes": 1000 * GIB, "longest": 512, "roles": roles}
+    plan = plan_of(Shape.named(shape), given, **facts, free_bytes=60 * GIB, cores=16)  # type: ignore[arg-type]
+    chosen = [RoleSettings(**keys) for keys in CHOSEN[roles][shape]]
+    assert [plan.roles[role] for role in ("actor", "critic") if role in roles] == chosen and plan.roles["ref"] == RoleSettings()
+    tokens = TOKENS[shape]
+    assert plan.budgets == Budgets(
+        threads=16, kv_blocks=BLOCKS[shape], max_seqs=1024, max_batched_tokens=16384, token_budget=tokens, forward_token_budget=2 * tokens,
+        ref_token_budget=2 * tokens, critic_token_budget=32768, critic_forward_token_budget=65536, reward_model_token_budget=65536,
+    )  # fmt: skip
+    actor = {"actor": RoleFacts.of_shape(Shape.named(shape), given, "cuda", learns=True)}
+    assert decode_bytes(given, Facts("cuda", 0, 0, actor, 512, 1), 1024) == DECODING[shape]
+
+
+def test_free_memory_is_predicted_where_it_is_not_measured() -> None:
+    facts = {"device": "cuda", "device_bytes": 80 * GIB, "host_bytes": 1000 * GIB, "longest": 512}
+    shape = Shape.named("1.5B")
+    taken = 18 * shape.parameters  # parameters, gradients, masters and moments
+    free = int(80 * GIB * 15 / 16) - taken
+    given = config(rollout={"max_seqs": 4096})
+    predicted, measured = plan_of(shape, given, **facts), plan_of(shape, given, **facts, free_bytes=free)
+    assert (
+        predicted == measured and 0 < predicted.budgets.kv_blocks < plan_of(shape, given, **facts, free_bytes=free + GIB).budgets.kv_blocks
+    )
+    on_cpu = plan_of(shape, config(), device="cpu", device_bytes=0, host_bytes=10 * GIB, longest=512, cores=4)
+    assert on_cpu.budgets.threads == 4 and on_cpu.budgets.token_budget == 8192
+    lora = plan_of(Shape.named("7B"), config(lora={"rank": 16}), **facts)
+    assert not lora.roles["actor"].offload_optimizer  # few numbers learn
+    with pytest.raises(UserError, match=r"the structure of strange is not known"):
+        plan_of({**vars_of(shape), "model_type": "strange"}, config(), **facts)
+
+
+def vars_of(shape: Shape) -> dict[str, Any]:
+    return {"hidden_size": shape.width, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": shape.vocabulary}
 
 
 def test_torch_is_not_imported() -> None:

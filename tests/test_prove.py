@@ -17,9 +17,9 @@ import torch
 from fulltilt import knobs
 from fulltilt.algo import presets
 from fulltilt.cluster import assembly, checks, sizes, worker
+from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
-from fulltilt.model.heads import HeadOptions
 from fulltilt.proofs import measure, report, run, setup
 from fulltilt.proofs.cases import all_cases
 from fulltilt.proofs.record import GRADIENT_TOLERANCE, Measurement, ProofCase, ProofResult, more, within

@@ -10,7 +10,7 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
-GROUND = {"words", "user_code", "records", "schema", "knobs", "config", "observe"}
+GROUND = {"words", "user_code", "records", "schema", "knobs", "config", "observe", "shape", "footprint"}
 SIX = {"data", "rollout", "reward", "algo", "batching", "train"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
@@ -20,6 +20,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "words": set(),
     "user_code": {"words"},
     "records": {"words"},
+    "footprint": set(),
+    "shape": {"words", "records"},
     "schema": {"words", "records"},
     "knobs": {"words", "records", "schema"},
     "config": {"words", "user_code", "records", "schema", "knobs"},

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import plans
 import pytest
 import runs
 import torch
@@ -18,7 +19,7 @@ from fulltilt.cluster.assembly import assemble
 from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import training_sampling
-from fulltilt.plan import Facts, make_budgets
+from fulltilt.plan import make_plan
 from fulltilt.rollout.sampler import sample_seed
 
 ModelFolders = Callable[[str], Path]
@@ -395,9 +396,10 @@ def test_threads_are_planned_obeyed_and_kept(folder: Path) -> None:
 
 
 def test_a_small_model_gets_one_thread_unless_told_otherwise() -> None:
-    facts = Facts("cpu", 2**30, 1_000_000, 8, False, None, 64, 10, 1)
+    facts = plans.facts("cpu", 2**30, longest=10, kv_bytes_per_token=64)
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "run": {"steps": 1}})
-    assert make_budgets(config, facts, 4).threads == 1
-    assert make_budgets(config, replace(facts, parameters=500_000_000), 4).threads == 8
-    assert make_budgets(config, replace(facts, threads_given=True, cores=3), 4).threads == 3
-    assert make_budgets(config, replace(facts, device="cuda"), 4).threads == 8
+    large = {"actor": replace(plans.SMALL, parameter_bytes=1_000_000_000)}
+    assert make_plan(config, facts).budgets.threads == 1
+    assert make_plan(config, replace(facts, roles=large)).budgets.threads == 8
+    assert make_plan(config, replace(facts, threads_given=True, cores=3)).budgets.threads == 3
+    assert make_plan(config, replace(facts, device="cuda")).budgets.threads == 8

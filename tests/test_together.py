@@ -20,13 +20,13 @@ from fulltilt import knobs
 from fulltilt.algo import presets
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.config import Config, LoraConfig, ModelConfig, TrainConfig
+from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import offload_activations, saved_bytes
 from fulltilt.memory.offload import Residence
 from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model import compiled, lora
 from fulltilt.model.compiled import MARK, WrongCompile, compile_and_compare, restore
 from fulltilt.model.fuse import check_fused, fuse_and_compare
-from fulltilt.model.heads import HeadOptions
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import random_documents, run_packed, verify
 from fulltilt.records import Group, MiniBatch, Prompt, Row

@@ -35,10 +35,10 @@ from fulltilt.cluster import assembly, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
 from fulltilt.config import Config, keys
+from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.loop.experience import make_rows
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
-from fulltilt.model.heads import HeadOptions, head_bytes
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
@@ -433,17 +433,18 @@ def test_a_gradient_that_is_not_finite_is_said_and_counted(folder: Path) -> None
 
 def test_the_plan_asks_the_head_itself_for_its_bytes(folder: Path) -> None:
     with parts_of(folder, runs.read_config(folder)) as parts:
-        facts = sizes.role_facts(parts.worker.actor.model)
+        facts = sizes.role_facts(parts.worker.actor.model, learns=True)
         body = parts.worker.actor.model.base_model
-    assert facts.head and sizes.role_facts(ScalarModel(body, torch.nn.Linear(facts.width, 1))).head is None
+    width = facts.shape.width
+    scalar = sizes.role_facts(ScalarModel(body, torch.nn.Linear(width, 1)), learns=True)
+    assert facts.vocabulary_head and not scalar.vocabulary_head
     differing = ({}, {"fused": False}, {"entropy_chunk": 3}, {"entropy_recompute": False}, {"recompute": False})
     for options in (HeadOptions(**given) for given in differing):
         keys = {"fused_head": options.fused, "entropy_chunk": options.entropy_chunk, "entropy_recompute": options.entropy_recompute}
         keys |= {"head_recompute": options.recompute}
         for entropy in ("gradient", "value"):
-            given = {"dtype": torch.float32, "device": "cpu", "entropy": entropy}
-            expected = head_bytes(50, models.VOCABULARY, facts.width, options, **given).peak  # type: ignore[arg-type]
-            assert facts.head(50, keys, entropy == "gradient") == expected
+            expected = head_bytes(50, models.VOCABULARY, width, options, itemsize=4, entropy=entropy).peak  # type: ignore[arg-type]
+            assert facts.head_bytes(50, keys, entropy == "gradient") == expected and scalar.head_bytes(50, keys, True) == 0
 
 
 def out_of_memory(*_: Any, **__: Any) -> Any:

@@ -36,9 +36,9 @@ from fulltilt.config import Config
 from fulltilt.observe import plot
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.plan import many
 from fulltilt.records import UserError
 from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.words import many
 
 SOURCE = "openai/gsm8k"
 STRICT, FLEXIBLE, MARKED = f"val-core/{SOURCE}/reward/mean@1", f"val-aux/{SOURCE}/flexible/mean@1", f"val-aux/{SOURCE}/format/mean@1"

@@ -1,18 +1,24 @@
 """The plan: every derived number of a run, worked out before its first step and printed once, in words.
 
-Enters: the configuration and a few facts about device, model and data. Leaves: a frozen `Plan`. Guaranteed: a number the user set is
-taken as it is or refused with the reason; `auto` becomes a number here and nowhere else; the numbers that execution depends on
-(`budgets`) go into every checkpoint, so that a resumed run computes in the same shapes.
+Enters: the configuration and one record of facts about hardware, models and data. Leaves: a frozen `Plan`. Guaranteed: neither torch nor a
+model is needed: what is not measured follows from the models' shapes (`plan_of`), and facts that a loaded model has measured take the place
+of computed ones; a number that the user set is taken as it is or refused with the reason; `auto` becomes a number here and nowhere else;
+the numbers that execution depends on (`budgets`) go into every checkpoint, so that a resumed run computes in the same shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
+from fulltilt import footprint
 from fulltilt.config import Config
+from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.records import UserError
+from fulltilt.shape import Recomputing, Shape
+from fulltilt.words import in_bytes, many
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
@@ -20,7 +26,7 @@ ENLARGED = 4  # times a token budget, at most, that `auto` gives a small model
 # Parameters times tokens below which the host probably takes longer to launch a micro-batch's kernels than the device to run them: an H200
 # took 0.13 s for 16384 tokens of 135 million parameters, 10% of what it computes in that time (docs/bench/gsm8k_tuning.json).
 BUSY = 1 << 43
-BUDGET_SHARE = 0.5  # of what is left on the device, that an enlarged micro-batch may take
+BUDGET_SHARE = 0.5  # of the memory left on the device, that an enlarged micro-batch may take
 MOST_SEQS = {"cuda": 1024, "cpu": 256}
 BATCHED_TOKENS = {"cuda": 16384, "cpu": 4096}
 ONE_THREAD_PARAMETERS = 30_000_000  # a rule of thumb: below it one thread was faster where others ran beside it
@@ -29,28 +35,7 @@ KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the updat
 RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
 SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known once model and data are loaded."""
-
-    device: str  # "cuda" or "cpu"
-    free_bytes: int  # on the device, with model and optimizer in place
-    parameters: int
-    cores: int  # that torch would use if left alone
-    threads_given: bool  # by OMP_NUM_THREADS
-    context_limit: int | None  # positions the model was made for
-    kv_bytes_per_token: int
-    longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
-    steps_per_epoch: int
-    decode_bytes: int = 0  # what decoding `most_seqs` samples at once holds beside the KV cache
-    graph_sizes: int = 0  # batch sizes that CUDA graphs are captured for
-    not_captured: str | None = None  # why no graph can hold the model, as far as is known
-    layers: str = ""  # whether the roles' layers run fused, in words
-    settings: tuple[str, ...] = ()  # how roles run where that is not the default, in words
-    returning_bytes: int = 0  # what comes back to the device in phases other than the rollout, and is not counted as taken
-    auto_budgets: Mapping[str, int] = field(default_factory=dict)  # tokens that `auto` gives micro-batches of roles, where not the least
+ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
 @dataclass(frozen=True)
@@ -91,16 +76,26 @@ class RoleSettings:
 class RoleFacts:
     """A role's model, as far as its memory goes."""
 
+    shape: Shape
     parameter_bytes: int
     trained: int = 0  # numbers that learn; 0: the role does not
     itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
-    layers: int = 0
-    width: int = 0  # of hidden states
-    inner: int = 0  # of the gated product; of all experts that a token goes to
-    heads_width: int = 0  # of queries, keys and values together
     fused: bool = False  # whether its layers run fused
-    # Bytes of the vocabulary head's temporaries: of so many tokens, with these keys of the role, with or without the entropy's gradient.
-    head: Callable[[int, Mapping[str, Any], bool], int] | None = None
+    vocabulary_head: bool = True  # False: a critic or a reward model
+
+    @staticmethod
+    def of_shape(shape: Shape, config: Config, device: str, *, learns: bool, role: str = "actor") -> RoleFacts:
+        """The facts of a model that is not loaded."""
+        scalar = role in ("critic", "reward_model")
+        counts = shape.parameters_by_kind()
+        count = sum(counts.values()) + (shape.width + 1 - counts["head"] if scalar else 0)
+        itemsize = {"auto": 2 if device == "cuda" else 4, "bfloat16": 2, "float32": 4, "float64": 8}[config.model.dtype]
+        adapted = learns and config.lora.rank and (role == "actor" or config.lora.critic)
+        extra = shape.lora_parameters(config.lora.rank, config.lora.targets, config.lora.parameters) if adapted else 0
+        trained = (extra + (shape.width + 1 if scalar else 0) if adapted else count) if learns else 0
+        wanted = config.train.fused_layers is True or (config.train.fused_layers == "auto" and device == "cuda")
+        fused = wanted and config.train.compile is not True and shape.known_family().fused
+        return RoleFacts(shape, itemsize * (count + extra), trained, itemsize, fused, vocabulary_head=not scalar)
 
     @property
     def gradient_bytes(self) -> int:
@@ -111,53 +106,76 @@ class RoleFacts:
         """Two moments, and masters where the parameters are not their own."""
         return (12 if self.itemsize < 4 else 2 * self.itemsize) * self.trained
 
-    @property
-    def whole(self) -> int:
-        """Numbers that a layer of its own operations (fused ones in brackets) keeps of a token: 8 (5) of the width, 3 (2) of the heads' and
-        4 (3) of the inner width: inputs and results of norms, of rotary embedding, attention and the gated product."""
-        unfused = 0 if self.fused else 1
-        return (5 + 3 * unfused) * self.width + (2 + unfused) * self.heads_width + (3 + unfused) * self.inner
-
     def kept_bytes(self, keys: Mapping[str, Any]) -> int:
-        """About what a token of a micro-batch holds until its backward pass. Of a layer that is recomputed, results of products and
-        attention are 2 of each width, and the input, which only the first of a unit keeps, is 1 of the width."""
-        kind, layers, uniform = keys["recompute"], keys.get("recompute_layers"), keys.get("recompute_method") == "uniform"
-        recomputed = 0 if kind == "none" else self.layers if uniform else layers or self.layers
-        inputs = -(-recomputed // (layers or 1)) if uniform else recomputed
-        of_recomputed = inputs * self.width if kind == "full" else recomputed * 2 * (self.width + self.heads_width + self.inner)
-        return self.itemsize * (of_recomputed + (self.layers - recomputed) * self.whole)
+        """Bytes that a token of a micro-batch holds until its backward pass."""
+        kept = self.shape.kept_bytes(self.itemsize, fused=self.fused, recompute=recomputing(keys))
+        return int(ACTIVATION_MARGIN * kept)
 
     def working_bytes(self, keys: Mapping[str, Any]) -> int:
-        """What it holds beside that when the backward pass begins: a layer's gradients, about as large as what the layer keeps, and all
-        that is computed again of the last unit. After a last layer that kept everything, units need less than was given back."""
-        layers = keys.get("recompute_layers") or 0
-        last = min(max(1, layers), self.layers) if keys.get("recompute_method") == "uniform" else int(layers in (0, self.layers))
-        return self.itemsize * self.whole * (1 + (0 if keys["recompute"] == "none" else last))
+        """Bytes that it holds beside them when the backward pass begins: a layer's gradients, about as large as what the layer keeps, and
+        everything that is computed again of the last unit. After a last layer that kept everything, units need less than it gave back."""
+        layers = self.shape.layers
+        units = recomputing(keys).units(len(layers))
+        again = max(map(len, units)) if units and units[-1].stop == len(layers) else 0
+        largest = max((self.shape.layer_bytes(layer, self.itemsize, fused=self.fused) for layer in set(layers)), default=0)
+        return int(ACTIVATION_MARGIN * largest * (1 + again))
 
     def update_bytes(self, tokens: int, keys: Mapping[str, Any], *, entropy_gradient: bool = False) -> int:
-        """About what a micro-batch of so many tokens takes at most. The head is done before the layers' backward pass begins."""
-        of_head = self.head(tokens, keys, entropy_gradient) if self.head else 0
-        return tokens * self.kept_bytes(keys) + max(of_head, tokens * self.working_bytes(keys))
+        """About the most bytes that a micro-batch of so many tokens takes. The head is done before the layers' backward pass begins."""
+        return tokens * self.kept_bytes(keys) + max(self.head_bytes(tokens, keys, entropy_gradient), tokens * self.working_bytes(keys))
+
+    def head_bytes(self, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
+        """Most bytes of the vocabulary head's temporaries, where all tokens are trained on."""
+        if not self.vocabulary_head:
+            return 0
+        given = (keys.get("fused_head", True), keys.get("entropy_chunk"), keys.get("entropy_recompute", True))
+        options = HeadOptions(*given, recompute=keys.get("head_recompute") is not False)
+        entropy: footprint.Entropy = "gradient" if entropy_gradient else "value"
+        return head_bytes(tokens, self.shape.vocabulary, self.shape.width, options, itemsize=self.itemsize, entropy=entropy).peak
+
+
+def recomputing(keys: Mapping[str, Any]) -> Recomputing:
+    return Recomputing(keys["recompute"], keys.get("recompute_layers"), keys.get("recompute_method") == "uniform")
 
 
 @dataclass(frozen=True)
-class Room:
-    """Where the roles have to fit."""
+class Facts:
+    """Everything that a plan is made from, beside the configuration. None: not measured, and computed from the actor's shape."""
 
     device: str  # "cuda" or "cpu"
-    device_bytes: int  # all that it has
-    host_bytes: int  # that can be had there
-    longest: int  # tokens of the longest sample
-    roles: Mapping[str, RoleFacts]  # those with a model of their own
+    device_bytes: int  # memory of the device; 0 on a CPU
+    host_bytes: int  # free memory of the host
+    roles: Mapping[str, RoleFacts]  # the roles that have a model of their own; the actor is always there
+    longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
+    steps_per_epoch: int
+    rollout: bool = True  # False: nothing is sampled
+    cores: int = 1  # that torch would use if left alone
+    threads_given: bool = False  # by OMP_NUM_THREADS
+    processors: int = footprint.PROCESSORS  # of the device
+    free_bytes: int | None = None  # on the device, with models and optimizers in place
+    kv_bytes_per_token: int | None = None
+    decode_bytes: int | None = None  # that decoding `most_seqs` samples at once takes beside the KV cache
+    not_captured: str | None = None  # why no CUDA graph can hold the model, as far as is known
+    layers: str = ""  # whether the roles' layers run fused, in words
+
+    @property
+    def actor(self) -> RoleFacts:
+        return self.roles["actor"]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values."""
+        measured = self.kv_bytes_per_token
+        return self.actor.shape.kv_bytes_per_token(self.actor.itemsize) if measured is None else measured
 
 
 @dataclass(frozen=True)
-class Settled:
-    """The settings of each role, and in words what `auto` has switched on and why."""
+class RolePlan:
+    """How each role runs, with every `auto` decided."""
 
-    roles: Mapping[str, RoleSettings]
-    words: tuple[str, ...] = ()
-    auto_budgets: Mapping[str, int] = field(default_factory=dict)  # as in `Facts`
+    settings: Mapping[str, RoleSettings]
+    budgets: Mapping[str, int] = field(default_factory=dict)  # tokens that `auto` gives to micro-batches of roles that learn, on CUDA
+    words: tuple[str, ...] = ()  # what differs from the defaults, and why
 
 
 @dataclass(frozen=True)
@@ -166,42 +184,106 @@ class Plan:
     samples_per_step: int
     updates_per_step: int
     budgets: Budgets
+    roles: Mapping[str, RoleSettings]
     words: tuple[str, ...]
 
 
-def make_plan(config: Config, facts: Facts, *, rollout: bool, kept: dict[str, Any] | None = None) -> Plan:
+def plan_of(
+    model: Shape | Mapping[str, Any] | str | Path, config: Config, *, device: str, device_bytes: int, host_bytes: int, longest: int,
+    roles: Collection[str] = ("actor",), steps_per_epoch: int = 1, **more: Any,
+) -> Plan:  # fmt: skip
+    """The plan of a run whose model is not loaded: a shape, the contents of a config.json, or a folder that has one. `roles`: those of the
+    run that have a model of their own, all of this shape; `more`: other fields of `Facts`."""
+    shape = model if isinstance(model, Shape) else Shape.from_config(model) if isinstance(model, Mapping) else Shape.read(model)
+    found = {role: RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role) for role in roles}
+    return make_plan(config, Facts(device, device_bytes, host_bytes, found, longest, steps_per_epoch, **more))
+
+
+def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> Plan:
     """The plan of a run; `kept` are the budgets of the checkpoint it resumes from."""
     algorithm = config.algorithm
-    steps = count_steps(config, facts.steps_per_epoch)
-    samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if rollout else 1)
-    check_context(config, facts.longest, facts.context_limit, rollout=rollout)
-    if rollout:
+    samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
+    check_context(config, facts.longest, facts.actor.shape.positions, rollout=facts.rollout)
+    if facts.rollout:
         check_graphs(config, facts)
-    budgets = make_budgets(config, facts, samples if rollout else 0)
+    roles = plan_roles(config, facts, kept)
+    memory = rollout_memory(config, facts, roles, samples)
+    budgets = make_budgets(config, facts, roles, memory, samples)
     changed: list[str] = []
     if kept:
-        budgets, changed = keep_budgets(config, facts, budgets, kept, rollout=rollout)
-    if rollout:
-        check_room(config, facts, budgets.kv_blocks)
-    plan = Plan(steps, samples, updates_per_step(config), budgets, ())
-    return replace(plan, words=(*in_words(config, facts, plan, rollout=rollout), *changed))
+        budgets, changed = keep_budgets(config, facts, memory, budgets, kept)
+    if facts.rollout:
+        check_cache(config, facts, memory, budgets.kv_blocks)
+    steps = count_steps(config, facts.steps_per_epoch)
+    words = (*in_words(config, facts, roles, memory, budgets, steps, samples), *changed)
+    return Plan(steps, samples, updates_per_step(config), budgets, roles.settings, words)
 
 
-def keep_budgets(config: Config, facts: Facts, planned: Budgets, kept: Mapping[str, Any], *, rollout: bool) -> tuple[Budgets, list[str]]:
-    """Those of the checkpoint, and in words what cannot be kept: a cache that was sized by `auto` when more was free on the device, because
-    it was another or more had been offloaded."""
+# ---- the KV cache and budgets ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """The device's memory in a rollout, in bytes."""
+
+    free: int  # with models and optimizers in place
+    decode: int  # that decoding takes beside the KV cache
+    returning: int  # that comes back in other phases and is not counted as taken, where the cache stays
+
+    @property
+    def beside_cache(self) -> int:
+        return self.decode + self.returning
+
+
+def rollout_memory(config: Config, facts: Facts, roles: RolePlan, samples: int) -> RolloutMemory:
+    decode = facts.decode_bytes
+    if decode is None:
+        decode = decode_bytes(config, facts, most_seqs(config, facts.device, samples)) if facts.rollout else 0
+    free = facts.free_bytes
+    if free is None and facts.device == "cuda":
+        free = int((1 - SLACK) * facts.device_bytes) - resident({role: vars(own) for role, own in roles.settings.items()}, facts, None)
+    elif free is None:
+        free = facts.host_bytes
+    return RolloutMemory(max(0, free), decode, 0 if releases_memory(config) else returning(facts, roles.settings))
+
+
+def decode_bytes(config: Config, facts: Facts, rows: int) -> int:
+    """About the bytes that decoding `rows` samples at once takes beside the KV cache: logits, where each sample stands, and on CUDA the
+    kernels' workspaces, a layer's temporaries, and what captured graphs keep."""
+    actor, block = facts.actor, config.rollout.block_tokens
+    shape, itemsize = actor.shape, actor.itemsize
+    blocks = -(-(facts.longest + longest_response(config) + footprint.BURST) // block) + footprint.TABLE_STEP
+    found = 4 * rows * (shape.vocabulary + blocks) + footprint.progress_bytes(rows)
+    if facts.device != "cuda":
+        return found
+    sizes, first = footprint.sizes_up_to(rows), shape.layers[0]
+    of_attention = 4 * max(
+        footprint.workspace_numbers(size, layer.heads, layer.key_heads, layer.head_width, itemsize, blocks * block, facts.processors)
+        for size in sizes
+        for layer in set(shape.layers)
+    )
+    of_layer = 2 * rows * itemsize * (4 * shape.width + 3 * first.inner)  # twice, for pieces of a pool that do not fit the next size
+    of_graphs = footprint.GRAPH_BYTES * 2 * len(sizes) if uses_graphs(config, facts.device) else 0  # with top-k and top-p, and without
+    of_trials = footprint.trial_bytes(shape.width, 2 * first.inner, itemsize) if itemsize == 2 and actor.fused else 0
+    return found + of_attention + footprint.sampling_bytes(rows, shape.vocabulary) + of_layer + of_graphs + of_trials
+
+
+def keep_budgets(
+    config: Config, facts: Facts, memory: RolloutMemory, planned: Budgets, kept: Mapping[str, Any]
+) -> tuple[Budgets, list[str]]:
+    """The budgets of the checkpoint, and in words what cannot be kept: a cache that was sized by `auto` when more was free on the device,
+    because it was another device or more had been offloaded."""
     budgets = replace(planned, **kept)  # an older version's checkpoint may lack some
-    if not rollout:
+    if not facts.rollout:
         return budgets, []
     # Validation may ask for longer responses than before.
     budgets = replace(budgets, kv_blocks=max(budgets.kv_blocks, blocks_per_sample(config, facts)))
     given = {config.rollout.kv_bytes, config.rollout.memory_fraction} - {"auto"}
-    beside = facts.decode_bytes + (0 if releases_memory(config) else facts.returning_bytes)
     cache = cache_bytes(config, facts, budgets.kv_blocks)
-    if given or facts.device != "cuda" or cache + beside <= facts.free_bytes:
+    if given or facts.device != "cuda" or cache + memory.beside_cache <= memory.free:
         return budgets, []
     words = (
-        f"the KV cache of {in_bytes(cache)} that the run began with does not fit into the {in_bytes(facts.free_bytes)} that are free now: "
+        f"the KV cache of {in_bytes(cache)} that the run began with does not fit into the {in_bytes(memory.free)} that are free now: "
         "a smaller one is taken, and samples may differ in their last bits from those of a run that was not interrupted"
     )
     return replace(budgets, kv_blocks=planned.kv_blocks), [words]
@@ -254,23 +336,23 @@ def check_graphs(config: Config, facts: Facts) -> None:
         )
 
 
-def check_room(config: Config, facts: Facts, blocks: int) -> None:
-    """Of a KV cache whose size the user set. Not on a CPU: what is free there is a guess, and a block takes memory only once it is
-    written."""
+def check_cache(config: Config, facts: Facts, memory: RolloutMemory, blocks: int) -> None:
+    """Refuse a KV cache whose size the user set and that does not fit. Not on a CPU: what is free there is a guess, and a block takes
+    memory only once it is written."""
     rollout = config.rollout
     key = "rollout.kv_bytes" if rollout.kv_bytes != "auto" else "rollout.memory_fraction"
     given = rollout.kv_bytes if rollout.kv_bytes != "auto" else rollout.memory_fraction
     cache = cache_bytes(config, facts, blocks)
-    if facts.device != "cuda" or given == "auto" or cache + facts.decode_bytes <= facts.free_bytes:
+    if facts.device != "cuda" or given == "auto" or cache + memory.decode <= memory.free:
         return
     raise UserError(
-        f"{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(facts.decode_bytes)} beside it, but "
-        f"{in_bytes(facts.free_bytes)} are free on this device. Lower it, or leave it out for auto"
+        f"{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(memory.decode)} beside it, but "
+        f"{in_bytes(memory.free)} are free on this device. Lower it, or leave it out for auto"
     )
 
 
 def cache_bytes(config: Config, facts: Facts, blocks: int) -> int:
-    return blocks * config.rollout.block_tokens * facts.kv_bytes_per_token
+    return blocks * config.rollout.block_tokens * facts.token_bytes
 
 
 def longest_response(config: Config) -> int:
@@ -298,20 +380,20 @@ def most_seqs(config: Config, device: str, samples: int) -> int:
     return max(1, min(MOST_SEQS[device], samples)) if config.rollout.max_seqs == "auto" else config.rollout.max_seqs
 
 
-def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
+def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemory, samples: int) -> Budgets:
     rollout, actor = config.rollout, config.actor
-    token_budget = update_budget(config, facts.device, "actor", facts.auto_budgets)
+    token_budget = update_budget(config, facts.device, "actor", roles.budgets)
     forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
     # Of models that need not be as small as the actor.
     of_others = 2 * update_budget(config, facts.device, "actor", {}) if actor.forward_token_budget == "auto" else forward
     of_ref = of_others if config.ref.path else forward
-    max_seqs = most_seqs(config, facts.device, samples)
-    critic = update_budget(config, facts.device, "critic", facts.auto_budgets)
+    max_seqs = most_seqs(config, facts.device, samples if facts.rollout else 0)
+    critic = update_budget(config, facts.device, "critic", roles.budgets)
     of_reward_model = config.reward_model.forward_token_budget
     batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
     return Budgets(
         threads=threads(config, facts),
-        kv_blocks=kv_blocks(config, facts, max_seqs) if samples else 0,
+        kv_blocks=kv_blocks(config, facts, memory, max_seqs) if facts.rollout else 0,
         max_seqs=max_seqs,
         max_batched_tokens=batched,
         token_budget=token_budget,
@@ -326,31 +408,30 @@ def make_budgets(config: Config, facts: Facts, samples: int) -> Budgets:
 def threads(config: Config, facts: Facts) -> int:
     if config.run.threads != "auto":
         return config.run.threads
-    small = facts.device == "cpu" and facts.parameters < ONE_THREAD_PARAMETERS
+    small = facts.device == "cpu" and facts.actor.parameter_bytes < ONE_THREAD_PARAMETERS * facts.actor.itemsize
     return 1 if small and not facts.threads_given else facts.cores
 
 
 def blocks_per_sample(config: Config, facts: Facts) -> int:
-    """That the longest sample needs."""
+    """Blocks that the longest sample needs."""
     return -(-(facts.longest + longest_response(config)) // config.rollout.block_tokens)
 
 
-def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
+def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int) -> int:
     rollout = config.rollout
-    block_bytes = facts.kv_bytes_per_token * rollout.block_tokens
+    block_bytes = facts.token_bytes * rollout.block_tokens
     per_sample = blocks_per_sample(config, facts)
     if rollout.kv_bytes != "auto":
         blocks, source = rollout.kv_bytes // block_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
     elif rollout.memory_fraction != "auto":
-        blocks = int(rollout.memory_fraction * facts.free_bytes) // block_bytes
-        source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(facts.free_bytes)} free"
+        blocks = int(rollout.memory_fraction * memory.free) // block_bytes
+        source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(memory.free)} free"
     else:
         share = KV_SHARE[facts.device] if releases_memory(config) else KEPT_SHARE[facts.device]
-        others = facts.decode_bytes + (0 if releases_memory(config) else facts.returning_bytes)
-        room = int(share * max(0, facts.free_bytes - others))
+        available = int(share * max(0, memory.free - memory.beside_cache))
         # One more than a sample needs: newcomers wait until those that run have a block each to grow by.
-        blocks = min(room // block_bytes, (per_sample + 1) * max_seqs)
-        source = f"the {in_bytes(facts.free_bytes)} free on this device, {in_bytes(facts.decode_bytes)} of them for decoding,"
+        blocks = min(available // block_bytes, (per_sample + 1) * max_seqs)
+        source = f"the {in_bytes(memory.free)} free on this device, {in_bytes(memory.decode)} of them for decoding,"
     if blocks < per_sample:
         raise UserError(
             f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
@@ -363,32 +444,55 @@ def kv_blocks(config: Config, facts: Facts, max_seqs: int) -> int:
 # ---- how roles run ---------------------------------------------------------------------------------------------------------------------
 
 OF_TRAIN = ("packing", "recompute", "offload_activations", "offload_params", "offload_optimizer")  # that the critic may have of its own
-KEPT_AS = {"actor": "token_budget", "critic": "critic_token_budget"}  # of a role that learns, among the budgets of a checkpoint
+KEPT_AS = {"actor": "token_budget", "critic": "critic_token_budget"}  # roles that learn, and their budgets' names in a checkpoint
 OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offload_grads")
 
 
-def settle(config: Config, room: Room, kept: Mapping[str, Any] | None = None) -> Settled:
-    """The settings of every role. What `auto` becomes depends on all that the device has and not on what happens to be free there, so that
-    a resumed run decides alike; `kept`: its budgets, for which the rest must be settled."""
-    given = {role: given_settings(config, role) for role in room.roles}
-    check_layers(room, given)
-    if room.device != "cuda":  # there is no second memory, and time is shorter than memory
-        return with_words(room, {role: resolved(keys) for role, keys in given.items()}, {})
-    reasons: dict[tuple[str, str], str] = {}
-    decide_states(given, room, reasons)
-    decide_params(given, room, reasons)
-    trained = [role for role, facts in room.roles.items() if facts.trained]
-    of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
-    by_auto = config.actor.token_budget == "auto"
-    auto_budgets = {role: of_kept.get(role) or decide_budget(config, given, room, role) for role in trained if by_auto}
-    for role in trained:
-        decide_activations(config, given, room, role, auto_budgets, reasons)
-    check_host(config, room, given, auto_budgets)
-    return replace(with_words(room, {role: resolved(keys) for role, keys in given.items()}, reasons), auto_budgets=auto_budgets)
+@dataclass(frozen=True)
+class Decisions:
+    """The keys of each role, `auto` where nothing has been decided yet, and why `auto` became what it did."""
+
+    keys: Mapping[str, Mapping[str, Any]]
+    reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+    def decide(self, role: str, key: str, value: Any, why: str | None = None) -> Decisions:
+        """With that value, if it was left to `auto`."""
+        if self.keys[role].get(key) != "auto":
+            return self
+        keys = {**self.keys, role: {**self.keys[role], key: value}}
+        return Decisions(keys, self.reasons if why is None else {**self.reasons, (role, key): why})
+
+    def settings(self) -> dict[str, RoleSettings]:
+        """Every `auto` that nothing has decided otherwise is off, but for what saves memory at the cost of time alone."""
+        off: dict[str, Any] = {"recompute": "none", "head_recompute": True}
+        return {
+            role: RoleSettings(**{key: off.get(key, False) if value == "auto" else value for key, value in keys.items()})
+            for role, keys in self.keys.items()
+        }
+
+
+def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> RolePlan:
+    """The settings of every role. What `auto` becomes depends on all memory that the device has and not on what happens to be free there,
+    so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
+    made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None}})
+    check_layers(facts, made)
+    budgets: dict[str, int] = {}
+    if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
+        made = decide_params(decide_states(made, facts), facts)
+        trained = [role for role, model in facts.roles.items() if model.trained]
+        of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
+        by_auto = config.actor.token_budget == "auto"
+        budgets = {role: of_kept.get(role) or decide_budget(config, made, facts, role) for role in trained if by_auto}
+        for role in trained:
+            made = decide_activations(config, made, facts, role, budgets)
+        check_host(config, facts, made, budgets)
+    settings = made.settings()
+    return RolePlan(settings, budgets, tuple(roles_in_words(facts, settings, made.reasons)))
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
-    """What the user said of a role, `auto` included; the critic and the reward model take from [train] what they have not of their own."""
+    """The values that the user gave to the keys of a role, `auto` included; the critic and the reward model inherit from [train] what they
+    do not set themselves."""
     train = config.train
     if role == "reward_model":
         packing = train.packing if config.reward_model.packing is None else config.reward_model.packing
@@ -402,7 +506,7 @@ def given_settings(config: Config, role: str) -> dict[str, Any]:
     }
     if role == "critic":
         shared |= {key: own for key in OF_TRAIN if (own := getattr(config.critic, key)) is not None}
-    if shared["recompute"] == "auto":  # which layers is said of a recompute that is named, be it another role's
+    if shared["recompute"] == "auto":  # the number of layers belongs to a recompute that is named, perhaps of another role
         shared |= {"recompute_layers": None, "recompute_method": "block"}
     if role == "critic":
         return shared
@@ -414,172 +518,156 @@ def number(given: int | str) -> int | None:
     return given if isinstance(given, int) else None
 
 
-def resolved(keys: Mapping[str, Any]) -> RoleSettings:
-    """Every `auto` that nothing has decided otherwise is off, but for what saves memory at the cost of time alone."""
-    off: dict[str, Any] = {"recompute": "none", "head_recompute": True}
-    return RoleSettings(**{key: off.get(key, False) if value == "auto" else value for key, value in keys.items()})
-
-
-def resident(given: Mapping[str, Mapping[str, Any]], room: Room, working: str) -> int:
-    """Bytes of parameters, gradients and optimizers on the device while a role is updated."""
+def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str | None) -> int:
+    """Bytes of parameters, gradients and optimizers on the device while a role is updated; None: in a rollout."""
     total = 0
-    for role, facts in room.roles.items():
-        away = {key: given[role].get(key) is True for key in OFFLOADS}
-        total += facts.parameter_bytes if role == working or not away["offload_params"] else 0
-        total += facts.gradient_bytes if role == working or not away["offload_grads"] else 0
-        total += min(STREAMED, facts.optimizer_bytes) if away["offload_optimizer"] else facts.optimizer_bytes
+    for role, model in facts.roles.items():
+        away = {key: keys[role].get(key) is True for key in OFFLOADS}
+        total += model.parameter_bytes if role == (updated or "actor") or not away["offload_params"] else 0
+        total += model.gradient_bytes if role == updated or not away["offload_grads"] else 0
+        total += min(STREAMED, model.optimizer_bytes) if away["offload_optimizer"] else model.optimizer_bytes
     return total
 
 
-def returning(room: Room, settings: Mapping[str, RoleSettings]) -> int:
-    """The most that a role brings to the device when its phase comes: parameters that were away, gradients that were not there."""
+def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
+    """The most bytes that a role brings to the device when its phase comes: parameters that were away, gradients that were not there."""
+    if facts.device != "cuda" or not any(model.trained for model in facts.roles.values()):
+        return 0
     brought = (
-        (facts.parameter_bytes if settings[role].offload_params and role != "actor" else 0)
-        + (facts.gradient_bytes if settings[role].offload_grads else 0)
-        for role, facts in room.roles.items()
+        (model.parameter_bytes if settings[role].offload_params and role != "actor" else 0)
+        + (model.gradient_bytes if settings[role].offload_grads else 0)
+        for role, model in facts.roles.items()
     )
-    return max(brought, default=0) if room.device == "cuda" else 0
+    return max(brought, default=0)
 
 
-def crowded(given: Mapping[str, Mapping[str, Any]], room: Room) -> str | None:
+def why_crowded(made: Decisions, facts: Facts) -> str | None:
     """Why something has to leave the device, in words."""
-    needed = max((resident(given, room, role) for role, facts in room.roles.items() if facts.trained), default=0)
-    if needed <= (1 - RESERVE) * room.device_bytes:
+    needed = max((resident(made.keys, facts, role) for role, model in facts.roles.items() if model.trained), default=0)
+    if needed <= (1 - RESERVE) * facts.device_bytes:
         return None
-    return f"parameters, gradients and optimizer would take {in_bytes(needed)} of the device's {in_bytes(room.device_bytes)}"
+    return f"parameters, gradients and optimizer would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
 
 
-def switch_on(given: dict[str, dict[str, Any]], role: str, key: str, why: str, reasons: dict[tuple[str, str], str]) -> None:
-    if given[role].get(key) == "auto":
-        given[role][key] = True
-        reasons[role, key] = why
-
-
-def decide_states(given: dict[str, dict[str, Any]], room: Room, reasons: dict[tuple[str, str], str]) -> None:
+def decide_states(made: Decisions, facts: Facts) -> Decisions:
     """Optimizer states first: they are needed for the shortest time, and are the most."""
-    why = crowded(given, room)
-    for role, facts in room.roles.items():
-        if facts.trained and why:
-            switch_on(given, role, "offload_optimizer", why, reasons)
-        if given[role].get("offload_optimizer") is True:
-            switch_on(given, role, "offload_grads", "with the optimizer", reasons)
+    why = why_crowded(made, facts)
+    for role, model in facts.roles.items():
+        if model.trained and why:
+            made = made.decide(role, "offload_optimizer", True, why)
+        if made.keys[role].get("offload_optimizer") is True:
+            made = made.decide(role, "offload_grads", True, "with the optimizer")
+    return made
 
 
-def decide_params(given: dict[str, dict[str, Any]], room: Room, reasons: dict[tuple[str, str], str]) -> None:
+def decide_params(made: Decisions, facts: Facts) -> Decisions:
     """Then the parameters of roles that wait. Never the actor's: CUDA graphs would have to go for it."""
     for role in ("reward_model", "ref", "critic"):
-        if role in room.roles and room.roles[role].parameter_bytes and (why := crowded(given, room)):
-            switch_on(given, role, "offload_params", why, reasons)
-    if given.get("actor", {}).get("offload_params") == "auto":
-        given["actor"]["offload_params"] = False
+        if role in facts.roles and (why := why_crowded(made, facts)):
+            made = made.decide(role, "offload_params", True, why)
+    return made.decide("actor", "offload_params", False)
 
 
-def left_for_update(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room, role: str) -> int:
+def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
     """Bytes of the device beside what is resident in a role's update."""
-    left = int((1 - SLACK) * room.device_bytes) - resident(given, room, role)
-    return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[room.device]))
+    left = int((1 - SLACK) * facts.device_bytes) - resident(made.keys, facts, role)
+    return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[facts.device]))
 
 
 def has_entropy_bonus(config: Config) -> bool:
     return (config.algorithm.entropy_coef or 0) > 0
 
 
-def decide_budget(config: Config, given: Mapping[str, Mapping[str, Any]], room: Room, role: str) -> int:
-    """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take a part only of what is
-    left, with all that may be kept for the backward pass kept."""
-    tokens, facts, keys = update_budget(config, room.device, role, {}), room.roles[role], dict(given[role])
-    if keys["offload_activations"] is True:  # by hand: they have to fit the host
+def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> int:
+    """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take only a part of the memory
+    that is left, with everything kept for the backward pass that may be kept."""
+    tokens, model, given = update_budget(config, facts.device, role, {}), facts.roles[role], made.keys[role]
+    if given["offload_activations"] is True:  # by hand: they have to fit the host
         return tokens
-    all_kept = keys["recompute"] in ("auto", "none")
-    keys |= {
-        key: value
-        for key, value in {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}.items()
-        if keys.get(key) == "auto"
-    }
+    all_kept = given["recompute"] in ("auto", "none")
+    autos = {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}
+    keys = {key: autos.get(key, value) if value == "auto" else value for key, value in given.items()}
     most, bonus = ENLARGED * tokens, has_entropy_bonus(config)
-    room_for_it = BUDGET_SHARE * left_for_update(config, given, room, role)
+    available = BUDGET_SHARE * left_for_update(config, made, facts, role)
     while (
         tokens < most
-        and tokens * facts.parameter_bytes // facts.itemsize < BUSY
-        and facts.update_bytes(2 * tokens, keys, entropy_gradient=bonus) <= room_for_it
+        and tokens * model.parameter_bytes // model.itemsize < BUSY
+        and model.update_bytes(2 * tokens, keys, entropy_gradient=bonus) <= available
     ):
         tokens *= 2
     return tokens
 
 
-def decide_activations(
-    config: Config, given: dict[str, dict[str, Any]], room: Room, role: str, auto_budgets: Mapping[str, int],
-    reasons: dict[tuple[str, str], str],
-) -> None:  # fmt: skip
-    """Recompute by the least that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
-    keys, facts, tokens = given[role], room.roles[role], micro_batch_tokens(config, room, role, auto_budgets)
-    left = left_for_update(config, given, room, role)
-    of_host = room.host_bytes - sum(on_host(config, room, given, auto_budgets).values())
-    bonus = has_entropy_bonus(config)
+def decide_activations(config: Config, made: Decisions, facts: Facts, role: str, budgets: Mapping[str, int]) -> Decisions:
+    """The least recompute that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
+    keys, model, tokens = made.keys[role], facts.roles[role], micro_batch_tokens(config, facts, role, budgets)
+    left, bonus = left_for_update(config, made, facts, role), has_entropy_bonus(config)
+    of_host = facts.host_bytes - sum(on_host(config, facts, made, budgets).values())
 
     def shortage(level: str, **other: Any) -> str | None:
         at = {**keys, "recompute": level, **other}
         if keys["offload_activations"] is True:
-            found, where, there = tokens * facts.kept_bytes(at), "hold", of_host
+            found, where, there = tokens * model.kept_bytes(at), "hold", of_host
         else:
-            found, where, there = facts.update_bytes(tokens, at, entropy_gradient=bonus), "take", left
+            found, where, there = model.update_bytes(tokens, at, entropy_gradient=bonus), "take", left
         words = f"{many(tokens, 'token')} would {where} about {in_bytes(found)} in an update, and {in_bytes(max(0, there))} are left"
         return words + (" on the host" if where == "hold" else "") if found > there else None
 
-    if keys["recompute"] == "auto":
+    level = keys["recompute"]
+    if level == "auto":
         levels = ("none", "full") if config.train.compile is True else ("none", "selective", "full")  # as knobs.TOGETHER has it
-        keys["recompute"] = next((level for level in levels if not shortage(level)), "full")
-        if keys["recompute"] != "none":
-            reasons[role, "recompute"] = shortage("none") or ""
-    if why := shortage(keys["recompute"]):
-        switch_on(given, role, "offload_activations", why, reasons)
+        level = next((level for level in levels if not shortage(level)), "full")
+        made = made.decide(role, "recompute", level, None if level == "none" else shortage("none") or "")
+    if why := shortage(level):
+        made = made.decide(role, "offload_activations", True, why)
     # Last, with what is left: it saves less time for its bytes than all the others cost.
-    all_kept = keys["recompute"] == "none" and keys["offload_activations"] is not True
-    if facts.head and keys.get("head_recompute") == "auto" and keys["fused_head"] and all_kept:
-        keys["head_recompute"] = shortage("none", head_recompute=False) is not None
-        if not keys["head_recompute"]:
-            reasons[role, "head_recompute"] = "they fit"
+    all_kept = level == "none" and made.keys[role]["offload_activations"] is not True
+    if not (model.vocabulary_head and keys.get("fused_head") and all_kept):
+        return made
+    again = shortage("none", head_recompute=False) is not None
+    return made.decide(role, "head_recompute", again, None if again else "they fit")
 
 
-def micro_batch_tokens(config: Config, room: Room, role: str, auto_budgets: Mapping[str, int]) -> int:
-    """Of the largest micro-batch of an update."""
+def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int]) -> int:
+    """Tokens of the largest micro-batch of an update."""
     section = config.critic if role == "critic" else config.actor
+    longest = facts.longest + (longest_response(config) if facts.rollout else 0)
     if not section.dynamic_batch and section.micro_batch:
-        return section.micro_batch * room.longest
-    return max(update_budget(config, room.device, role, auto_budgets), room.longest)
+        return section.micro_batch * longest
+    return max(update_budget(config, facts.device, role, budgets), longest)
 
 
-def update_budget(config: Config, device: str, role: str, auto_budgets: Mapping[str, int]) -> int:
+def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, int]) -> int:
     """Tokens of a role's micro-batch in an update. The critic has no vocabulary head: twice the actor's, where that is given."""
     of_actor, of_critic = config.actor.token_budget, config.critic.token_budget
     if role == "actor":
-        return auto_budgets.get("actor", TOKEN_BUDGET[device]) if of_actor == "auto" else of_actor
+        return budgets.get("actor", TOKEN_BUDGET[device]) if of_actor == "auto" else of_actor
     if of_critic != "auto":
         return of_critic
-    return auto_budgets.get("critic", 2 * TOKEN_BUDGET[device]) if of_actor == "auto" else 2 * of_actor
+    return budgets.get("critic", 2 * TOKEN_BUDGET[device]) if of_actor == "auto" else 2 * of_actor
 
 
-def on_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budgets: Mapping[str, int]) -> dict[str, int]:
+def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> dict[str, int]:
     """Bytes that are moved to the host, as far as that is decided, and with them those that a checkpoint passes through there."""
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
-    for role, keys in given.items():
-        facts = room.roles[role]
-        decided = facts.trained and keys["recompute"] != "auto"
+    for role, model in facts.roles.items():
+        keys = made.keys[role]
+        decided = model.trained and keys["recompute"] != "auto"
         counts = {
-            "optimizer": facts.optimizer_bytes,
-            "parameters": facts.parameter_bytes,
-            "activations": micro_batch_tokens(config, room, role, auto_budgets) * facts.kept_bytes(keys) if decided else 0,
+            "optimizer": model.optimizer_bytes,
+            "parameters": model.parameter_bytes,
+            "activations": micro_batch_tokens(config, facts, role, budgets) * model.kept_bytes(keys) if decided else 0,
         }
         found |= {f"the {role}'s {kind}": counts[kind] for kind, key in kinds.items() if keys.get(key) is True and counts[kind]}
-    actor = room.roles.get("actor", RoleFacts(0))
-    moves = any(keys.get(key) is True for keys in given.values() for key in kinds.values())
-    return found | ({"weights on their way into a checkpoint": actor.parameter_bytes} if moves and actor.trained else {})
+    moves = any(keys.get(key) is True for keys in made.keys.values() for key in kinds.values())
+    weights = {"weights on their way into a checkpoint": facts.actor.parameter_bytes}
+    return found | (weights if moves and facts.actor.trained else {})
 
 
-def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]], auto_budgets: Mapping[str, int]) -> None:
-    moved = on_host(config, room, given, auto_budgets)
-    if sum(moved.values()) <= room.host_bytes:
+def check_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> None:
+    moved = on_host(config, facts, made, budgets)
+    if sum(moved.values()) <= facts.host_bytes:
         return
     what = " and ".join(f"{kind} ({in_bytes(count)})" for kind, count in moved.items())
     less = (
@@ -588,34 +676,30 @@ def check_host(config: Config, room: Room, given: Mapping[str, Mapping[str, Any]
         else "Use"
     )
     raise UserError(
-        f"offload: {what} do not fit into the host's memory, of which {in_bytes(room.host_bytes)} are free. {less} "
+        f"offload: {what} do not fit into the host's memory, of which {in_bytes(facts.host_bytes)} are free. {less} "
         "a smaller model or LoRA (lora.rank), or a computer with more memory"
     )
 
 
-def check_layers(room: Room, given: Mapping[str, Mapping[str, Any]]) -> None:
-    for role, facts in room.roles.items():
-        keys = given[role]
-        if facts.trained and keys["recompute"] in ("selective", "full") and (keys["recompute_layers"] or 0) > facts.layers:
+def check_layers(facts: Facts, made: Decisions) -> None:
+    for role, model in facts.roles.items():
+        keys, count = made.keys[role], len(model.shape.layers)
+        if model.trained and keys["recompute"] in ("selective", "full") and (keys["recompute_layers"] or 0) > count:
             raise UserError(
-                f"train.recompute_layers is {keys['recompute_layers']}, and the model has {facts.layers} layers ({role}). Give at most "
-                f"{facts.layers}"
+                f"train.recompute_layers is {keys['recompute_layers']}, and the model has {count} layers ({role}). Give at most {count}"
             )
 
 
-def with_words(room: Room, settings: Mapping[str, RoleSettings], reasons: Mapping[tuple[str, str], str]) -> Settled:
-    words = []
-    for role, own in settings.items():
-        if not room.roles[role].parameter_bytes:  # it is the actor, or there is no such role
-            continue
-        parts = [text + (f" (auto: {reasons[role, key]})" if (role, key) in reasons else "") for key, text in not_default(role, own)]
+def roles_in_words(facts: Facts, settings: Mapping[str, RoleSettings], reasons: Mapping[tuple[str, str], str]) -> Iterator[str]:
+    for role in facts.roles:
+        differing = not_default(role, settings[role])
+        parts = [text + (f" (auto: {reasons[role, key]})" if (role, key) in reasons else "") for key, text in differing]
         if parts:
-            words.append(f"{role}: {'; '.join(parts)}")
-    return Settled(dict(settings), tuple(words))
+            yield f"{role}: {'; '.join(parts)}"
 
 
 def not_default(role: str, own: RoleSettings) -> Iterator[tuple[str, str]]:
-    """What differs from the defaults of a role: the key, and what it means in words."""
+    """Each key of a role that differs from its default, and what it means in words."""
     of_layers = {"block": " of the first {}", "uniform": ", {} at a time"}[own.recompute_method]
     layers = of_layers.format(many(own.recompute_layers, "layer")) if own.recompute_layers else ""
     in_pieces = "log-probs" if role == "ref" else "log-probs and entropy" if own.fused_head else "entropy"
@@ -638,36 +722,35 @@ def not_default(role: str, own: RoleSettings) -> Iterator[tuple[str, str]]:
 # ---- words -----------------------------------------------------------------------------------------------------------------------------
 
 
-def in_words(config: Config, facts: Facts, plan: Plan, *, rollout: bool) -> list[str]:
-    algorithm, budgets = config.algorithm, plan.budgets
-    layers = [*facts.settings, *([f"layers: {facts.layers}"] if facts.layers else [])]
+def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemory, budgets: Budgets, steps: int, samples: int) -> list[str]:
+    algorithm, updates = config.algorithm, many(updates_per_step(config), "optimizer step")
+    layers = [*roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
-    if not rollout:
+    why_larger = why_enlarged(config, facts, budgets)
+    if not facts.rollout:
         return [
-            f"{many(plan.steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "
-            f"{many(plan.updates_per_step, 'optimizer step')}; micro-batches of at most {budgets.token_budget} tokens"
-            + why_larger(config, facts, budgets),
+            f"{many(steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "
+            f"{updates}; micro-batches of at most {budgets.token_budget} tokens{why_larger}",
             *layers,
         ]
-    cache = budgets.kv_blocks * config.rollout.block_tokens
     longest = facts.longest + config.rollout.max_new_tokens
     alone = (
         f"; a longer sample (up to {longest} tokens) runs alone" if config.actor.dynamic_batch and budgets.token_budget < longest else ""
     )
     return [
-        f"{many(plan.steps, 'step')} ({per_epoch}), each of {many(algorithm.prompts_per_step, 'prompt')} x "
-        f"{many(algorithm.samples_per_prompt, 'sample')} = {plan.samples_per_step} samples, "
-        f"{many(plan.updates_per_step, 'optimizer step')}",
-        f"rollout: KV cache of {in_bytes(cache * facts.kv_bytes_per_token)} for {cache} tokens, at most "
+        f"{many(steps, 'step')} ({per_epoch}), each of {many(algorithm.prompts_per_step, 'prompt')} x "
+        f"{many(algorithm.samples_per_prompt, 'sample')} = {samples} samples, {updates}",
+        f"rollout: KV cache of {in_bytes(cache_bytes(config, facts, budgets.kv_blocks))} for "
+        f"{budgets.kv_blocks * config.rollout.block_tokens} tokens, at most "
         f"{many(budgets.max_seqs, 'sample')} at once, {budgets.max_batched_tokens} tokens a pass; "
-        f"{cache_in_words(config)}; {graphs_in_words(config, facts)}",
-        f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}{why_larger(config, facts, budgets)}; "
+        f"{cache_in_words(config)}; {graphs_in_words(config, facts, memory.decode, samples)}",
+        f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}{why_larger}; "
         f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]
 
 
-def why_larger(config: Config, facts: Facts, budgets: Budgets) -> str:
+def why_enlarged(config: Config, facts: Facts, budgets: Budgets) -> str:
     enlarged = config.actor.token_budget == "auto" and budgets.token_budget > TOKEN_BUDGET[facts.device]
     return " (auto: with fewer tokens of so small a model the device would wait)" if enlarged and config.actor.dynamic_batch else ""
 
@@ -676,27 +759,16 @@ def cache_in_words(config: Config) -> str:
     return "the update gets the cache's memory" if releases_memory(config) else "the cache stays during the update (rollout.release_memory)"
 
 
-def graphs_in_words(config: Config, facts: Facts) -> str:
+def graphs_in_words(config: Config, facts: Facts, decode: int, samples: int) -> str:
     if not uses_graphs(config, facts.device):
         away = "train.offload_params moves the weights that they would read" if config.train.offload_params is True else ""
         on_cpu = "the run is on the CPU" if facts.device == "cpu" else away
         return "no CUDA graphs: " + ("rollout.cuda_graphs is off" if config.rollout.cuda_graphs is False else on_cpu)
     if facts.not_captured:
         return f"no CUDA graphs: {facts.not_captured}"
-    return f"CUDA graphs of {many(facts.graph_sizes, 'batch size')}, {in_bytes(facts.decode_bytes)} for decoding"
+    sizes = footprint.sizes_up_to(most_seqs(config, facts.device, samples))
+    return f"CUDA graphs of {many(len(sizes), 'batch size')}, {in_bytes(decode)} for decoding"
 
 
 def micro(samples: int | None, tokens: int) -> str:
     return many(samples, "sample") if samples else f"{tokens} tokens"
-
-
-def many(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def in_bytes(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"

@@ -27,9 +27,10 @@ from fulltilt.bench.native import NO_TEXT, Native, generate_all
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import WORKLOADS, Requests
 from fulltilt.cluster.sizes import THREADS, free_bytes
-from fulltilt.plan import KV_SHARE, many
+from fulltilt.plan import KV_SHARE
 from fulltilt.records import UserError
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.words import many
 
 PEERS = ("vllm", "hf")
 SETTINGS = ("rollout.", "train.fused_layers", "train.compile")

@@ -10,38 +10,19 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.config import ModelConfig
 from fulltilt.model import attention
 from fulltilt.model.load import choose_dtype, load_model
 from fulltilt.records import UserError
+from fulltilt.shape import SHAPES as NAMED
 
-SHAPES: dict[str, dict[str, Any]] = {
-    "0.5B": {
-        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
-        "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "1.5B": {
-        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
-        "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "7B": {
-        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    # 8.0 million parameters in the proportions of 0.5B: heads of 64, grouped keys, 26% of all weights in the vocabulary.
-    "small": {
-        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 8192, "tie_word_embeddings": True,
-    },
-}  # fmt: skip
+SHAPES = {name: shape for name, shape in NAMED.items() if shape["model_type"] == "qwen2"}  # those with published figures, and small
 DEFAULT = {"cuda": "0.5B", "cpu": "small"}
-POSITIONS = 32768
 WEIGHTS_SEED = 0
 
 
@@ -61,9 +42,8 @@ class Source:
 def find(name: str) -> Source:
     """A named shape, or the folder at that path."""
     if name in SHAPES:
-        shape = SHAPES[name]
         # The class by name: engines that read the configuration alone choose their model by it.
-        return Source(name, Qwen2Config(**shape, max_position_embeddings=POSITIONS, architectures=["Qwen2ForCausalLM"]))
+        return Source(name, AutoConfig.for_model(**SHAPES[name], architectures=["Qwen2ForCausalLM"]))
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise UserError(

@@ -37,10 +37,10 @@ from fulltilt.model.load import load_tokenizer
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.plan import many
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.words import many
 
 STEPS = {"cuda": 3, "cpu": 2}
 WARM_UP = 1  # steps that are reported apart: captures, compilation, first allocations

@@ -27,9 +27,9 @@ from fulltilt.bench.workload import WORKLOADS, Requests
 from fulltilt.cluster.worker import enough_memory
 from fulltilt.loop.opening import what_stays
 from fulltilt.memory.account import Reading
-from fulltilt.plan import in_bytes, many
 from fulltilt.records import MiniBatch, Row
 from fulltilt.rollout.runner import bytes_per_token
+from fulltilt.words import in_bytes, many
 
 PHASE = "update-actor"
 SETTINGS = ("train.", "actor.token_budget", "actor.dynamic_batch", "actor.micro_batch", "algorithm.entropy_coef")

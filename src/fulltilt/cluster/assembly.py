@@ -32,18 +32,18 @@ from fulltilt.cluster.checks import (
     wrong_settings,
 )
 from fulltilt.cluster.loading import Fusing, Models, exporter, load_models, make_encoder
-from fulltilt.cluster.sizes import find_facts, find_room, forward_sizes, limits, update_sizes
+from fulltilt.cluster.sizes import find_facts, forward_sizes, free_bytes, limits, update_sizes
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.config import Config, TrainConfig, uses_reward_model
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
+from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model import lora
-from fulltilt.model.heads import HeadOptions
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
 from fulltilt.plan import (
@@ -51,10 +51,8 @@ from fulltilt.plan import (
     RoleSettings,
     count_steps,
     graphs_without_device,
-    longest_response,
     make_plan,
-    returning,
-    settle,
+    plan_roles,
     updates_per_step,
 )
 from fulltilt.records import Prompt, Row
@@ -186,19 +184,15 @@ def make_worker(
     """The worker over loaded models, and notes on what the checkpoint lacks. `roles`: those of a training run; none where nothing
     learns."""
     sampled, learners = "rollout" in algorithm.needs, tuple(role for role in ("actor", "critic") if role in roles)
-    room = find_room(device, models, texts.longest + (longest_response(config) if sampled else 0), learners)
-    settled = settle(config, room, kept)
+    facts = find_facts(config, device, models, texts, fusing, learners, rollout=sampled)
+    settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settled.roles, texts.steps_per_epoch, roles)
+    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles)
     notes = restore(resume, made, adapters=config.lora.rank > 0) if resume else ()
     if device.type == "cuda":
         take_workspaces(made.actor)
-    made.settle_down(models, settled.roles)
-
-    facts = find_facts(config, device, models.actor, models.layers, texts.longest, texts.steps_per_epoch, fusing)
-    facts = replace(facts, settings=settled.words, auto_budgets=settled.auto_budgets)
-    facts = replace(facts, returning_bytes=returning(room, settled.roles) if learners else 0)
-    plan = make_plan(config, facts, rollout=sampled, kept=kept)
+    made.settle_down(models, settings)
+    plan = make_plan(config, replace(facts, free_bytes=free_bytes(device)), kept)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = exporter(config, models.actor, texts.tokenizer)
     bounds = limits(config, plan.budgets, device, texts.longest)
@@ -208,7 +202,7 @@ def make_worker(
         config=config,
         algorithm=algorithm,
         plan=plan,
-        settings=settled.roles,
+        settings=plan.roles,
         roles=made.roles,
         trainers=made.trainers(algorithm),
         engine=engine,

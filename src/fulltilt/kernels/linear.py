@@ -23,16 +23,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fulltilt.footprint import FLUSHED, JUDGES
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
 MANY = 1024  # rows above which cuBLAS adds in order (compared up to 16,384)
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # row counts that are tried; others are padded to the next one
-JUDGES = 2048  # rows of the product that all ways are compared with
 PADDED = (448, 512, 768, MANY, JUDGES)  # row counts that fewer rows may be padded to
 FEW = 384  # rows up to which our kernel can be the fastest
 LOW = (torch.bfloat16, torch.float16)
 TRIALS = 4  # timed runs of each way
-FLUSHED = 64 << 20  # bytes written before each run, more than the cache holds: in a model other weights evict this one between uses
 FLUSHES = 6  # repeats of that write, so that the device is busy for longer than the host needs to start the product
 
 
@@ -142,11 +141,6 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
             warnings.warn(f"products of few rows cannot run by {name} on this device, and take another way: {reason}", stacklevel=2)
     assert times, "no product gives the same bits twice"
     return given[min(times, key=lambda name: times[name])]
-
-
-def trial_bytes(inner: int, outer: int, itemsize: int) -> int:
-    """The most memory that `fastest` uses."""
-    return FLUSHED + itemsize * JUDGES * (3 * inner + 3 * outer)
 
 
 def milliseconds(run: Callable[[], Any], device: torch.device) -> float:

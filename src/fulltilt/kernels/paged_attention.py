@@ -22,60 +22,26 @@ Blocks of the table must cover each length, and every block number in use must l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import torch
 
+from fulltilt import footprint
+from fulltilt.footprint import PROCESSORS, Launch, launch_for, padded, power_of_two
 from fulltilt.kernels.dispatch import jit, runs_triton, tl
 from fulltilt.kernels.rotary import rotary_reference
 
 CHECK_BASES = False  # compare base and cache on CUDA too, which waits for the device; on CPU they are always compared
 LOG2_E = math.log2(math.e)
 
-PROCESSORS = 132  # multiprocessors of an H100 or H200; other devices report their own number
-ENOUGH = 256  # programs that keep 132 processors busy without splitting sequences
-WANTED = 768  # programs to aim for where sequences are split to fill the processors
-MOST_SPLITS = 64
-FEWEST_TOKENS = 128  # per split: below this, starting another program costs more than it saves
-WHOLE = 1024  # tokens up to which a sequence is never split, so that it is summed as in training
-LONG = 2048  # the same in a full batch, where only the longest sequences are split: the batch ends when its longest program does
 # Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: that must not compile a kernel twice.
 BASES = ("key_base", "value_base")
 
 
-@dataclass(frozen=True)
-class Launch:
-    """Launch parameters of `paged_attention`. Any values give the same result up to rounding."""
-
-    splits: int  # most parts that a sequence is divided into
-    fewest: int  # fewest tokens in a part
-    tile: int  # tokens read at a time
-    whole: int = 0  # tokens up to which a sequence is one part
-    warps: int = 1
-    stages: int = 2
-
-
-@cache
-def launch_for(batch: int, key_heads: int, width: int, itemsize: int, longest: int, processors: int = PROCESSORS) -> Launch:
-    """Launch parameters from shapes and the bound on lengths alone. `longest` is the window where that is shorter."""
-    # The tiles of flash attention's forward pass on this chip, and one warp, which holds a row's scores as flash's warps do: sums then have
-    # its order. Four warps read 1.02 to 1.1 times as fast, but sum in another order. No flash attention exists for float32.
-    tile = (128 if width <= 64 else 64) if itemsize == 2 else max(16, min(64, 8192 // padded(width)))
-    programs = batch * key_heads
-    if programs * PROCESSORS >= ENOUGH * processors:
-        splits, fewest, whole = -(-longest // LONG), LONG, LONG
-    else:
-        splits, fewest, whole = -(-WANTED * processors // (PROCESSORS * programs)), FEWEST_TOKENS, WHOLE
-        splits = min(splits, -(-longest // fewest)) if longest > whole else 1
-    return Launch(max(1, min(splits, MOST_SPLITS)), fewest, tile, whole, warps=1 if itemsize == 2 else 4)
-
-
 def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsize: int, longest: int) -> int:
     """Float32 numbers that `paged_attention` needs in `workspace` for this shape; it grows with `longest`, but not always with `batch`."""
-    splits = launch_for(batch, key_heads, width, itemsize, longest, processors_of(torch.device("cuda"))).splits
-    return 0 if splits == 1 else batch * heads * splits * (width + 1)
+    return footprint.workspace_numbers(batch, heads, key_heads, width, itemsize, longest, processors_of(torch.device("cuda")))
 
 
 @jit()
@@ -448,15 +414,6 @@ def partial_results(parts: int, width: int, workspace: torch.Tensor | None, devi
     assert workspace.dtype == torch.float32 and workspace.is_contiguous() and workspace.numel() >= needed, f"{needed} numbers are needed"
     flat = workspace.view(-1)
     return flat[: parts * width], flat[parts * width : needed]
-
-
-def power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def padded(number: int) -> int:
-    """The next power of two, which Triton needs, and at least 16, which tensor cores need."""
-    return max(16, power_of_two(number))
 
 
 def warps_for(numbers: int) -> int:

@@ -34,10 +34,10 @@ from functools import partial
 
 import torch
 
+from fulltilt.footprint import CANDIDATES
+from fulltilt.footprint import SAMPLING_BLOCK as BLOCK
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
 
-BLOCK = 1024  # entries of a block. Changing it changes what is drawn
-CANDIDATES = 4  # tokens drawn at first with top-k or top-p. Changing it changes what is drawn
 ROUNDS = 64  # 6 bits of the noise's counter
 ENTRY_BITS = 25  # vocabularies up to 33 million; bit 25 tells noise of entries from noise of blocks
 WAYS = 16  # thresholds tried at a time in the search for the k-th largest logit

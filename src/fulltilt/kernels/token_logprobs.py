@@ -20,24 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from fulltilt.footprint import Entropy, Rows
 from fulltilt.kernels.dispatch import FLOATS, jit, runs_triton, tl, triton
 from fulltilt.kernels.linear import add_product
 
-Entropy = Literal["gradient", "value", "none"]
 BLOCK = 2048  # numbers of a row that a program holds at a time: 8 for each thread of 8 warps, two loads of 16 bytes
-
-
-@dataclass(frozen=True)
-class Rows:
-    """How many rows exist at a time."""
-
-    forward: int  # rows of logits, in the forward pass
-    logits: int  # rows of logits, in the backward pass
-    gradient: int  # rows of their gradient, which both products of the backward pass read
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to
 from fulltilt.kernels.paged_attention import workspace_numbers
 from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, Workspace, finish, sample
 from fulltilt.model.arrays import to_device, to_host
@@ -39,18 +40,10 @@ from fulltilt.model.load import first_line
 from fulltilt.records import UserError
 from fulltilt.rollout.sampler import Sampling
 
-BURST = 16  # most steps before the host looks at the results
 SHORTEST = 4  # fewest steps before the host looks at the results
 # Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the steps before.
 # A sample that has ended is computed until the host looks, so more would be wasted.
 WORK = 6.5e12
-SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)  # batch sizes of graphs: rows that only fill up a batch cost as much as others
-TABLE_STEP = 64  # the block table grows by this many blocks
-
-
-def sizes_up_to(rows: int) -> list[int]:
-    """The batch sizes that graphs are captured for if at most `rows` samples decode at once."""
-    return [size for size in (*SIZES, *range(192, 1024, 64), *range(1024, rows, 256)) if size < rows] + [rows]
 
 
 class DecodeRow(NamedTuple):  # a dataclass takes three times as long to create, and the device waits for a thousand of them

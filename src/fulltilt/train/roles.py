@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.heads import Entropy, Head, HeadOptions, head_bytes, token_logprobs
+from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.train.optim import Optimizer
@@ -88,7 +89,7 @@ class Policy:
         weight, rows = Head.of(self.model).weight, max((len(micro.trained) for micro in micro_batches), default=0)
         entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
         options = self.options if learns else replace(self.options, recompute=True)  # nothing is kept without a gradient
-        return head_bytes(rows, vocabulary, width, options, dtype=weight.dtype, device=self.device.type, entropy=entropy).largest
+        return head_bytes(rows, vocabulary, width, options, itemsize=weight.itemsize, device=self.device.type, entropy=entropy).largest
 
     def terms(self, micro: MicroBatch) -> TokenTerms:
         logprobs, entropy = self.run(micro, self.learning_entropy)

@@ -1,0 +1,365 @@
+"""Sizes of a model, computed from its config.json or from a name: parameters, keys and values, and what layers keep for a backward pass.
+
+Enters: a mapping as config.json has it, a folder that holds one, or the name of one of `SHAPES`. Leaves: a frozen `Shape`. Guaranteed:
+nothing is loaded and neither torch nor transformers is imported; for the families of `FAMILIES` the number of parameters and of keys and
+values is that of the model transformers builds, exactly. A family that is not in the table has no known number of parameters
+(`UnknownParameters`), which a run takes from its loaded model instead; all other sizes are those of a model of Llama's structure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fulltilt.records import UserError
+
+Recomputed = Literal["none", "selective", "full"]
+Kind = Literal["embedding", "attention", "mlp", "norms", "head"]
+
+
+class UnknownParameters(UserError):
+    """The number of parameters of this family is not known without its weights."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family of models has beside the structure of Llama: attention, then a gated product, each behind a norm, without biases."""
+
+    tied: bool = False  # whether the output embedding is the input embedding, where config.json does not say
+    qkv_bias: bool | str = "attention_bias"  # of the projections of queries, keys and values: a key of config.json, or always
+    output_bias: bool | str = "attention_bias"  # of the projection behind attention
+    mlp_bias: bool | str = False
+    norms: int = 2  # in a layer, over the hidden states
+    head_norms: bool | str = False  # norms of queries and keys
+    whole_head_norms: bool = False  # over all heads of a token at once, not over each
+    wide_norms: bool = False  # norms stay in float32 until they are multiplied with their weight
+    fused: bool = False  # whether fulltilt runs its layers with few kernels (model/fuse.py)
+    joined: bool = False  # one projection for queries, keys and values, and one for gate and up
+    every_layer_slides: bool = False  # a sliding window, where there is one, is every layer's
+
+
+NO_BIAS = {"qkv_bias": False, "output_bias": False}
+GEMMA = Family(tied=True, norms=4, wide_norms=True)
+FAMILIES = {
+    "llama": Family(mlp_bias="mlp_bias", fused=True),
+    "mistral": Family(**NO_BIAS, fused=True, every_layer_slides=True),  # type: ignore[arg-type]
+    "qwen2": Family(qkv_bias=True, output_bias=False, fused=True),
+    "qwen3": Family(head_norms=True, fused=True),
+    "qwen2_moe": Family(qkv_bias="qkv_bias", output_bias=False),
+    "qwen3_moe": Family(head_norms=True, every_layer_slides=True),
+    "mixtral": Family(**NO_BIAS, every_layer_slides=True),  # type: ignore[arg-type]
+    "gemma2": GEMMA,
+    "gemma3_text": replace(GEMMA, head_norms=True),
+    "phi3": Family(**NO_BIAS, joined=True, every_layer_slides=True),  # type: ignore[arg-type]
+    "granite": Family(mlp_bias="mlp_bias"),
+    "smollm3": Family(tied=True, mlp_bias="mlp_bias"),
+    "olmo2": Family(head_norms=True, whole_head_norms=True),
+}
+
+QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": QWEN2 | {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "1.5B": QWEN2 | {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2,
+        "vocab_size": 151936, "tie_word_embeddings": True,
+    },
+    "7B": QWEN2 | {
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "vocab_size": 152064, "tie_word_embeddings": False,
+    },
+    # 8.0 million parameters in the proportions of 0.5B: heads of 64, grouped keys, 26% of all weights in the vocabulary.
+    "small": QWEN2 | {
+        "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "vocab_size": 8192, "tie_word_embeddings": True,
+    },
+    "135M": {
+        "model_type": "llama", "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 8192,
+    },
+    "Qwen3-30B-A3B": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 151936, "tie_word_embeddings": False, "max_position_embeddings": 40960,
+    },
+    "Gemma-2-2B": {
+        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192,
+    },
+    "Gemma-2-9B": {
+        "model_type": "gemma2", "hidden_size": 3584, "intermediate_size": 14336, "num_hidden_layers": 42, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000, "sliding_window": 4096, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "query_pre_attn_scalar": 256, "max_position_embeddings": 8192,
+    },
+    "Mixtral-8x7B": {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
+        "tie_word_embeddings": False, "sliding_window": None, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# All that is read of a configuration, for who has it as an object.
+KEYS = (
+    *NEEDED, "model_type", "num_key_value_heads", "head_dim", "intermediate_size", "tie_word_embeddings", "max_position_embeddings",
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
+    "mlp_only_layers", "decoder_sparse_step", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias",
+    "qkv_bias", "mlp_bias",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Experts:
+    count: int
+    active: int  # experts that a token is sent to
+    inner: int  # width of the gated product of one of them
+    shared_inner: int = 0  # width of the one that every token goes to; 0: there is none
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    heads: int
+    key_heads: int
+    head_width: int
+    inner: int  # width of the gated product, where there are no experts
+    experts: Experts | None = None
+    window: int | None = None  # tokens that a token looks back at; None: all
+
+    @property
+    def queries(self) -> int:
+        """Numbers of a token's queries."""
+        return self.heads * self.head_width
+
+    @property
+    def keys(self) -> int:
+        """Numbers of a token's keys, and again of its values."""
+        return self.key_heads * self.head_width
+
+
+@dataclass(frozen=True)
+class Recomputing:
+    """Which layers are computed again in the backward pass, and how much of them is kept."""
+
+    kind: Recomputed = "none"
+    layers: int | None = None  # block: only the first so many; uniform: so many at a time. None: all, each by itself
+    uniform: bool = False
+
+    def units(self, count: int) -> list[range]:
+        """Layers that are computed again together."""
+        if self.kind == "none":
+            return []
+        size, stop = (self.layers or 1, count) if self.uniform else (1, self.layers or count)
+        return [range(first, min(first + size, count)) for first in range(0, stop, size)]
+
+
+@dataclass(frozen=True)
+class Shape:
+    model_type: str
+    vocabulary: int
+    width: int  # of hidden states
+    layers: tuple[DecoderLayer, ...]
+    tied: bool  # the output embedding is the input embedding
+    positions: int | None  # that the model was made for; None: config.json does not say
+    family: Family | None = None  # with the biases and norms that this model has; None: not in the table
+
+    @staticmethod
+    def named(name: str) -> Shape:
+        if name not in SHAPES:
+            raise UserError(f"{name!r} is not a named shape. Choose from {', '.join(SHAPES)}, or give a folder with a config.json")
+        return Shape.from_config(SHAPES[name])
+
+    @staticmethod
+    def read(folder: str | Path) -> Shape:
+        """The shape of the model in a folder."""
+        path = Path(folder) / "config.json"
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as the configuration of a model: {error}. Give a folder with a config.json") from error
+        return Shape.from_config(given)
+
+    @staticmethod
+    def from_config(given: Mapping[str, Any]) -> Shape:
+        config: Mapping[str, Any] = given.get("text_config") or given
+        if missing := [key for key in NEEDED if not config.get(key)]:
+            raise UserError(f"config.json: {', '.join(missing)} is missing, so the model's sizes are unknown. Use a model that has it")
+        model_type = str(config.get("model_type", ""))
+        family = FAMILIES.get(model_type)
+        tied = config.get("tie_word_embeddings")
+        return Shape(
+            model_type=model_type,
+            vocabulary=config["vocab_size"],
+            width=config["hidden_size"],
+            layers=tuple(layer_of(config, family or Family(), index) for index in range(config["num_hidden_layers"])),
+            tied=bool(family and family.tied) if tied is None else tied,
+            positions=config.get("max_position_embeddings"),
+            family=family and with_config(family, config),
+        )
+
+    # ---- parameters ----------------------------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> int:
+        return sum(self.parameters_by_kind().values())
+
+    def parameters_by_kind(self) -> dict[Kind, int]:
+        family = self.known_family()
+        mlp = sum(count for layer in self.layers for name, count in self._layer_parameters(layer) if name.startswith("mlp."))
+        attention = sum(count for layer in self.layers for name, count in self._layer_parameters(layer) if name.startswith("self_attn."))
+        return {
+            "embedding": self.vocabulary * self.width,
+            "attention": attention,
+            "mlp": mlp,
+            "norms": (family.norms * len(self.layers) + 1) * self.width,
+            "head": 0 if self.tied else self.vocabulary * self.width,
+        }
+
+    def lora_parameters(self, rank: int, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()) -> int:
+        """Numbers that adapters train. `targets`: ends of the names of linear layers; `stacked`: ends of those of stacked experts."""
+        linear = ("",) if targets == "all-linear" else tuple(targets)
+        return sum(
+            rank * (inner + outer) * copies
+            for index, layer in enumerate(self.layers)
+            for name, (inner, outer, copies) in self.products(layer).items()
+            if any(matches(f"model.layers.{index}.{name}", end) for end in (linear if copies == 1 else stacked))
+        )
+
+    def products(self, layer: DecoderLayer) -> dict[str, tuple[int, int, int]]:
+        """The matrices of a layer that adapters can be put on: numbers in, numbers out, and how many lie in one parameter."""
+        family, w, inner = self.known_family(), self.width, layer.inner
+        qkv = {"qkv_proj": layer.queries + 2 * layer.keys} if family.joined else {
+            "q_proj": layer.queries, "k_proj": layer.keys, "v_proj": layer.keys
+        }  # fmt: skip
+        found = {f"self_attn.{name}": (w, outer, 1) for name, outer in qkv.items()} | {"self_attn.o_proj": (layer.queries, w, 1)}
+        if layer.experts is None:
+            gates = {"gate_up_proj": 2 * inner} if family.joined else {"gate_proj": inner, "up_proj": inner}
+            return found | {f"mlp.{name}": (w, outer, 1) for name, outer in gates.items()} | {"mlp.down_proj": (inner, w, 1)}
+        experts = layer.experts
+        found |= {"mlp.experts.gate_up_proj": (w, 2 * experts.inner, experts.count)}
+        found |= {"mlp.experts.down_proj": (experts.inner, w, experts.count)}
+        if shared := experts.shared_inner:
+            found |= {f"mlp.shared_expert.{name}": (w, shared, 1) for name in ("gate_proj", "up_proj")}
+            found |= {"mlp.shared_expert.down_proj": (shared, w, 1), "mlp.shared_expert_gate": (w, 1, 1)}
+        return found
+
+    def _layer_parameters(self, layer: DecoderLayer) -> Iterator[tuple[str, int]]:
+        """Weights, biases, routers and norms of queries and keys, by name; the norms of hidden states are counted by themselves."""
+        family = self.known_family()
+        for name, (inner, outer, copies) in self.products(layer).items():
+            biased = family.mlp_bias if name.startswith("mlp.") else family.output_bias if name.endswith("o_proj") else family.qkv_bias
+            yield name, copies * (inner * outer + (outer if biased else 0))
+        if layer.experts:
+            yield "mlp.gate", layer.experts.count * self.width
+        if family.head_norms:
+            yield "self_attn.norms", layer.queries + layer.keys if family.whole_head_norms else 2 * layer.head_width
+
+    def known_family(self) -> Family:
+        if self.family is None:
+            raise UnknownParameters(
+                f"config.json: the structure of {self.model_type or 'a model without model_type'} is not known, so its parameters cannot "
+                f"be counted without its weights. Known are {', '.join(FAMILIES)}"
+            )
+        return self.family
+
+    # ---- keys and values, activations ----------------------------------------------------------------------------------------------
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        return sum(2 * layer.keys * itemsize for layer in self.layers)
+
+    def kept_bytes(self, itemsize: int, *, fused: bool, recompute: Recomputing = Recomputing()) -> int:  # noqa: B008 (frozen)
+        """Bytes that a token of a micro-batch holds from the forward pass until its backward pass, the head's own temporaries aside."""
+        units = recompute.units(len(self.layers))
+        again = {index for unit in units for index in unit}
+        whole = sum(self.layer_bytes(layer, itemsize, fused=fused) for index, layer in enumerate(self.layers) if index not in again)
+        inputs = len(units) * itemsize * self.width
+        if recompute.kind == "selective":
+            inputs += sum(self.product_bytes(self.layers[index], itemsize) for index in again)
+        # Behind the layers: the last norm, and its results where the head reads them. Before them: token ids, and angles of positions.
+        angles = 2 * itemsize * max((layer.head_width for layer in self.layers), default=0)
+        return whole + inputs + self._norm_bytes(itemsize, fused=fused) + 2 * 8 + angles
+
+    def _norm_bytes(self, itemsize: int, *, fused: bool) -> int:
+        """A fused norm keeps its input, its output and a factor; transformers' own keeps its input in float32, the normed input, and its
+        output."""
+        wide = max(4, itemsize)
+        normed = wide if self.family and self.family.wide_norms else itemsize
+        return (itemsize + (itemsize if fused else wide + normed)) * self.width + 4
+
+    def layer_bytes(self, layer: DecoderLayer, itemsize: int, *, fused: bool) -> int:
+        """Bytes that a layer keeps of a token where nothing is computed again: what its operations need for their gradients.
+
+        Attention keeps queries, keys, values, its output and a normaliser for each head. A fused gated product keeps its two inputs and its
+        output; transformers' own also the activated gate."""
+        family, wide = self.family or Family(), max(4, itemsize)
+        found = family.norms * self._norm_bytes(itemsize, fused=fused) + 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
+        if family.head_norms:  # fused they keep the product of all projections, of which queries and keys are parts
+            normed = layer.queries + layer.keys
+            found += itemsize * (normed + layer.keys) if fused else (wide + (wide if family.wide_norms else itemsize)) * normed
+            found += 4 * (1 if family.whole_head_norms else layer.heads + layer.key_heads)
+        if layer.experts is None:
+            return found + (3 if fused else 4) * itemsize * layer.inner
+        experts = layer.experts
+        # A row for each expert that a token is sent to, before and behind it, where it stands in the order of experts, and the router's.
+        rows = experts.active * (itemsize * (2 * self.width + 4 * experts.inner) + 2 * 8)
+        router = 4 * experts.count + experts.active * (8 + 4 + itemsize)
+        return found + rows + router + (4 * itemsize * experts.shared_inner + 2 * itemsize * self.width if experts.shared_inner else 0)
+
+    def product_bytes(self, layer: DecoderLayer, itemsize: int) -> int:
+        """Bytes of a token's results of matrix products and attention, but for the product at a layer's end that is merely added: what a
+        selectively recomputed layer keeps beside its input."""
+        added = (self.family or Family()).norms == 2
+        found = itemsize * (2 * layer.queries + 2 * layer.keys + self.width) + 4 * layer.heads
+        if layer.experts is None:
+            return found + itemsize * (2 * layer.inner + (0 if added else self.width))
+        experts = layer.experts
+        shared = 2 * experts.shared_inner + self.width + 1 if experts.shared_inner else 0
+        return found + itemsize * (experts.active * (2 * experts.inner + self.width) + experts.count + shared)
+
+
+def matches(name: str, end: str) -> bool:
+    return not end or name == end or name.endswith(f".{end}")
+
+
+def with_config(family: Family, config: Mapping[str, Any]) -> Family:
+    """The family with every key of config.json that it names looked up."""
+    keys = ("qkv_bias", "output_bias", "mlp_bias", "head_norms")
+    found = {key: bool(config.get(given)) for key in keys if isinstance(given := getattr(family, key), str)}
+    return replace(family, **found)  # type: ignore[arg-type]
+
+
+def layer_of(config: Mapping[str, Any], family: Family, index: int) -> DecoderLayer:
+    heads, width = config["num_attention_heads"], config["hidden_size"]
+    inner = config.get("intermediate_size") or 4 * width
+    return DecoderLayer(
+        heads=heads,
+        key_heads=config.get("num_key_value_heads") or heads,
+        head_width=config.get("head_dim") or width // heads,
+        inner=inner,
+        experts=experts_of(config, index, inner),
+        window=window_of(config, family, index),
+    )
+
+
+def experts_of(config: Mapping[str, Any], index: int, inner: int) -> Experts | None:
+    count = config.get("num_experts") or config.get("num_local_experts")
+    dense = index in (config.get("mlp_only_layers") or ()) or (index + 1) % (config.get("decoder_sparse_step") or 1)
+    if not count or dense:
+        return None
+    shared = config.get("shared_expert_intermediate_size") or 0
+    return Experts(count, config.get("num_experts_per_tok") or 1, config.get("moe_intermediate_size") or inner, shared)
+
+
+def window_of(config: Mapping[str, Any], family: Family, index: int) -> int | None:
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    if not window or config.get("use_sliding_window") is False:
+        return None
+    if kinds:
+        return int(window) if kinds[index] == "sliding_attention" else None
+    slides = family.every_layer_slides or (index % 2 == 0 if family.wide_norms else index >= (config.get("max_window_layers") or 0))
+    return int(window) if slides else None

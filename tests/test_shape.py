@@ -1,0 +1,262 @@
+"""Sizes from config.json alone: they are those of the model that transformers builds, and of what its layers really keep."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2MoeConfig
+
+from fulltilt.config import LoraConfig
+from fulltilt.memory.recompute import KeptResults, Recompute, apply_recompute, saving_to
+from fulltilt.model import attention, experts, lora
+from fulltilt.model.attention import Packed
+from fulltilt.model.forward import hidden_states
+from fulltilt.model.fuse import FAMILIES as FUSED
+from fulltilt.model.fuse import fuse
+from fulltilt.model.verify import verify
+from fulltilt.records import UserError
+from fulltilt.rollout.runner import bytes_per_token
+from fulltilt.shape import FAMILIES, KEYS, SHAPES, Recomputing, Shape, UnknownParameters
+
+
+def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+
+
+def as_written(config: PreTrainedConfig) -> dict[str, Any]:
+    return json.loads(config.to_json_string())
+
+
+# -- parameters, keys and values --------------------------------------------------------------------------------------------------------
+
+
+CHILD = """
+import json, sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "triton", "safetensors"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocked())
+from fulltilt.shape import Shape
+import fulltilt.plan
+found = {}
+for name in sys.argv[1:]:
+    shape = Shape.read(name)
+    found[name] = [shape.parameters_by_kind(), shape.kv_bytes_per_token(2), shape.kept_bytes(2, fused=True)]
+print(json.dumps(found))
+"""
+
+
+def kind_of(name: str) -> str:
+    names = {"embed_tokens": "embedding", "lm_head": "head", "self_attn": "attention", "mlp": "mlp"}
+    return next((kind for part, kind in names.items() if f".{part}." in f".{name}"), "norms")
+
+
+def test_without_torch_sizes_are_those_of_the_model_that_transformers_builds(tmp_path: Path) -> None:
+    """In a process that cannot import torch, from config.json as transformers writes it. The largest has 47 billion parameters."""
+    configs = {name: AutoConfig.for_model(**given) for name, given in SHAPES.items()}
+    for name, config in configs.items():
+        config.save_pretrained(tmp_path / name)
+    path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
+    command = [sys.executable, "-c", CHILD, *configs]
+    child = subprocess.run(command, capture_output=True, text=True, env=path, cwd=tmp_path, check=True)
+    found = json.loads(child.stdout)
+    for name, config in configs.items():
+        model = on_meta(config)
+        expected: dict[str, int] = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
+        for parameter_name, parameter in model.named_parameters():
+            expected[kind_of(parameter_name)] += parameter.numel()
+        by_kind, kv_bytes, kept = found[name]
+        assert by_kind == expected, name
+        layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "k_proj")]
+        assert kv_bytes == sum(2 * 2 * (layer.k_proj.out_features + layer.v_proj.out_features) // 2 for layer in layers), name
+        assert kept > 0
+
+
+BIASED = {"attention_bias": True, "mlp_bias": True}
+MORE = {
+    "llama-biased": lambda: LlamaConfig(**models.SMALL, **BIASED),
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **models.SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20,
+        decoder_sparse_step=2, num_experts_per_token=2,
+    ),
+    "qwen2-moe-dense": lambda: Qwen2MoeConfig(**models.SMALL, num_experts=4, mlp_only_layers=[1], qkv_bias=False),
+}  # fmt: skip
+EVERY = {**models.FAMILIES, **MORE}
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_that_runs_has_its_sizes(family: str) -> None:
+    config = EVERY[family]()
+    shape, model = Shape.from_config(as_written(config)), on_meta(config)
+    assert shape == Shape.from_config({key: getattr(config, key, None) for key in KEYS})  # as a loaded model has it
+    if family == "cohere":
+        with pytest.raises(UnknownParameters, match=r"the structure of cohere is not known, so .* Known are llama, "):
+            _ = shape.parameters
+    else:
+        assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_heads_and_windows_are_those_that_a_pass_sees(family: str) -> None:
+    model = small(models.FAMILIES[family]())
+    seen, shape = verify(model), Shape.from_config(as_written(model.config))
+    assert {index: (layer.key_heads, layer.head_width, layer.window) for index, layer in seen.items()} == {
+        index: (layer.key_heads, layer.head_width, layer.window) for index, layer in enumerate(shape.layers)
+    }
+    assert shape.kv_bytes_per_token(4) == bytes_per_token(seen, torch.float32)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "qwen3-moe", "qwen2-moe"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"], ["self_attn.o_proj"]])
+def test_adapters_train_as_many_numbers(family: str, targets: Any) -> None:
+    config = EVERY[family]()
+    stacked = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if "moe" in family else []
+    if family == "phi3" and isinstance(targets, list):
+        targets = [{"q_proj": "qkv_proj"}.get(name, name) for name in targets]
+    if family == "qwen3-moe" and targets == ["q_proj", "down_proj"]:
+        targets = ["q_proj"]  # its experts are no layers
+    shape, model = Shape.from_config(as_written(config)), small(config)
+    lora.add_adapters(model, LoraConfig(rank=4, targets=targets, parameters=stacked), seed=0)
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert shape.lora_parameters(4, targets, stacked) == trained
+
+
+def test_mistakes_are_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config.json: cannot be read .* Give a folder with a config.json"):
+        Shape.read(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "hidden_size": 8}))
+    with pytest.raises(UserError, match="num_hidden_layers, num_attention_heads, vocab_size is missing"):
+        Shape.read(tmp_path)
+    with pytest.raises(UserError, match=r"'8B' is not a named shape. Choose from 0.5B, "):
+        Shape.named("8B")
+    inside = {"model_type": "a picture's", "text_config": SHAPES["small"]}
+    assert Shape.from_config(inside) == Shape.named("small")
+
+
+def test_the_table_knows_which_families_run_fused() -> None:
+    homes = {name.rpartition("_")[2] for name in FUSED}
+    assert {name for name, family in FAMILIES.items() if family.fused} == homes
+
+
+# -- what layers keep -------------------------------------------------------------------------------------------------------------------
+
+
+def small(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    names = {"attn_implementation": attention.register(), "experts_implementation": experts.register()}
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, **names).eval()
+
+
+@dataclass(eq=False)
+class Held:
+    """A tensor in the hands of autograd or of selective recompute, for as long as they want it."""
+
+    tensor: torch.Tensor
+
+
+class Counting:
+    """Sees every tensor that is kept for a backward pass, but for the model's own."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.own = {parameter.untyped_storage().data_ptr() for parameter in (*model.parameters(), *model.buffers())}
+        self.held: weakref.WeakSet[Held] = weakref.WeakSet()
+
+    def put(self, tensor: torch.Tensor) -> Held:
+        held = Held(tensor)
+        self.held.add(held)
+        return held
+
+    def take(self, held: Held) -> torch.Tensor:
+        return held.tensor
+
+    @property
+    def bytes(self) -> int:
+        storages = {held.tensor.untyped_storage().data_ptr(): held.tensor.untyped_storage().nbytes() for held in self.held}
+        return sum(count for address, count in storages.items() if address not in self.own)
+
+
+@contextmanager
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Packed attention is the operation that a GPU runs, with results of its shape: only what it keeps matters here."""
+
+    def flash(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(q), torch.zeros(q.shape[1], len(q))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(attention, "flash_runs", lambda *_: True)
+        patched.setattr(attention, "takes", lambda *_, **__: True)
+        patched.setattr(attention, "flash", flash)
+        patched.setattr(KeptResults, "_refuse_change", lambda *_: None)  # Triton's interpreter writes back all arguments of a kernel
+        yield
+
+
+def kept_by(model: PreTrainedModel, tokens: int, monkeypatch: pytest.MonkeyPatch, setting: Recompute = Recompute()) -> int:  # noqa: B008
+    """Bytes kept between the passes over two documents, every token of which the head reads."""
+    handle, counting = apply_recompute(model, setting), Counting(model)
+    ids, positions = torch.arange(tokens) % 100, torch.arange(tokens) % (tokens // 2)
+    context = Packed.of([0, tokens // 2, tokens], torch.device("cpu"))
+    counting.own.add(context.parts.untyped_storage().data_ptr())  # some numbers for each document, not for each token
+    arguments: list[Held] = []  # of layers that will run again: angles
+    rotary = model.base_model.rotary_emb.register_forward_hook(lambda _, __, out: arguments.extend(map(counting.put, out)))
+    try:
+        with as_on_a_gpu(monkeypatch), saving_to(counting):
+            hidden = hidden_states(model, ids, positions, context)
+            rows = counting.put(hidden[torch.arange(tokens)])  # the head's
+        assert rows.tensor.requires_grad
+        return counting.bytes
+    finally:
+        rotary.remove()
+        handle.remove()
+
+
+WIDE = {"hidden_size": 48, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2}
+QWEN2 = {
+    "qwen2": lambda: Qwen2Config(**models.SMALL),
+    "qwen2-wider": lambda: Qwen2Config(**{**models.SMALL, **WIDE}),
+}
+SETTINGS = [
+    Recompute(),
+    Recompute("selective"),
+    Recompute("full"),
+    Recompute("full", 1),
+    Recompute("selective", 1),
+    Recompute("full", 2, "uniform"),
+]
+TOKENS = 4
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("family", [*QWEN2, "llama", "qwen3"])
+def test_layers_keep_what_is_said(family: str, fused: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the byte, where the kernels of a GPU run."""
+    config = {**models.FAMILIES, **QWEN2}[family]()
+    model, shape = small(config, dtype), Shape.from_config(as_written(config))
+    if fused:
+        assert fuse(model).left_alone is None
+    for setting in SETTINGS if (family, dtype) == ("qwen2", torch.bfloat16) else SETTINGS[:2]:
+        again = Recomputing(setting.kind, setting.layers, setting.method == "uniform")
+        expected = shape.kept_bytes(dtype.itemsize, fused=fused, recompute=again)
+        assert kept_by(model, TOKENS, monkeypatch, setting) == TOKENS * expected, setting
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("family", "about"), [("phi3", 0.0), ("qwen3-moe", 0.01), ("mixtral", 0.02), ("gemma3", 0.02)])
+def test_other_families_keep_about_what_is_said(family: str, about: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = models.FAMILIES[family]()
+    expected = TOKENS * Shape.from_config(as_written(config)).kept_bytes(2, fused=False)
+    assert kept_by(small(config, torch.bfloat16), TOKENS, monkeypatch) == pytest.approx(expected, rel=about)
