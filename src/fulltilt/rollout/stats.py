@@ -107,9 +107,7 @@ class EngineStats:
 
 
 _HIGHEST = ("most_running", "most_waiting", "kv_use")
-_JOINS: list[tuple[str, Callable[..., Any]]] = [
-    (each.name, max if each.name in _HIGHEST else operator.add) for each in fields(EngineStats)
-]
+_JOINS: list[tuple[str, Callable[..., Any]]] = [(each.name, max if each.name in _HIGHEST else operator.add) for each in fields(EngineStats)]
 NO_STATS = EngineStats()
 
 
