@@ -260,7 +260,7 @@ def test_the_samples_have_the_lengths_of_the_workload() -> None:
         ({"model": "nowhere"}, "--model nowhere: neither a named shape"),
         ({"knobs": {"--token-budget": 0}}, '--token-budget 0: must be "auto" or a whole number greater than 0'),
         ({"knobs": {"--recompute": "sometimes"}}, '--recompute sometimes: must be "auto", "none", "selective" or "full"'),
-        ({"knobs": {"--recompute": "none", "--recompute-layers": 2}}, '--recompute-layers: --recompute is "none", which names no layers'),
+        ({"knobs": {"--recompute": "none", "--recompute-layers": 2}}, '--recompute-layers: 2 has no effect while --recompute is "none"'),
         ({"knobs": {"--offload-optimizer": True}}, "--offload-optimizer: true, but the run is on the CPU"),
         ({"knobs": {"--offload-grads": True}}, "--offload-grads: true, but the run is on the CPU"),
         ({"knobs": {"--no-entropy-recompute": False}}, "--no-entropy-recompute: false, but the loss has no entropy bonus"),
