@@ -417,6 +417,7 @@ def test_layers_that_do_not_compile_are_refused(folder: Path, monkeypatch: pytes
         assemble(config)
 
 
+@pytest.mark.long
 def test_layers_that_compile_wrongly_without_adapters_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference of a run with LoRA is the actor with them off."""
     off: list[bool] = []
