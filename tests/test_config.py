@@ -175,7 +175,7 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
         ("algorithm.clip_low=2", "algorithm.clip_low: must be a number at least 0 and at most 1, got 2"),
         (
             "rollout.engine=vllm",
-            'rollout.engine: must be "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
+            'rollout.engine: must be "hf" or "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
         ),
         ("train=3", "train: must be a table, got 3. Write [train] and its keys on lines of their own"),
     ],
