@@ -356,7 +356,7 @@ class RolloutConfig(Section):
     Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve. Note: gpu_memory_utilization is a share of the GPU's
     total memory for the whole instance in vLLM from 0.7 on, and of free memory for weights and KV cache in SGLang. Here it is the share of
     the memory free at start that becomes KV cache."""
-    block_tokens: Positive = 16
+    block_tokens: Positive = _rollout(16, "samples decoded at once where the KV cache is short: a sample's last block is partly empty")
     """Tokens per KV block."""
     max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
