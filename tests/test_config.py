@@ -338,7 +338,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         (["reward.function=gone.py:score"], 'reward.function: no such file: "gone.py"'),
         (
             ["reward.function=gone.py"],
-            f'reward.function: "gone.py" is not a reward. Use "{'", "'.join(REWARDS[:-1])}" or "reward_model", or',
+            'reward.function: "gone.py" is not a reward. Use ' + ", ".join(f'"{name}"' for name in REWARDS[:-1]) + ' or "reward_model", or',
         ),
         (["reward.function={}"], "reward.function: an empty table is not a reward. Name at least one function with its weight"),
         (["reward.function={ gsm8k = 0.0 }"], 'reward.function: "gsm8k" has the weight 0 and no effect.'),

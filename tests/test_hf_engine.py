@@ -40,5 +40,5 @@ def test_what_it_does_not_obey_is_refused(folder: Path) -> None:
     found = [text for text in find_mistakes(config) if text.startswith("rollout.")]
     assert [text.partition(":")[0] for text in found] == ["rollout.kv_bytes", "rollout.prefix_sharing"]
     assert all('rollout.engine = "hf" does not use it' in text for text in found)
-    with pytest.raises(UserError, match='rollout.engine: "hf" runs no adapters'):
+    with pytest.raises(UserError, match=r'rollout\.engine: "hf" runs no adapters'):
         runs.train(folder, *HF, "lora.rank=2")

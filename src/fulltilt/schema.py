@@ -393,7 +393,8 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     function: str | dict[str, float] = row("gsm8k", elsewhere="custom_reward_function.name custom_reward_function.path reward_funcs")
     """A built-in reward (docs/rewards.md), such as `gsm8k` or `math`; `reward_model`; or `FILE.py:NAME` for your own, which scores one
-    sample or a batch; verl's signature is accepted. A table of names and weights is their weighted sum: `{ math = 1.0, "style.py:short" = 0.2 }`."""
+    sample or a batch; verl's signature is accepted. A table of names and weights is their weighted sum:
+    `{ math = 1.0, "style.py:short" = 0.2 }`."""
     sources: dict[str, str | dict[str, float]] = Field(default_factory=dict)
     """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: float = _calls_a_function(10.0, free=True, gt=0)
