@@ -17,12 +17,12 @@ from transformers import Qwen2Config
 
 from fulltilt.bench import device, job, peers, rollout, roofline, shapes
 from fulltilt.bench.figures import Measured, Timing
-from fulltilt.bench.hf import HfEngine
 from fulltilt.bench.job import BenchJob, BenchOptions
 from fulltilt.bench.native import NO_TEXT, Native
 from fulltilt.bench.rollout import HfSetting
 from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
 from fulltilt.records import UserError
+from fulltilt.rollout.engines.hf import HfEngine
 from fulltilt.rollout.sampler import Sampling
 
 CPU = torch.device("cpu")
