@@ -121,7 +121,7 @@ def one_round(setup: Setup, settings: Settings, number: int) -> dict[str, Any]:
     release, _ = timed(engine.release, device)
     kept = engine.runner.held_bytes
     update, loss = timed(lambda: make_step(setup.trainer, groups, settings.token_budget), device)
-    engine.sync(number)
+    engine.sync(number, ())
     return {
         "round": number,
         "acquire_s": acquire,

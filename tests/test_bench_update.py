@@ -261,7 +261,10 @@ def test_the_samples_have_the_lengths_of_the_workload() -> None:
         ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
         ({"model": "nowhere"}, "--model nowhere: neither a named shape"),
         ({"overrides": ("actor.token_budget=0",)}, 'actor.token_budget: must be "auto" or a whole number greater than 0'),
-        ({"overrides": ("train.recompute=none", "train.recompute_layers=2")}, 'train.recompute_layers: train.recompute is "none"'),
+        (
+            {"overrides": ("train.recompute=none", "train.recompute_layers=2")},
+            'train.recompute_layers: 2 has no effect while train.recompute is "none"',
+        ),
         ({"overrides": ("train.offload_optimizer=true",)}, "train.offload_optimizer: true, but the run is on the CPU"),
         ({"overrides": ("train.entropy_recompute=false",)}, "train.entropy_recompute: false, but the loss has no entropy bonus"),
         ({"overrides": ("rollout.max_seqs=2",)}, "rollout.max_seqs=2: not a setting of this measurement"),

@@ -412,7 +412,7 @@ def test_a_logger_that_hangs_holds_up_nothing(steps: int, monkeypatch: pytest.Mo
     assert time.monotonic() - begin < 2
     stuck.come_back.set()
     (text,) = warned
-    assert ("checkpoints would wait for it" if steps == 3 else "TimeoutError: it is 10 steps behind") in text
+    assert ("checkpoints would have to wait for it" if steps == 3 else "TimeoutError: it is 10 steps behind") in text
 
 
 def test_no_logger(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_the_engine_runs_the_trainers_own_parameters(model_folders) -> None:
     before = generate(engine, prompts, sampling)
     with torch.no_grad():
         engine.runner.model.get_output_embeddings().weight.neg_()
-    engine.sync(1)
+    engine.sync(1, ())
     after = generate(engine, prompts, sampling)
     assert any(a.samples[0].ids.tolist() != b.samples[0].ids.tolist() for a, b in zip(before, after, strict=True))
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2MoeConfig
 
-from fulltilt.config import LoraConfig
+from fulltilt.cluster.sizes import role_facts
+from fulltilt.config import Config, LoraConfig
 from fulltilt.memory.recompute import KeptResults, Recompute, apply_recompute, saving_to
 from fulltilt.model import attention, experts, lora
 from fulltilt.model.attention import Packed
@@ -25,6 +26,7 @@ from fulltilt.model.forward import hidden_states
 from fulltilt.model.fuse import FAMILIES as FUSED
 from fulltilt.model.fuse import fuse
 from fulltilt.model.verify import verify
+from fulltilt.plan import Facts, make_plan
 from fulltilt.records import UserError
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.shape import FAMILIES, KEYS, SHAPES, Recomputing, Shape, UnknownParameters
@@ -49,12 +51,15 @@ class Blocked:
         if name.partition(".")[0] in ("torch", "transformers", "triton", "safetensors"):
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
+from fulltilt.config import Config
+from fulltilt.plan import plan_of
 from fulltilt.shape import Shape
-import fulltilt.plan
+config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+hardware = {"device": "cuda", "device_bytes": 10**12, "host_bytes": 10**13, "longest": 300}
 found = {}
 for name in sys.argv[1:]:
-    shape = Shape.read(name)
-    found[name] = [shape.parameters_by_kind(), shape.kv_bytes_per_token(2), shape.kept_bytes(2, fused=True)]
+    shape, plan = Shape.read(name), plan_of(name, config, roles=("actor", "ref"), **hardware)
+    found[name] = [shape.parameters_by_kind(), shape.kv_bytes_per_token(2), plan.words]
 print(json.dumps(found))
 """
 
@@ -78,11 +83,11 @@ def test_without_torch_sizes_are_those_of_the_model_that_transformers_builds(tmp
         expected: dict[str, int] = dict.fromkeys(("embedding", "attention", "mlp", "norms", "head"), 0)
         for parameter_name, parameter in model.named_parameters():
             expected[kind_of(parameter_name)] += parameter.numel()
-        by_kind, kv_bytes, kept = found[name]
+        by_kind, kv_bytes, words = found[name]
         assert by_kind == expected, name
         layers = [module for module in model.modules() if hasattr(module, "layer_idx") and hasattr(module, "k_proj")]
         assert kv_bytes == sum(2 * 2 * (layer.k_proj.out_features + layer.v_proj.out_features) // 2 for layer in layers), name
-        assert kept > 0
+        assert len(words) >= 3 and words[1].startswith("rollout: KV cache of "), name
 
 
 BIASED = {"attention_bias": True, "mlp_bias": True}
@@ -132,6 +137,15 @@ def test_adapters_train_as_many_numbers(family: str, targets: Any) -> None:
     lora.add_adapters(model, LoraConfig(rank=4, targets=targets, parameters=stacked), seed=0)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert shape.lora_parameters(4, targets, stacked) == trained
+
+
+def test_a_loaded_model_of_an_unknown_family_is_planned_by_what_is_measured() -> None:
+    model = small(models.FAMILIES["cohere"]())
+    facts = role_facts(model, learns=True)
+    assert facts.trained == sum(parameter.numel() for parameter in model.parameters()) == facts.parameter_bytes // 4
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
+    plan = make_plan(config, Facts("cuda", 10**10, 10**10, {"actor": facts}, longest=20, steps_per_epoch=1))
+    assert plan.budgets.kv_blocks > 0 and plan.budgets.token_budget == 65536
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def document(job: BenchJob, update: Update, passes: list[MeasuredUpdate]) -> dic
         "host_memory_bytes": dict(last.memory.held.host),
         "grad_norm": [measured.grad_norm for measured in passes],
         "knobs": job.given,
-        "settings": asdict(update.worker.settings["actor"]),
+        "settings": asdict(update.worker.plan.roles["actor"]),
         "settled": [text for text in settled if text.startswith("actor:")],
         "layers": update.layers,
         "threads": budgets.threads if update.device.type == "cpu" else None,

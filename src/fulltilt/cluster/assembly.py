@@ -29,6 +29,7 @@ from fulltilt.cluster.checks import (
     refuse,
     round_size,
     settings_without_effect,
+    wrong_rollout,
     wrong_settings,
 )
 from fulltilt.cluster.loading import Fusing, Models, exporter, load_models, make_encoder
@@ -50,7 +51,6 @@ from fulltilt.plan import (
     Plan,
     RoleSettings,
     count_steps,
-    graphs_without_device,
     make_plan,
     plan_roles,
     updates_per_step,
@@ -131,7 +131,7 @@ def assemble_sft(
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
     """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
     algorithm = build(config)
-    device = open_device(config, graphs_without_device(config, choose_device(config.run.device).type))
+    device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
     sampled = "rollout" in algorithm.needs
     with closing_on_error(RewardPool(config.reward, None) if sampled else None) as reward:
         require_packages(config)
@@ -202,7 +202,6 @@ def make_worker(
         config=config,
         algorithm=algorithm,
         plan=plan,
-        settings=plan.roles,
         roles=made.roles,
         trainers=made.trainers(algorithm),
         engine=engine,

@@ -23,6 +23,7 @@ from fulltilt.model import load, lora
 from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
 from fulltilt.records import UserError
 from fulltilt.reward.base import RewardPool
+from fulltilt.rollout.engine import unused_knobs
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +90,13 @@ def refuse(mistakes: Iterable[str]) -> None:
 
 
 def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[str]:
-    return [*graphs_without_device(config, device), *settings_without_effect(config, algorithm, device)]
+    return [*wrong_rollout(config, device), *settings_without_effect(config, algorithm, device)]
+
+
+def wrong_rollout(config: Config, device: str) -> Iterator[str]:
+    yield from graphs_without_device(config, device)
+    for key in unused_knobs(config.rollout.engine, config.rollout.model_fields_set):
+        yield f'rollout.{key}: rollout.engine = "{config.rollout.engine}" does not use it. Remove the key, or use the native engine'
 
 
 def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> list[str]:

@@ -24,7 +24,7 @@ from fulltilt.batching.schedule import split_minibatches
 from fulltilt.config import Config
 from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
-from fulltilt.plan import Plan, RoleSettings, releases_memory
+from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.sampler import Sampling
@@ -136,7 +136,6 @@ class Worker:
     config: Config
     algorithm: Algorithm
     plan: Plan
-    settings: Mapping[str, RoleSettings]  # how each role runs, every `auto` resolved
     roles: Mapping[str, Annotator]
     trainers: Mapping[str, Trainer[Any]]  # of the roles that learn
     engine: Engine | None  # None: nothing is sampled (SFT)
@@ -177,7 +176,7 @@ class Worker:
     def sync(self, version: int) -> None:
         """Bring the engine to the trainer's weights, which have changed."""
         assert self.engine
-        self.engine.sync(version)
+        self.engine.sync(version, self.weights())
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 

@@ -59,9 +59,14 @@ class Opening:
 class Logger(Protocol):
     """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
-    hint: str  # how to look at what was logged
-    id: str | None  # kept in the run folder for a resume
-    has: int  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
+    @property
+    def id(self) -> str | None: ...  # kept in the run folder for a resume
+
+    @property
+    def hint(self) -> str: ...  # how to look at what was logged
+
+    @property
+    def has(self) -> int: ...  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
 
@@ -384,8 +389,11 @@ class Loggers:
     def catch_up(self, name: str, lines: Sequence[tuple[int, Mapping[str, Number]]]) -> None:
         """Log steps that the logger does not have: the run was killed before they left its memory, or it was not used yet."""
 
-        worker = next(worker for worker in self._workers if worker.name == name)
-        worker.give(lambda logger: [logger.log(step, numbers) for step, numbers in lines])
+        def job(logger: Logger) -> None:
+            for step, numbers in lines:
+                logger.log(step, numbers)
+
+        next(worker for worker in self._workers if worker.name == name).give(job)
 
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Log the numbers of a step, after its tables. Returns at once."""

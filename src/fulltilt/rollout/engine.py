@@ -3,15 +3,15 @@
 Enters: prompts and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed by every engine: token ids are the
 sampled ones, log-probs are those of the full softmax at the sampling temperature, and a group is complete.
 
-An engine is one file, `rollout/engines/NAME.py`, which defines `make`: a class or function that takes an `EngineContext` and returns an
-`Engine`. The file's name is the value of `rollout.engine`; nothing else lists it.
+An engine is one file, `rollout/engines/NAME.py`, which defines `make`, a class or function that takes an `EngineContext` and returns an
+`Engine`, and `OBEYS`, those of `ENGINE_KNOBS` that it obeys. The file's name is the value of `rollout.engine`; nothing else lists it.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,9 @@ class EngineCaps:
     full_softmax_logprobs: bool
 
 
+Weights = Iterable[tuple[str, torch.Tensor]]  # parameters by name, each valid until the next is asked for
+
+
 class Engine(ABC):
     """An engine that shares the trainer's weights and holds no memory needs no more than `caps` and `generate`."""
 
@@ -44,8 +47,8 @@ class Engine(ABC):
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
         """Groups of `sampling.samples` samples, in the order in which they finish."""
 
-    def sync(self, version: int) -> None:  # noqa: B027
-        """The trainer's weights have changed."""
+    def sync(self, version: int, weights: Weights) -> None:  # noqa: B027
+        """The trainer's weights have changed. An engine with weights of its own copies them from the stream, which others leave unread."""
 
     def release(self) -> None:  # noqa: B027
         """Give memory back for the update; the next `generate` takes it again."""
@@ -89,6 +92,19 @@ class EngineContext:
     end_tokens: frozenset[int]
     layers: Mapping[int, LayerShape]  # shapes of the keys and values that each layer caches
     limits: EngineLimits
+
+
+# Keys of [rollout] that only say how an engine works. Setting one that the chosen engine does not obey is an error.
+ENGINE_KNOBS = frozenset(
+    {"kv_bytes", "memory_fraction", "block_tokens", "max_seqs", "max_batched_tokens", "chunked_prefill", "prefix_sharing"}
+    | {"cuda_graphs", "release_memory", "log_stats"}
+)
+
+
+def unused_knobs(name: str, given: Collection[str]) -> list[str]:
+    """Those of the given keys of [rollout] that the engine does not obey."""
+    obeyed: frozenset[str] = importlib.import_module(f"fulltilt.rollout.engines.{name}").OBEYS
+    return sorted((ENGINE_KNOBS - obeyed) & set(given))
 
 
 def make_engine(name: str, context: EngineContext) -> Engine:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
@@ -106,9 +107,7 @@ class EngineStats:
 
 
 _HIGHEST = ("most_running", "most_waiting", "kv_use")
-_JOINS: list[tuple[str, Callable[..., object]]] = [
-    (each.name, max if each.name in _HIGHEST else operator.add) for each in fields(EngineStats)
-]
+_JOINS: list[tuple[str, Callable[..., Any]]] = [(each.name, max if each.name in _HIGHEST else operator.add) for each in fields(EngineStats)]
 NO_STATS = EngineStats()
 
 

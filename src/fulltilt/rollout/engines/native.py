@@ -16,7 +16,7 @@ import torch
 from fulltilt.records import Finish, Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
 from fulltilt.rollout.decode import Decoder, DecodeRow
-from fulltilt.rollout.engine import Engine, EngineCaps, EngineContext
+from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineCaps, EngineContext
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
 from fulltilt.rollout.sampler import Sampling, draw, sample_seed
@@ -47,6 +47,9 @@ class Flight:
     step: Pass
     drawing: list[Draft]  # when decoding: one per row of the batch, finished ones included
     arrive: Callable[[], Drawing]  # waits for the results
+
+
+OBEYS = ENGINE_KNOBS
 
 
 class NativeEngine(Engine):
