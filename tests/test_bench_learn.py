@@ -135,7 +135,7 @@ def test_killed_it_leaves_no_run_behind(place: Path) -> None:
         "--dir",
         "bench",
     ]
-    parent = subprocess.Popen(command, cwd=place, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = subprocess.Popen(command, cwd=place, env=runs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     metrics = place / "bench" / "fulltilt" / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
     parent.kill()

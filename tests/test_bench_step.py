@@ -26,8 +26,7 @@ from fulltilt.model.load import load_tokenizer
 from fulltilt.records import UserError
 
 trl: Any = peers.load("trl")
-SHAPE = {**models.SMALL, "tie_word_embeddings": True}
-del SHAPE["max_position_embeddings"]
+SHAPE = {"model_type": "qwen2", **models.SMALL, "tie_word_embeddings": True}
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
 ONE_START = tuple(f"{name}={value}" for name, value in (("gradient_checkpointing", "true"), ("per_device_train_batch_size", 4)))
 

@@ -19,6 +19,7 @@ from fulltilt.algo import presets
 from fulltilt.config import Config, differences, flatten, load, parse, snapshot, to_toml, warnings
 from fulltilt.records import UserError
 from fulltilt.reward import functions
+from fulltilt.schema import REWARDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -175,7 +176,7 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
         ("algorithm.clip_low=2", "algorithm.clip_low: must be a number at least 0 and at most 1, got 2"),
         (
             "rollout.engine=vllm",
-            'rollout.engine: must be "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
+            'rollout.engine: must be "hf" or "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
         ),
         ("train=3", "train: must be a table, got 3. Write [train] and its keys on lines of their own"),
     ],
@@ -337,7 +338,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         (["reward.function=gone.py:score"], 'reward.function: no such file: "gone.py"'),
         (
             ["reward.function=gone.py"],
-            'reward.function: "gone.py" is not a reward. Use "dapo", "gsm8k", "gsm8k_flexible", "math" or "reward_model", or',
+            'reward.function: "gone.py" is not a reward. Use ' + ", ".join(f'"{name}"' for name in REWARDS[:-1]) + ' or "reward_model", or',
         ),
         (["reward.function={}"], "reward.function: an empty table is not a reward. Name at least one function with its weight"),
         (["reward.function={ gsm8k = 0.0 }"], 'reward.function: "gsm8k" has the weight 0 and no effect.'),

@@ -316,14 +316,15 @@ def test_who_does_not_work_is_away(folder: Path, offload_anyway: None) -> None:
         for role in ("ref", "critic", "reward_model", "actor"):
             parts.worker.residents.need(role)
             assert here() == [role]
-        parts.tensors()
+        parts.worker._tensors()
         assert here() == ["actor", "critic"]
 
 
 def test_a_reference_without_a_model_of_its_own_brings_the_actor(folder: Path, offload_anyway: None) -> None:
     options = ("algorithm.name=ppo", "lora.rank=2", "reward.workers=1", "train.offload_params=true")
     with parts_of(folder, *options) as parts:
-        assert (parts.owner("ref"), parts.owner("critic"), parts.owner("actor")) == ("actor", "critic", "actor")
+        owner = parts.worker.owner
+        assert (owner("ref"), owner("critic"), owner("actor")) == ("actor", "critic", "actor")
     assert_same(train(folder, "adapters-away", *options), train(folder, "adapters-here", *options[:-1]))
 
 
@@ -416,6 +417,7 @@ def test_layers_that_do_not_compile_are_refused(folder: Path, monkeypatch: pytes
         assemble(config)
 
 
+@pytest.mark.long
 def test_layers_that_compile_wrongly_without_adapters_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reference of a run with LoRA is the actor with them off."""
     off: list[bool] = []

@@ -17,6 +17,7 @@ BUILT = {
     "algorithm.samples_per_prompt": 4,
     "algorithm.epochs": 2,
     "algorithm.minibatches_per_step": 2,
+    "rollout.block_tokens": 32,
     "rollout.kv_bytes": 2**20,
     "rollout.memory_fraction": 0.5,
     "rollout.max_seqs": 16,

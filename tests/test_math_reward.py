@@ -18,7 +18,7 @@ import pytest
 from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.reward.base import RewardPool
-from fulltilt.reward.rules import dapo
+from fulltilt.reward.rules import dapo, exact_match
 from fulltilt.reward.rules import math as math_reward
 
 
@@ -212,6 +212,14 @@ def test_dapo_says_what_it_read() -> None:
 def test_dapo_refuses_a_ground_truth_without_answer(truth: Any) -> None:
     with pytest.raises(ValueError, match="is not an answer"):
         dapo.score("Answer: 34", truth)
+
+
+def test_exact_match() -> None:
+    assert exact_match.score(" Paris\n", "paris") == {"score": 1.0, "pred": "paris"}
+    assert exact_match.score("Paris, of course", "Paris")["score"] == 0.0
+    for truth in (None, "", " "):
+        with pytest.raises(ValueError, match="exact_match needs the text"):
+            exact_match.score("Paris", truth)
 
 
 def test_the_built_in_rewards_are_light() -> None:

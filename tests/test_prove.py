@@ -295,7 +295,7 @@ def test_what_was_found_before_an_interrupt_is_told(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(run, "prove", interrupted)
     ended = runs.command_here(tmp_path, "prove", "--json")
-    assert ended.code == 130 and json.loads(ended.out) == [found.as_json()] and "stopped after 1 proofs" in ended.error
+    assert ended.code == 130 and json.loads(ended.out) == [found.as_json()] and "stopped after 1 proof\n" in ended.error
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------------------------

@@ -267,7 +267,7 @@ def plot(
 
 
 class BenchCommand(TyperCommand):
-    """Refuses an option that is a key of the run, as `--recompute full` once was, and says which KEY=VALUE to write."""
+    """Refuses an option with the name of a key (`--recompute full`) by naming the KEY=VALUE to write."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {option for parameter in self.params for option in parameter.opts}

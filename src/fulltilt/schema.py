@@ -356,7 +356,7 @@ class RolloutConfig(Section):
     Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve. Note: gpu_memory_utilization is a share of the GPU's
     total memory for the whole instance in vLLM from 0.7 on, and of free memory for weights and KV cache in SGLang. Here it is the share of
     the memory free at start that becomes KV cache."""
-    block_tokens: Positive = 16
+    block_tokens: Positive = _rollout(16, "samples decoded at once where the KV cache is short: a sample's last block is partly empty")
     """Tokens per KV block."""
     max_seqs: Count = _rollout("auto", "samples decoded at once", "ARR.rollout.max_num_seqs | models.policy.generation_batch_size")
     """Most samples decoded at once, as far as the KV cache holds them. `auto`: all samples of a step (`algorithm.prompts_per_step` times
@@ -392,8 +392,9 @@ class RolloutConfig(Section):
 
 class RewardConfig(Section):
     function: str | dict[str, float] = row("gsm8k", elsewhere="custom_reward_function.name custom_reward_function.path reward_funcs")
-    """`gsm8k` (strict), `gsm8k_flexible`, `math`, `dapo`, `reward_model`, or `FILE.py:NAME` for your own, which scores one sample or a
-    batch; verl's signature is accepted. A table of names and weights is their weighted sum: `{ math = 1.0, "style.py:short" = 0.2 }`."""
+    """A built-in reward (docs/rewards.md), such as `gsm8k` or `math`; `reward_model`; or `FILE.py:NAME` for your own, which scores one
+    sample or a batch; verl's signature is accepted. A table of names and weights is their weighted sum:
+    `{ math = 1.0, "style.py:short" = 0.2 }`."""
     sources: dict[str, str | dict[str, float]] = Field(default_factory=dict)
     """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: float = _calls_a_function(10.0, free=True, gt=0)

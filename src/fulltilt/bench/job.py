@@ -115,9 +115,9 @@ def resolve(
     options: BenchOptions, scratch: Path, *, workloads: Mapping[str, Workload], repeats: Mapping[str, int], settings: Sequence[str],
     words: Sequence[str] | None = None, warm_up: int = 0,
 ) -> BenchJob:  # fmt: skip
-    """Of a benchmark with a workload. `workloads`: the first is the default on CUDA, the last on a CPU; `repeats`: the default by device;
-    `settings`: how the keys begin that it takes; `words`: the texts that prompts are made of, if they are read from a file by `warm_up` and
-    the measured steps."""
+    """The job of a benchmark with a workload. `workloads`: the first is the default on CUDA, the last on a CPU; `repeats`: the default by
+    device; `settings`: beginnings of the keys that may be set; `words`: what prompts are made of, where a run reads them from a file, for
+    `warm_up` steps and the measured ones."""
     device = choose_device(options.device)
     check_figures(options)
     check_keys(options.overrides, settings)
@@ -127,10 +127,8 @@ def resolve(
     workload = resized(workloads[name], options)
     source = shapes.find(options.model or shapes.DEFAULT[device.type])
     count = options.repeats or repeats[device.type]
-    requests = tuple(
-        make_requests(workload, len(words or ()) or source.vocabulary, options.seed + step)
-        for step in range(warm_up + count if words else 1)
-    )
+    vocabulary, batches = (len(words), warm_up + count) if words else (source.vocabulary, 1)
+    requests = tuple(make_requests(workload, vocabulary, options.seed + step) for step in range(batches))
     check_positions(name, source, requests[0])
     shapes.write_config(source, device, scratch / "model")
     texts = ["".join(words[number] for number in prompt.ids.tolist()) for each in requests for prompt in each.prompts] if words else []

@@ -18,7 +18,6 @@ import torch
 from fulltilt.algo.presets import build
 from fulltilt.bench import shapes
 from fulltilt.bench.device import kernels_of, synchronize
-from fulltilt.bench.hf import HfEngine
 from fulltilt.bench.job import BenchJob
 from fulltilt.bench.roofline import StepCost
 from fulltilt.bench.workload import Requests
@@ -30,6 +29,7 @@ from fulltilt.loop.opening import what_stays
 from fulltilt.model.verify import verify
 from fulltilt.records import Group, Row
 from fulltilt.rollout.decode import BURST, DecodeRow
+from fulltilt.rollout.engines.hf import HfEngine
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling

@@ -21,7 +21,6 @@ import torch
 from fulltilt.bench import peers, report, roofline, shapes
 from fulltilt.bench.device import choose_device, device_name, let_go
 from fulltilt.bench.figures import Measured, Timing
-from fulltilt.bench.hf import HfEngine
 from fulltilt.bench.job import BenchJob, BenchOptions, check_peers, resolve
 from fulltilt.bench.native import NO_TEXT, Native, generate_all
 from fulltilt.bench.report import OURS, Say
@@ -29,6 +28,7 @@ from fulltilt.bench.workload import WORKLOADS, Requests
 from fulltilt.cluster.sizes import THREADS, free_bytes
 from fulltilt.plan import KV_SHARE
 from fulltilt.records import UserError
+from fulltilt.rollout.engines.hf import HfEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.words import many
 

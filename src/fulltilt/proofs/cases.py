@@ -47,6 +47,7 @@ def rollout(setup: ProofSetup) -> Iterator[ProofCase]:
     much, little = {"rollout.kv_bytes": ample}, {"rollout.kv_bytes": scarce}
     yield ProofCase("rollout.preemption", "rollout", measure.PREEMPTIONS, much, little, {"rollout.block_tokens": 4}, from_zero)
     yield ProofCase("rollout.release_memory", "rollout", measure.held("kv", "update-actor"), changes=to_zero)
+    yield ProofCase("rollout.block_tokens", "rollout", measure.MOST_RUNNING, 32, 4, {"rollout.kv_bytes": scarce}, more)
     yield ProofCase("rollout.max_seqs", "rollout", measure.MOST_RUNNING, 4, 16, changes=within(4, 16))
     yield ProofCase("rollout.max_batched_tokens", "rollout", measure.LARGEST_PREFILL, 32, 128, changes=within(32, 128))
     # Without prefix sharing, samples start one by one, whenever another one ends.

@@ -1,28 +1,38 @@
-"""transformers' `generate` as an engine.
+"""transformers' `generate` as an engine: slow, and a second opinion on any other engine.
 
 Enters: prompts, how to sample, and optionally the number of tokens of each sample. Leaves: groups, batch after batch, in prompt order.
-Guaranteed: as of any engine (rollout/engine.py): token ids are the sampled ones, log-probs are those of the full softmax at the sampling
-temperature, a group is complete. A finished sample waits for the last one of its batch; batches are cut in prompt order, since lengths are
-not known beforehand.
+Guaranteed: what every engine guarantees (rollout/engine.py). It runs a model of its own, as transformers alone runs it, into which `sync`
+copies the trainer's weights. A finished sample waits for the last one of its batch; batches are cut in prompt order, since lengths are not
+known beforehand.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.records import Group, Prompt, Sample
-from fulltilt.rollout.engine import Engine, EngineCaps
+from fulltilt.records import Group, Prompt, Sample, UserError
+from fulltilt.rollout.engine import Engine, EngineCaps, EngineContext, Weights
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import NO_STATS, EngineStats
 from fulltilt.rollout.stop_strings import StopStrings
 
+OBEYS = frozenset({"max_seqs", "log_stats"})
 PAD = 0
 Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
 
@@ -63,13 +73,16 @@ class SampledLogprobs(LogitsProcessor):
 
 
 class HfEngine(Engine):
-    """Generates with a model as transformers alone runs it; `batch`: prompts in a batch, None: all of a call."""
+    """Generates with a model as transformers alone runs it; `batch`: prompts in a batch, None: as many as `max_seqs` samples allow."""
 
-    caps = EngineCaps(shares_weights=True, full_softmax_logprobs=True)
+    caps = EngineCaps(shares_weights=False, full_softmax_logprobs=True)
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, end_tokens: frozenset[int] = frozenset(), batch: int | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, end_tokens: frozenset[int] = frozenset(), *, max_seqs: int | None = None
+    ) -> None:
         transformers_logging.set_verbosity_error()
-        self.model, self.tokenizer, self.batch = model, tokenizer, batch
+        self.model, self.tokenizer, self.max_seqs = model, tokenizer, max_seqs
+        self.batch: int | None = None
         self.end_tokens = end_tokens
         # What a folder brings, end tokens among it, would fill in what the call leaves out.
         model.generation_config = GenerationConfig()
@@ -79,13 +92,19 @@ class HfEngine(Engine):
         """`lengths` forces the number of tokens of the samples that it names; end tokens and stop strings mean nothing to these."""
         torch.manual_seed(seed)
         self._stats, begin = NO_STATS, time.perf_counter()
-        size = self.batch or len(prompts)
+        size = self.batch or max(1, (self.max_seqs or len(prompts) * sampling.samples) // sampling.samples)
         for first in range(0, len(prompts), size):
             groups = self._batch(prompts[first : first + size], sampling, lengths or {})
             now = time.perf_counter()
             self._stats += self._of_batch(groups, now - begin)
             begin = now
             yield from groups
+
+    @torch.no_grad()
+    def sync(self, version: int, weights: Weights) -> None:
+        own = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            own[name].copy_(tensor)
 
     def release(self) -> None:
         if self.model.device.type == "cuda":
@@ -142,6 +161,17 @@ class HfEngine(Engine):
             seconds=seconds,
             decode_seconds=seconds,
         )
+
+
+def make(context: EngineContext) -> HfEngine:
+    trained = context.model
+    if any(".lora_" in name for name, _ in trained.named_parameters()):
+        raise UserError('rollout.engine: "hf" runs no adapters. Set lora.rank = 0, or use the native engine')
+    config = copy.deepcopy(trained.config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=trained.dtype).to(trained.device).eval()
+    engine = HfEngine(model.requires_grad_(False), context.tokenizer, context.end_tokens, max_seqs=context.limits.max_seqs)
+    engine.sync(0, trained.named_parameters())
+    return engine
 
 
 def generation_config(sampling: Sampling) -> GenerationConfig:
