@@ -34,6 +34,7 @@ from fulltilt.rollout.sampler import Sampling
 from fulltilt.train.optim import Optimizer, optimizer_bytes
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
+from fulltilt.words import in_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 MIB = 1 << 20
@@ -333,7 +334,7 @@ def test_the_doctor_shows_what_a_run_has_measured(tmp_path: Path, model_folders:
     (of_phase, of_step) = examine_memory_of(tmp_path)
     assert (of_phase.name, of_phase.status, of_step.name) == ("memory/update_actor", "ok", "memory")
     kinds = ("parameters", "gradients", "optimizer")
-    numbers = ", ".join(f"{kind} {measured[f'memory_gib/update_actor/{kind}'] * 1024:.1f} MiB" for kind in kinds)
+    numbers = ", ".join(f"{kind} {in_bytes(measured[f'memory_gib/update_actor/{kind}'] * 2**30)}" for kind in kinds)
     assert of_phase.detail == f"in step 2: {numbers}"
     assert of_step.detail.startswith("in step 2: process ")
 

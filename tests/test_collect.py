@@ -358,7 +358,7 @@ def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and 2 in runs.checkpoints(folder)
     resumed = runs.train(folder, *options)
-    assert "going on from step" in resumed.said
+    assert "resuming from step" in resumed.said
     runs.assert_equal_runs(folder, expected)
 
     # Other rows in the place of those that the groups were sampled for: the groups are left out, not joined to these.

@@ -197,7 +197,7 @@ def test_a_fused_run_resumes_exactly(folder: Path, tmp_path: Path, options: tupl
     runs.train(folder, *SHORT, FUSED, *options)
     cut = runs.copy(folder, tmp_path / "cut")
     shutil.rmtree(runs.checkpoints(cut)[2])
-    assert "going on from step 1" in runs.train(cut, *SHORT, FUSED, *options).said
+    assert "resuming from step 1" in runs.train(cut, *SHORT, FUSED, *options).said
     runs.assert_equal_runs(cut, folder)
 
 

@@ -289,7 +289,7 @@ def test_killed_half_way_it_ends_as_if_nothing_had_happened(downloaded: Path, tm
     assert not (killed / "summary.json").exists()
     said = ended(start(downloaded, killed))
     assert "sft: done before" in said and "the evaluation before: done before" in said and "grpo: training" in said
-    assert re.search(r"going on from step [2-5] ", said)
+    assert re.search(r"resuming from step [2-5] ", said)
     for stage in ("sft", "grpo"):
         assert lines_of(killed / stage) == lines_of(tmp_path / "whole" / stage)
     assert json.loads((killed / "summary.json").read_text())["accuracy"] == whole["accuracy"]

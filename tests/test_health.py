@@ -505,7 +505,7 @@ def test_a_run_made_to_fail_names_its_cause_and_goes_on_once_mended(tmp_path: Pa
 
     mended = runs.command_here(folder, "train", "run.toml", *QUICK, *fault.mended)
     assert mended.code == 0, mended.error
-    assert f"going on from step {saved}" in mended.out
+    assert f"resuming from step {saved}" in mended.out
     assert (f"step {saved + 1}: {fault.rule} no longer holds" in mended.error) == (not fault.well)
     assert runs.metrics(folder)[:saved] == before
     assert [line["step"] for line in runs.metrics(folder)] == list(range(1, 7))

@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_other_settings_of_memory_to_the_same_bits(
     cut = runs.copy(folder, tmp_path / "cut")
     shutil.rmtree(runs.checkpoints(cut)[2])
     other = ("train.recompute=selective", "train.offload_optimizer=true", "train.offload_grads=true", "ref.offload_params=true")
-    assert "going on from step 1" in runs.train(cut, *SHORT, *other).said
+    assert "resuming from step 1" in runs.train(cut, *SHORT, *other).said
     runs.assert_equal_tensors(runs.checkpoints(cut)[2], runs.checkpoints(folder)[2])
 
 

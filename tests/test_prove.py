@@ -143,11 +143,11 @@ def test_the_command_prints_one_document(tmp_path: Path) -> None:
     assert fields == ["knob", "role", "metric", "unit", "off", "on", "gradients_equal", "holds", "reason"]
     assert [list(record) for record in records] == [fields] * 4
     assert [(record["knob"], record["holds"]) for record in records] == [
-        ("reward_model.packing", True), *[("train.offload_grads", None)] * 3,
+        *[("train.offload_grads", None)] * 3, ("reward_model.packing", True),
     ]  # fmt: skip
-    assert records[0]["off"] > records[0]["on"] == 0 and records[0]["gradients_equal"] is None
-    assert "its outputs differ by 0 relative to their norm" in records[0]["reason"]
-    assert records[1]["reason"] == "train.offload_grads: true, but the run is on the CPU: its memory is the host's already. Remove the key"
+    assert records[-1]["off"] > records[-1]["on"] == 0 and records[-1]["gradients_equal"] is None
+    assert "its outputs differ by 0 relative to their norm" in records[-1]["reason"]
+    assert records[0]["reason"] == "train.offload_grads: true, but the run is on the CPU: its memory is the host's already. Remove the key"
 
 
 def test_the_command_fails_with_a_knob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

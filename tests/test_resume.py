@@ -339,7 +339,7 @@ def test_every_family_resumes_exactly(tmp_path: Path, model_folders: ModelFolder
     assert runs.train(expected, *options).summary.steps == 6
     folder = runs.copy(expected, tmp_path / "resumed")
     cut_back(folder, 3)
-    assert "going on from step 3" in runs.train(folder, *options).said
+    assert "resuming from step 3" in runs.train(folder, *options).said
     runs.assert_equal_runs(folder, expected)
 
 
@@ -361,8 +361,8 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path, untouched: Path, name:
     torn = runs.checkpoints(folder)[16] / name
     os.truncate(torn, torn.stat().st_size // 2)
     said = runs.train(folder).said
-    assert "warning: not intact and passed over:" in said and "step-00000016" in said and name in said
-    assert "going on from step 14" in said
+    assert "warning: skipped a damaged checkpoint:" in said and "step-00000016" in said and name in said
+    assert "resuming from step 14" in said
     runs.assert_equal_runs(folder, untouched)
 
 
@@ -392,7 +392,7 @@ def test_a_changed_algorithm_is_refused_by_name(tmp_path: Path, untouched: Path)
     assert runs.contents(folder / "run") == before
 
     forced = runs.train(folder, "algorithm.kl_coef=0.1", "run.steps=17", "run.resume=force")
-    assert "warning: going on although these keys changed: algorithm.kl_coef" in forced.said
+    assert "warning: resuming although these keys changed: algorithm.kl_coef" in forced.said
     assert runs.metrics(folder)[-1]["step"] == 17
 
 
@@ -432,7 +432,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path, model_folders: ModelFolder
     finally:
         assert end_with(first, signal.SIGKILL) == -signal.SIGKILL
     # A killed process leaves no lock behind.
-    assert "going on from step" in runs.train(folder, "run.steps=5").said
+    assert "resuming from step" in runs.train(folder, "run.steps=5").said
 
 
 def test_a_second_process_is_kept_out_before_it_loads(tmp_path: Path, model_folders: ModelFolders) -> None:
@@ -473,11 +473,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_with_the_same_sizes(
     """Free memory is never the same twice; what was planned from it is."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     quick = ("run.eval_every=0", "run.eval_before=false", "run.steps=1")
-    monkeypatch.setattr("fulltilt.cluster.sizes.free_bytes", lambda device: 2**18)
+    monkeypatch.setattr("fulltilt.cluster.assembly.free_bytes", lambda device: 2**18)
     runs.train(folder, *quick)
     planned = runs.state(runs.checkpoints(folder)[1])["budgets"]
     shutil.rmtree(folder / "run" / "checkpoints")
-    monkeypatch.setattr("fulltilt.cluster.sizes.free_bytes", lambda device: 2**17)
+    monkeypatch.setattr("fulltilt.cluster.assembly.free_bytes", lambda device: 2**17)
     runs.train(folder, *quick)
     assert runs.state(runs.checkpoints(folder)[1])["budgets"] == planned
     shutil.rmtree(folder / "run")

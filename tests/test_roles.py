@@ -359,7 +359,7 @@ def test_a_critic_that_joins_later_starts_anew(folder: Path) -> None:
     """A new head says 0 of everything; one that has learned does not."""
     runs.train(folder, *ONE, NO_KL)
     forced = runs.train(folder, *QUICK, *PPO, "run.steps=2", "run.resume=force").said
-    assert "the checkpoint holds no critic: it starts anew" in forced
+    assert "the checkpoint holds no critic: a new one is started" in forced
     again = runs.train(folder, *QUICK, *PPO, "run.steps=3").said
     assert "starts anew" not in again
     _, second, third = runs.metrics(folder)
@@ -384,7 +384,7 @@ def test_a_checkpoint_of_a_version_that_knew_less_is_gone_on_from(tmp_path: Path
     cut_back(folder, 1)
     forget(runs.checkpoints(folder)[1], "surplus", "reward_kl_coef", "health", "critic")
     said = runs.train(folder, *options).said
-    assert "going on from step 1" in said and "critic" not in said
+    assert "resuming from step 1" in said and "critic" not in said
     assert runs.without_clock(runs.metrics(folder)) == runs.without_clock(runs.metrics(expected))
     runs.assert_equal_checkpoints(runs.checkpoints(folder)[2], runs.checkpoints(expected)[2])
 
@@ -392,7 +392,7 @@ def test_a_checkpoint_of_a_version_that_knew_less_is_gone_on_from(tmp_path: Path
 def test_a_checkpoint_that_knows_of_no_critic_gives_none(folder: Path) -> None:
     runs.train(folder, *ONE, *PPO)
     forget(runs.checkpoints(folder)[1], "critic")
-    assert "the checkpoint holds no critic: it starts anew" in runs.train(folder, *QUICK, *PPO, "run.steps=2").said
+    assert "the checkpoint holds no critic: a new one is started" in runs.train(folder, *QUICK, *PPO, "run.steps=2").said
     assert runs.metrics(folder)[1]["critic/values/max"] == 0
 
 
@@ -581,7 +581,7 @@ def test_a_reward_model_learns_nothing_and_trains_the_actor(judged: Path, judge:
     with watched(judged, f"reward_model.path={judge.folder}") as seen:
         line = seen.run.rl_step(1)
         held = seen.run.parts.worker.roles["reward_model"]
-        assert held and not any(parameter.requires_grad for parameter in held.role.model.parameters())
+        assert held and not any(parameter.requires_grad for parameter in held.model.parameters())
         assert line["actor/grad_norm"] > 0 and line["reward/groups_with_variance"] == 1
         assert all(torch.equal(tensor, judge.model.model.state_dict()[name]) for name, tensor in held.role.model.body.state_dict().items())
 
@@ -882,7 +882,7 @@ def test_a_critic_with_and_without_adapters(lora_folder: Path, of_critic: bool) 
         moved = {name for name in before if not torch.equal(before[name], after[name])}
         assert moved == {name for name in before if not of_critic or ".lora_" in name or name == "score.weight"}
         assert any(".lora_" in name for name in after) == of_critic
-        saved = {name.removeprefix("critic/parameter/") for name in parts.tensors() if name.startswith("critic/parameter/")}
+        saved = {name.removeprefix("critic/parameter/") for name in parts.worker._tensors() if name.startswith("critic/parameter/")}
         assert saved == moved
 
 
@@ -959,7 +959,7 @@ def test_it_resumes_exactly(tmp_path: Path, model_folders: ModelFolders, name: s
     assert runs.train(expected, *options).summary.steps == 4
     folder = runs.copy(expected, tmp_path / "resumed")
     cut_back(folder, 2)
-    assert "going on from step 2" in runs.train(folder, *options).said
+    assert "resuming from step 2" in runs.train(folder, *options).said
     runs.assert_equal_runs(folder, expected)
     assert_has_state(expected, name)
 
@@ -1084,7 +1084,7 @@ def test_a_run_logs_what_it_writes_also_when_it_is_resumed(folder: Path) -> None
     runs.train(folder, *logged)
     assert_logged(folder, "tensorboard")
     cut_back(folder, 2)
-    assert "going on from step 2" in runs.train(folder, *logged).said
+    assert "resuming from step 2" in runs.train(folder, *logged).said
     assert_logged(folder, "tensorboard")
     shown = sorted((folder / "run" / "tensorboard").glob("events.out.tfevents.*"))
     assert any(b"val/samples" in path.read_bytes() for path in shown)

@@ -121,7 +121,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(make: Callable[..., Path]) -
     whole, resumed = make("whole"), make("resumed")
     runs.train(whole)
     runs.train(resumed, "run.steps=3")
-    assert "going on from step 3" in runs.train(resumed).said
+    assert "resuming from step 3" in runs.train(resumed).said
     runs.assert_equal_runs(resumed, whole)
 
 

@@ -489,10 +489,10 @@ def test_a_resumed_run_keeps_its_budgets_on_a_fuller_machine(folder: Path, tmp_p
     kept = runs.state(runs.checkpoints(folder)[1])["budgets"]
     killed = runs.copy(folder, tmp_path / "killed")
     shutil.rmtree(killed / "run" / "checkpoints")
-    monkeypatch.setattr(sizes, "free_bytes", lambda device: 400_000)
-    assert "going on from step 1" in runs.train(folder, *ONE, "run.steps=2").said
+    monkeypatch.setattr(assembly, "free_bytes", lambda device: 400_000)
+    assert "resuming from step 1" in runs.train(folder, *ONE, "run.steps=2").said
     assert runs.state(runs.checkpoints(folder)[2])["budgets"] == kept
-    assert "going on" not in runs.train(killed, *ONE).said
+    assert "resuming" not in runs.train(killed, *ONE).said
     assert runs.state(runs.checkpoints(killed)[1])["budgets"] == kept
     runs.train(folder, *ONE, "run.dir=new")
     assert runs.state(folder / "new" / "checkpoints" / "step-00000001")["budgets"]["kv_blocks"] < kept["kv_blocks"]
@@ -506,7 +506,7 @@ def test_a_run_does_not_go_on_with_other_rows(folder: Path) -> None:
     with pytest.raises(UserError, match=r"^data\.train: its rows are not those that the run in run was started with"):
         runs.train(folder, *ONE, "run.steps=2")
     assert runs.contents(folder / "run") == before
-    assert "going on although the rows of data.train changed" in runs.train(folder, *ONE, "run.steps=2", "run.resume=force").said
+    assert "resuming although the rows of data.train changed" in runs.train(folder, *ONE, "run.steps=2", "run.resume=force").said
 
 
 @pytest.mark.parametrize("column", ["ground_truth", "data_source", "extra_info"])
@@ -538,7 +538,7 @@ def test_validation_may_ask_for_longer_responses_on_a_resume(folder: Path) -> No
     kept = runs.state(runs.checkpoints(folder)[1])["budgets"]
     assert kept["kv_blocks"] == 3
     said = runs.train(folder, *options, "run.steps=2", "eval.max_new_tokens=60").said
-    assert "going on from step 1" in said and "val/reward/mean" in runs.metrics(folder)[1]
+    assert "resuming from step 1" in said and "val/reward/mean" in runs.metrics(folder)[1]
     assert runs.state(runs.checkpoints(folder)[2])["budgets"] == {**kept, "kv_blocks": 5}
 
 

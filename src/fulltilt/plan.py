@@ -331,7 +331,7 @@ def shorter(config: Config, key: str, longest_prompt: int, limit: int) -> str:
 def check_graphs(config: Config, facts: Facts) -> None:
     if config.rollout.cuda_graphs is True and facts.not_captured is not None:
         raise UserError(
-            f"rollout.cuda_graphs: true, but no graph can hold the model: {facts.not_captured}. Remove the key: decoding then goes on "
+            f"rollout.cuda_graphs: true, but no graph can hold the model: {facts.not_captured}. Remove the key: decoding then runs "
             "without graphs"
         )
 

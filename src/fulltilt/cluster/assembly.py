@@ -345,7 +345,7 @@ def restore(resume: Checkpoint, made: RolesMade, *, adapters: bool) -> tuple[str
     if "critic" not in optimizers:
         return ()
     if state.get("critic") is None:
-        return ("the checkpoint holds no critic: it starts anew",)
+        return ("the checkpoint holds no critic: a new one is started",)
     of_critic = {name.removeprefix(CRITIC_TENSORS): tensor for name, tensor in tensors.items() if name.startswith(CRITIC_TENSORS)}
     optimizers["critic"].restore(of_critic, **state["critic"])
     return ()

@@ -1,4 +1,4 @@
-"""Opening a run: its folder, the checkpoint to go on from, its parts; then training or evaluation.
+"""Opening a run: its folder, the checkpoint to resume from, its parts; then training or evaluation.
 
 Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: two processes never write to one run folder;
 a run is resumed only with the configuration and the data it was started with, unless the user insists; into a new folder nothing is written
@@ -89,10 +89,10 @@ def what_stays() -> Iterator[None]:
 
 
 def find_checkpoint(config: Config, store: CheckpointStore, console: Console) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to go on from, and the keys that changed since."""
+    """The checkpoint to resume from, and the keys that changed since."""
     found = store.latest()
     for text in store.skipped:
-        console.warn(f"not intact and passed over: {text}")
+        console.warn(f"skipped a damaged checkpoint: {text}")
     if found is None:
         if store.skipped:
             raise UserError(
@@ -102,20 +102,20 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
         return None, []
     where = f"{config.run.dir} holds a run at step {found.step}"
     if config.run.resume == "never":
-        raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to go on")
+        raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to resume it")
     saved, now = found.state()["config"], configuration.snapshot(config)
     changed = configuration.differences(saved, now)
     values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key])})" for key in changed)
     if changed and config.run.resume == "auto":
         raise UserError(
             f"{where} that was started with other values of {values}. Use another run.dir for a new run, give the old values "
-            "to go on, or set run.resume = force to go on with the new ones"
+            "to resume, or set run.resume = force to resume with the new ones"
         )
     if changed:
-        console.warn(f"going on although these keys changed: {values}")
+        console.warn(f"resuming although these keys changed: {values}")
     if config.train.schedule != "constant" and any(saved[key] != now[key] for key in ("run.steps", "run.epochs")):
         console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
-    console.note(f"going on from step {found.step} ({found.path})")
+    console.note(f"resuming from step {found.step} ({found.path})")
     return found, changed
 
 
@@ -141,9 +141,9 @@ def check_data(config: Config, parts: RunParts, found: Checkpoint | None, consol
     if config.run.resume != "force":
         raise UserError(
             f"data.train: its rows are not those that the run in {config.run.dir} was started with. Bring them back, use another run.dir "
-            "for a new run, or set run.resume = force to go on with the new ones"
+            "for a new run, or set run.resume = force to resume with the new ones"
         )
-    console.warn("going on although the rows of data.train changed")
+    console.warn("resuming although the rows of data.train changed")
 
 
 def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:

@@ -209,7 +209,7 @@ class Run:
         if dynamic and len(filled.kept) < config.algorithm.prompts_per_step:
             self.console.warn(
                 f"step {step}: {len(filled.kept)} of {config.algorithm.prompts_per_step} groups after {filled.rounds} rounds of sampling "
-                f"(algorithm.max_rounds); in {filled.dropped} all rewards were equal or failed. The step goes on with what it has"
+                f"(algorithm.max_rounds); in {filled.dropped} all rewards were equal or failed. The step continues with the groups it has"
             )
         return filled, cursor
 
@@ -398,7 +398,7 @@ class Run:
         try:
             yield
         except UserError as error:
-            self.console.warn(f"{error}. A checkpoint of the last step is tried in its stead")
+            self.console.warn(f"{error}. A checkpoint of the last step is tried instead")
 
     def _make_up_for_what_failed(self) -> None:
         """Before the next step: a full disk stops the run as soon as that is known."""
