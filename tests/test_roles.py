@@ -583,7 +583,7 @@ def test_a_reward_model_learns_nothing_and_trains_the_actor(judged: Path, judge:
         held = seen.run.parts.worker.roles["reward_model"]
         assert held and not any(parameter.requires_grad for parameter in held.model.parameters())
         assert line["actor/grad_norm"] > 0 and line["reward/groups_with_variance"] == 1
-        assert all(torch.equal(tensor, judge.model.model.state_dict()[name]) for name, tensor in held.role.model.body.state_dict().items())
+        assert all(torch.equal(tensor, judge.model.model.state_dict()[name]) for name, tensor in held.model.body.state_dict().items())
 
 
 # -- KL in the reward -------------------------------------------------------------------------------------------------------------------
