@@ -35,22 +35,25 @@ def gated_reference(gate: torch.Tensor, activation: str = "silu", up: torch.Tens
 
 
 @jit
-def _sigmoid(x) -> tl.tensor:
+def _sigmoid(x: tl.tensor) -> tl.tensor:
     return tl.div_rn(1.0, 1.0 + tl.exp(-x))
 
 
 @jit
-def _silu(x) -> tl.tensor:
+def _silu(x: tl.tensor) -> tl.tensor:
     return tl.div_rn(x, 1.0 + tl.exp(-x))  # in torch's order; where the exponential overflows, zero is the right result
 
 
 @jit
-def _gelu_angle(x) -> tl.tensor:
+def _gelu_angle(x: tl.tensor) -> tl.tensor:
     return 1.5957691216057308 * (x + 0.044715 * x * x * x)  # (1 + tanh z) / 2 = sigmoid(2 z); this is 2 z
 
 
 @jit
-def _forward_kernel(gate, up, out, width, gate_stride, up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _forward_kernel(
+    gate: tl.tensor, up: tl.tensor, out: tl.tensor, width: tl.tensor, gate_stride: tl.tensor, up_stride: tl.tensor,
+    GELU: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -66,7 +69,9 @@ def _forward_kernel(gate, up, out, width, gate_stride, up_stride, GELU: tl.const
 
 @jit
 def _backward_kernel(
-    of_out, gate, up, of_gate, of_up, width, gate_stride, up_stride, of_gate_stride, of_up_stride, GELU: tl.constexpr, BLOCK: tl.constexpr,
+    of_out: tl.tensor, gate: tl.tensor, up: tl.tensor, of_gate: tl.tensor, of_up: tl.tensor, width: tl.tensor,
+    gate_stride: tl.tensor, up_stride: tl.tensor, of_gate_stride: tl.tensor, of_up_stride: tl.tensor,
+    GELU: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -54,7 +54,8 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 @jit
 def _product(
-    x, weight, bias, out, rows, outer, inner, x_row, weight_row, out_row,
+    x: tl.tensor, weight: tl.tensor, bias: tl.tensor, out: tl.tensor, rows: tl.tensor, outer: tl.tensor, inner: tl.tensor,
+    x_row: tl.tensor, weight_row: tl.tensor, out_row: tl.tensor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, BIASED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some rows and columns of the result, the inner axis from its beginning to its end."""

@@ -44,7 +44,7 @@ def parts_of(lengths: Sequence[int]) -> np.ndarray:
 
 
 @jit
-def _part(parts, index) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+def _part(parts: tl.tensor, index: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     first, begin = tl.load(parts + 4 * index).to(tl.int64), tl.load(parts + 4 * index + 1)
     length, filled = tl.load(parts + 4 * index + 2), tl.load(parts + 4 * index + 3)
     return first, tl.multiple_of(begin, 64), length, tl.multiple_of(filled, 64)
@@ -52,7 +52,8 @@ def _part(parts, index) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
 
 @jit
 def _delta(
-    out, of_out, norms, deltas, exponents, parts, tokens, row, out_row, out_head, of_row, of_head,
+    out: tl.tensor, of_out: tl.tensor, norms: tl.tensor, deltas: tl.tensor, exponents: tl.tensor, parts: tl.tensor, tokens: tl.tensor,
+    row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     WIDTH: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: for some tokens of a document and one head, the product of the output and its gradient, and the norm as a power of two.
@@ -71,7 +72,8 @@ def _delta(
 
 @jit
 def _absorb_queries(
-    keys, values, q, of_out, exponents, deltas, at, begin, length, q_row, of_row, of_keys, of_values, inner,
+    keys: tl.tensor, values: tl.tensor, q: tl.tensor, of_out: tl.tensor, exponents: tl.tensor, deltas: tl.tensor, at: tl.tensor,
+    begin: tl.tensor, length: tl.tensor, q_row: tl.tensor, of_row: tl.tensor, of_keys: tl.tensor, of_values: tl.tensor, inner: tl.tensor,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """The tile of queries from `begin` on; where it is not masked, all of them see all the keys."""
@@ -95,7 +97,9 @@ def _absorb_queries(
 
 @jit
 def _backward_keys(
-    q, k, v, of_out, exponents, deltas, of_k, of_v, parts, row, scale, inner, q_row, q_head, k_row, k_head, v_row, v_head, of_row, of_head,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, of_out: tl.tensor, exponents: tl.tensor, deltas: tl.tensor, of_k: tl.tensor, of_v: tl.tensor,
+    parts: tl.tensor, row: tl.tensor, scale: tl.tensor, inner: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor,
+    k_head: tl.tensor, v_row: tl.tensor, v_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some keys of one head of one document, and all queries that see them, one head after the other."""
@@ -144,7 +148,8 @@ def _backward_keys(
 
 @jit
 def _absorb_keys(
-    queries, given, k, v, exponent, delta, at, begin, length, k_row, v_row, of_queries, inner,
+    queries: tl.tensor, given: tl.tensor, k: tl.tensor, v: tl.tensor, exponent: tl.tensor, delta: tl.tensor, at: tl.tensor,
+    begin: tl.tensor, length: tl.tensor, k_row: tl.tensor, v_row: tl.tensor, of_queries: tl.tensor, inner: tl.tensor,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The tile of keys from `begin` on; where it is not masked, all queries see all of them."""
@@ -166,7 +171,9 @@ def _absorb_keys(
 
 @jit
 def _backward_queries(
-    q, k, v, of_out, exponents, deltas, of_q, parts, row, scale, inner, q_row, q_head, k_row, k_head, v_row, v_head, of_row, of_head,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, of_out: tl.tensor, exponents: tl.tensor, deltas: tl.tensor, of_q: tl.tensor, parts: tl.tensor,
+    row: tl.tensor, scale: tl.tensor, inner: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
+    v_row: tl.tensor, v_head: tl.tensor, of_row: tl.tensor, of_head: tl.tensor,
     HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: some queries of one head of one document, and all keys that they see."""

@@ -46,8 +46,8 @@ def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsi
 
 @jit()
 def _share(
-    length, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    length: tl.tensor, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Number of tokens that are attended to, and how many of them one split takes."""
     span = tl.maximum(length, 0)
     if WINDOW > 0:
@@ -58,7 +58,9 @@ def _share(
 
 @jit(do_not_specialize_on_alignment=BASES)
 def _attend(
-    q, out, sums, norms, key_base, value_base, table, lengths, inner, outer, q_row, q_head, out_row, out_head, table_row,
+    q: tl.tensor, out: tl.tensor, sums: tl.tensor, norms: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, table: tl.tensor,
+    lengths: tl.tensor, inner: tl.tensor, outer: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, out_row: tl.tensor,
+    out_head: tl.tensor, table_row: tl.tensor,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, BLOCK_TOKENS: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, PADDED: tl.constexpr,
     TILE: tl.constexpr,
@@ -138,8 +140,9 @@ def _attend(
 
 @jit()
 def _combine(
-    out, sums, norms, lengths, out_row, out_head, HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    FEWEST: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_SPLITS: tl.constexpr,
+    out: tl.tensor, sums: tl.tensor, norms: tl.tensor, lengths: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, FEWEST: tl.constexpr, WHOLE: tl.constexpr,
+    TILE: tl.constexpr, PADDED: tl.constexpr, PADDED_SPLITS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: the splits of one head of one sequence, weighted by their sums of exponentials. Single splits are in place already."""
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -158,7 +161,7 @@ def _combine(
 
 
 @jit()
-def _cache_row(base, slot, states, ROW: tl.constexpr) -> tl.tensor:
+def _cache_row(base: tl.tensor, slot: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
     """The address of a token's keys or values in the cache at `base`."""
     cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
     return tl.multiple_of(cached, 16) + slot * ROW
@@ -166,7 +169,8 @@ def _cache_row(base, slot, states, ROW: tl.constexpr) -> tl.tensor:
 
 @jit(do_not_specialize_on_alignment=BASES)
 def _write(
-    k, v, key_base, value_base, slots, k_row, k_head, v_row, v_head,
+    k: tl.tensor, v: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, slots: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
+    v_row: tl.tensor, v_head: tl.tensor,
     KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: one token."""
@@ -184,7 +188,9 @@ def _write(
 
 
 @jit()
-def _turned(states, kept, cos, sin, columns, HALF: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def _turned(
+    states: tl.tensor, kept: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """The rotated halves of some heads. Rounds where transformers does: products to the type of cos before they are added."""
     first = tl.load(states, mask=kept, other=0.0).to(tl.float32)
     second = tl.load(states + HALF, mask=kept, other=0.0).to(tl.float32)
@@ -201,7 +207,9 @@ def _turned(states, kept, cos, sin, columns, HALF: tl.constexpr) -> tuple[tl.ten
 
 @jit(do_not_specialize_on_alignment=BASES)
 def _rotate_and_write(
-    q, k, v, cos, sin, out, key_base, value_base, slots, q_row, q_head, k_row, k_head, v_row, v_head, cos_row, sin_row, out_row, out_head,
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, cos: tl.tensor, sin: tl.tensor, out: tl.tensor, key_base: tl.tensor,
+    value_base: tl.tensor, slots: tl.tensor, q_row: tl.tensor, q_head: tl.tensor, k_row: tl.tensor, k_head: tl.tensor, v_row: tl.tensor,
+    v_head: tl.tensor, cos_row: tl.tensor, sin_row: tl.tensor, out_row: tl.tensor, out_head: tl.tensor,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, PADDED_QUERIES: tl.constexpr,
     PADDED_HEADS: tl.constexpr, PADDED: tl.constexpr, PADDED_HALF: tl.constexpr,
 ) -> None:  # fmt: skip

@@ -43,8 +43,9 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, residu
 # Not specialised on `rows`: another batch size must not compile another kernel, which could happen inside the capture of a graph.
 @jit(do_not_specialize=["rows"])
 def _forward_kernel(
-    x, residual, weight, normed, total, scale, rows, heads, width, eps, x_stride, x_head_stride, residual_stride, residual_head_stride,
-    HAS_RESIDUAL: tl.constexpr, KEEP_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x: tl.tensor, residual: tl.tensor, weight: tl.tensor, normed: tl.tensor, total: tl.tensor, scale: tl.tensor, rows: tl.tensor,
+    heads: tl.tensor, width: tl.tensor, eps: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor, residual_stride: tl.tensor,
+    residual_head_stride: tl.tensor, HAS_RESIDUAL: tl.constexpr, KEEP_SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
@@ -67,8 +68,9 @@ def _forward_kernel(
 
 @jit(do_not_specialize=["rows", "loops"])
 def _backward_kernel(
-    of_normed, of_total, total, weight, scale, of_x, partial, rows, heads, width, loops, total_stride, total_head_stride,
-    HAS_TOTAL: tl.constexpr, OF_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    of_normed: tl.tensor, of_total: tl.tensor, total: tl.tensor, weight: tl.tensor, scale: tl.tensor, of_x: tl.tensor,
+    partial: tl.tensor, rows: tl.tensor, heads: tl.tensor, width: tl.tensor, loops: tl.tensor, total_stride: tl.tensor,
+    total_head_stride: tl.tensor, HAS_TOTAL: tl.constexpr, OF_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]

@@ -40,7 +40,8 @@ def rotary_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: t
 
 @jit
 def _rotate_heads(
-    x, out, cos, sin, token, first, heads, half, x_stride, x_head_stride, cos_stride, sin_stride,
+    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, token: tl.tensor, first: tl.tensor, heads: tl.tensor,
+    half: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ) -> None:  # fmt: skip
     head = first + tl.arange(0, HEADS)[:, None]
@@ -70,7 +71,9 @@ def _rotate_heads(
 
 @jit
 def _rotary_kernel(
-    q, k, q_out, k_out, cos, sin, q_heads, k_heads, half, q_stride, q_head_stride, k_stride, k_head_stride, cos_stride, sin_stride,
+    q: tl.tensor, k: tl.tensor, q_out: tl.tensor, k_out: tl.tensor, cos: tl.tensor, sin: tl.tensor, q_heads: tl.tensor,
+    k_heads: tl.tensor, half: tl.tensor, q_stride: tl.tensor, q_head_stride: tl.tensor, k_stride: tl.tensor,
+    k_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
 ) -> None:  # fmt: skip
     token = tl.program_id(0).to(tl.int64)

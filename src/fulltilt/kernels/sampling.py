@@ -322,14 +322,14 @@ def _restricted(
 
 
 @jit
-def _mix(value) -> tl.tensor:
+def _mix(value: tl.tensor) -> tl.tensor:
     value = (value ^ (value >> 16)) * 0x7FEB352D
     value = (value ^ (value >> 15)) * 0x846CA68B
     return value ^ (value >> 16)
 
 
 @jit
-def _key(seeds, positions, draw) -> tl.tensor:
+def _key(seeds: tl.tensor, positions: tl.tensor, draw: tl.tensor) -> tl.tensor:
     seed = tl.load(seeds + draw).to(tl.uint64, bitcast=True)
     place = tl.load(positions + draw).to(tl.int64).to(tl.uint64, bitcast=True)
     value = seed + (place + 1) * 0x9E3779B97F4A7C15
@@ -340,7 +340,7 @@ def _key(seeds, positions, draw) -> tl.tensor:
 
 
 @jit
-def _gumbel(low, high, entries, turn, OF_BLOCKS: tl.constexpr) -> tl.tensor:
+def _gumbel(low: tl.tensor, high: tl.tensor, entries: tl.tensor, turn: tl.tensor, OF_BLOCKS: tl.constexpr) -> tl.tensor:
     counter = entries.to(tl.uint32) + turn * 67108864 + OF_BLOCKS * 33554432
     word = _mix(_mix(counter ^ low) ^ high)
     uniform = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
@@ -352,27 +352,29 @@ def _gumbel(low, high, entries, turn, OF_BLOCKS: tl.constexpr) -> tl.tensor:
 
 
 @jit
-def _number(source, draw, EACH: tl.constexpr) -> tl.tensor:
+def _number(source: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
     """A draw's own number, or the one that all draws share."""
     return tl.load(source + draw).to(tl.float32) if EACH else source
 
 
 @jit
-def _sharpness(temperature, draw, EACH: tl.constexpr) -> tl.tensor:
+def _sharpness(temperature: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
     """The factor on a draw's logits, and whether it is greedy."""
     heat = _number(temperature, draw, EACH) + 0.0
     return tl.where(heat > 0.0, tl.div_rn(1.0, tl.where(heat > 0.0, heat, 1.0)), 1.0), heat <= 0.0
 
 
 @jit
-def _row(logits, rows, stride, draw, HAS_ROWS: tl.constexpr) -> tl.tensor:
+def _row(logits: tl.tensor, rows: tl.tensor, stride: tl.tensor, draw: tl.tensor, HAS_ROWS: tl.constexpr) -> tl.tensor:
     """The address of a draw's logits."""
     source = tl.load(rows + draw) if HAS_ROWS else draw
     return logits + source.to(tl.int64) * stride
 
 
 @jit
-def _read(row, entries, mask, sharpness, scale, cap, CAPPED: tl.constexpr) -> tl.tensor:
+def _read(
+    row: tl.tensor, entries: tl.tensor, mask: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Logits after scale, cap and temperature; -inf outside the mask. The bits are the same in every kernel, which compare them."""
     values = tl.load(row + entries, mask=mask, other=0.0).to(tl.float32) * scale
     if CAPPED:
@@ -382,8 +384,9 @@ def _read(row, entries, mask, sharpness, scale, cap, CAPPED: tl.constexpr) -> tl
 
 @jit
 def _blocks_kernel(
-    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, maxima, masses,
-    HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, masses: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
+    CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """First pass: maximum and log mass of every block."""
     draw = tl.program_id(1)
@@ -401,7 +404,9 @@ def _blocks_kernel(
 
 @jit
 def _inside(
-    row, block, vocabulary, sharpness, scale, cap, low, high, turn, greedy, above, above_entry, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    row: tl.tensor, block: tl.tensor, vocabulary: tl.tensor, sharpness: tl.tensor, scale: tl.tensor, cap: tl.tensor, low: tl.tensor,
+    high: tl.tensor, turn: tl.tensor, greedy: tl.tensor, above: tl.tensor, above_entry: tl.tensor, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """A draw inside a block, among entries before (above, above_entry): the entry and its scaled logit."""
     place = tl.arange(0, BLOCK)
@@ -415,9 +420,10 @@ def _inside(
 
 @jit
 def _draw_kernel(
-    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, seeds, positions, maxima, masses, tokens, numbers, normalisers,
-    HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
-    PADDED: tl.constexpr,
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, maxima: tl.tensor, masses: tl.tensor, tokens: tl.tensor,
+    numbers: tl.tensor, normalisers: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Draws from the full softmax. `numbers` gets the log-prob of one draw, or the scaled logits of several, with the normaliser apart."""
     draw = tl.program_id(0)
@@ -449,9 +455,10 @@ def _draw_kernel(
 
 @jit
 def _before_kernel(
-    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, maxima, normalisers, candidates, candidate_values, before_mass,
-    before_count, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr,
-    GROUP: tl.constexpr,
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor,
+    before_mass: tl.tensor, before_count: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Second pass: mass and number of entries before each candidate, per tile of GROUP blocks. Blocks below all candidates are skipped."""
     draw = tl.program_id(1)
@@ -479,7 +486,9 @@ def _before_kernel(
 
 
 @jit
-def _keeps(count, mass, top_k, top_p, kept, BY_K: tl.constexpr, BY_P: tl.constexpr) -> tl.tensor:
+def _keeps(
+    count: tl.tensor, mass: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, kept: tl.tensor, BY_K: tl.constexpr, BY_P: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Whether an entry with `count` larger ones, and `mass` before it, lies in the prefix."""
     keep = count >= 0
     if BY_K:
@@ -491,9 +500,11 @@ def _keeps(count, mass, top_k, top_p, kept, BY_K: tl.constexpr, BY_P: tl.constex
 
 @jit
 def _settle_kernel(
-    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, seeds, positions, top_ks, top_ps, maxima, normalisers, candidates,
-    candidate_values, before_mass, before_count, kept_masses, reads, tokens, logprobs, tiles,
-    BY_K: tl.constexpr, BY_P: tl.constexpr, TOP_KS: tl.constexpr, TOP_PS: tl.constexpr, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, maxima: tl.tensor,
+    normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor, before_mass: tl.tensor, before_count: tl.tensor,
+    kept_masses: tl.tensor, reads: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, tiles: tl.tensor, BY_K: tl.constexpr,
+    BY_P: tl.constexpr, TOP_KS: tl.constexpr, TOP_PS: tl.constexpr, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROUNDS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
     PADDED_TILES: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -581,16 +592,17 @@ def _settle_kernel(
 
 
 @jit
-def _order(bits) -> tl.tensor:
+def _order(bits: tl.tensor) -> tl.tensor:
     """Maps the bits of a float to an integer of the same order, and back."""
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit
 def _kept_kernel(
-    logits, rows, temperature, stride, vocabulary, blocks, scale, cap, top_ks, maxima, normalisers, kept_masses, reads,
-    HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, TOP_KS: tl.constexpr, WAYS: tl.constexpr,
-    PADDED: tl.constexpr,
+    logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
+    scale: tl.tensor, cap: tl.tensor, top_ks: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, kept_masses: tl.tensor,
+    reads: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, TOP_KS: tl.constexpr,
+    WAYS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """The probability of the k likeliest entries and those that equal the k-th, by search for the k-th largest logit."""
     draw = tl.program_id(0)
@@ -724,8 +736,10 @@ def finish_reference(
 
 @jit
 def _finish_kernel(
-    drawn, drawn_logprobs, end_tokens, slots, states, lengths, limits, positions, inputs, tokens, logprobs, count, slot_count, capacity,
-    ends, end_stride, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr, STOPPED: tl.constexpr, FULL: tl.constexpr, RUNNING: tl.constexpr,
+    drawn: tl.tensor, drawn_logprobs: tl.tensor, end_tokens: tl.tensor, slots: tl.tensor, states: tl.tensor, lengths: tl.tensor,
+    limits: tl.tensor, positions: tl.tensor, inputs: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, count: tl.tensor,
+    slot_count: tl.tensor, capacity: tl.tensor, ends: tl.tensor, end_stride: tl.tensor, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr,
+    STOPPED: tl.constexpr, FULL: tl.constexpr, RUNNING: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < count

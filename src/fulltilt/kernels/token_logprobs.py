@@ -285,14 +285,14 @@ def bent(logits: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor |
 
 
 @jit
-def _tanh(x) -> tl.tensor:
+def _tanh(x: tl.tensor) -> tl.tensor:
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)  # as in `sampling`; right where the exponential is 0 or overflows
 
 
 @jit
 def _read_kernel(
-    logits, targets, logprobs, normaliser, entropy, stride, vocabulary, inner, outer,
-    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits: tl.tensor, targets: tl.tensor, logprobs: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, stride: tl.tensor,
+    vocabulary: tl.tensor, inner: tl.tensor, outer: tl.tensor, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program, one row, read once. Each lane keeps for its own columns the largest value m, the mass sum e^(x - m), and the moment
     sum e^(x - m) (x - m). Lanes are combined only at the end, so that no step waits for another thread."""
@@ -335,8 +335,9 @@ def _read_kernel(
 
 @jit
 def _gradient_kernel(
-    logits, targets, normaliser, entropy, of_logprobs, of_entropy, out, stride, out_stride, vocabulary, blocks, inner, outer,
-    CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    logits: tl.tensor, targets: tl.tensor, normaliser: tl.tensor, entropy: tl.tensor, of_logprobs: tl.tensor, of_entropy: tl.tensor,
+    out: tl.tensor, stride: tl.tensor, out_stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor, inner: tl.tensor,
+    outer: tl.tensor, CAPPED: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program: one block of one row. Programs of a row are neighbours."""
     program = tl.program_id(0)
