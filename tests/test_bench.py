@@ -166,7 +166,9 @@ def test_time_per_token_leaves_prefill_out() -> None:
 
 
 def hf_engine(batch: int | None = None, ends: frozenset[int] = frozenset()) -> HfEngine:
-    return HfEngine(shapes.theirs(TINY, CPU), NO_TEXT, ends, batch)
+    engine = HfEngine(shapes.theirs(TINY, CPU), NO_TEXT, ends)
+    engine.batch = batch
+    return engine
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -1,9 +1,9 @@
 """Every key of a configuration, one row each: type, default, meaning, names in other systems, and when it has an effect.
 
-Enters: nothing. Leaves: `Config` and its sections, frozen, and `Row`, what a key's field says beside its type, default and meaning.
+Enters: nothing. Leaves: `Config` and its sections, frozen, and `KeyRow`, what a key's field says beside its type, default and meaning.
 Guaranteed: torch is not imported. All else is read from these rows: the ledger and its aliases (`knobs`), error messages and rules
 (`config`), and the reference page. A value is never converted silently ("64" is not a number), except verl's spelling of a choice, which
-becomes ours (`Row.spellings`).
+becomes ours (`KeyRow.spellings`).
 
 To add a key: add its field here and the code that obeys it. A performance knob also has `section` and `changes`, and a proof in `proofs`.
 The text below a key is its meaning; it ends with "`auto`: ..." or "Left out: ..." where the default needs words, and with "Note: ..." for
@@ -62,7 +62,7 @@ class UsedIf:
 
 
 @dataclass(frozen=True)
-class Row:
+class KeyRow:
     """What a key's field says beside its type, default and meaning."""
 
     changes: str = ""  # the measurement that proves a knob; empty: the key is not a performance knob
@@ -83,19 +83,19 @@ MARKS: Mapping[str, Mapping[Any, Any]] = {"!": {True: False, False: True}, "~": 
 
 def row(default: Any = ..., changes: str = "", aliases: str = "", values: Mapping[str, Any] | None = None, **about: Any) -> Any:
     """The field of a key. `aliases`: verl's names, and after a bar ChatLearn's; `ARR` stands for verl's `actor_rollout_ref`. A name
-    marked `!` has the opposite sense; the values of one marked `~` mean something else. `about`: attributes of `Row`, or of `Field`."""
+    marked `!` has the opposite sense; the values of one marked `~` mean something else. `about`: attributes of `KeyRow`, or of `Field`."""
     verl, _, chatlearn = aliases.replace("ARR.", "actor_rollout_ref.").partition("|")
     marked = {name.lstrip("!~").rpartition(".")[2]: MARKS[name[0]] for name in aliases.split() if name[0] in MARKS}
-    own = {name: about.pop(name) for name in list(about) if name in Row.__dataclass_fields__}
+    own = {name: about.pop(name) for name in list(about) if name in KeyRow.__dataclass_fields__}
     theirs, others = (tuple(name.lstrip("!~") for name in system.split()) for system in (verl, chatlearn))
-    whole: Any = Row(changes, theirs, others, values={**marked, **(values or {})}, **own)
+    whole: Any = KeyRow(changes, theirs, others, values={**marked, **(values or {})}, **own)
     return Field(default, json_schema_extra={"row": whole}, **about)
 
 
-def row_of(key: FieldInfo) -> Row:
+def row_of(key: FieldInfo) -> KeyRow:
     extra = key.json_schema_extra
     found = extra.get("row") if isinstance(extra, dict) else None
-    return found if isinstance(found, Row) else Row()
+    return found if isinstance(found, KeyRow) else KeyRow()
 
 
 class Section(BaseModel):

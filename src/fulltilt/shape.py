@@ -25,7 +25,7 @@ class UnknownParameters(UserError):
 
 
 @dataclass(frozen=True)
-class Family:
+class ModelFamily:
     """What a family of models has beside the structure of Llama: attention, then a gated product, each behind a norm, without biases."""
 
     tied: bool = False  # whether the output embedding is the input embedding, where config.json does not say
@@ -42,21 +42,21 @@ class Family:
 
 
 NO_BIAS = {"qkv_bias": False, "output_bias": False}
-GEMMA = Family(tied=True, norms=4, wide_norms=True)
+GEMMA = ModelFamily(tied=True, norms=4, wide_norms=True)
 FAMILIES = {
-    "llama": Family(mlp_bias="mlp_bias", fused=True),
-    "mistral": Family(**NO_BIAS, fused=True, every_layer_slides=True),  # type: ignore[arg-type]
-    "qwen2": Family(qkv_bias=True, output_bias=False, fused=True),
-    "qwen3": Family(head_norms=True, fused=True),
-    "qwen2_moe": Family(qkv_bias="qkv_bias", output_bias=False),
-    "qwen3_moe": Family(head_norms=True, every_layer_slides=True),
-    "mixtral": Family(**NO_BIAS, every_layer_slides=True),  # type: ignore[arg-type]
+    "llama": ModelFamily(mlp_bias="mlp_bias", fused=True),
+    "mistral": ModelFamily(**NO_BIAS, fused=True, every_layer_slides=True),  # type: ignore[arg-type]
+    "qwen2": ModelFamily(qkv_bias=True, output_bias=False, fused=True),
+    "qwen3": ModelFamily(head_norms=True, fused=True),
+    "qwen2_moe": ModelFamily(qkv_bias="qkv_bias", output_bias=False),
+    "qwen3_moe": ModelFamily(head_norms=True, every_layer_slides=True),
+    "mixtral": ModelFamily(**NO_BIAS, every_layer_slides=True),  # type: ignore[arg-type]
     "gemma2": GEMMA,
     "gemma3_text": replace(GEMMA, head_norms=True),
-    "phi3": Family(**NO_BIAS, joined=True, every_layer_slides=True),  # type: ignore[arg-type]
-    "granite": Family(mlp_bias="mlp_bias"),
-    "smollm3": Family(tied=True, mlp_bias="mlp_bias"),
-    "olmo2": Family(head_norms=True, whole_head_norms=True),
+    "phi3": ModelFamily(**NO_BIAS, joined=True, every_layer_slides=True),  # type: ignore[arg-type]
+    "granite": ModelFamily(mlp_bias="mlp_bias"),
+    "smollm3": ModelFamily(tied=True, mlp_bias="mlp_bias"),
+    "olmo2": ModelFamily(head_norms=True, whole_head_norms=True),
 }
 
 QWEN2 = {"model_type": "qwen2", "max_position_embeddings": 32768}
@@ -166,7 +166,7 @@ class Shape:
     layers: tuple[DecoderLayer, ...]
     tied: bool  # the output embedding is the input embedding
     positions: int | None  # that the model was made for; None: config.json does not say
-    family: Family | None = None  # with the biases and norms that this model has; None: not in the table
+    family: ModelFamily | None = None  # with the biases and norms that this model has; None: not in the table
 
     @staticmethod
     def named(name: str) -> Shape:
@@ -196,7 +196,7 @@ class Shape:
             model_type=model_type,
             vocabulary=config["vocab_size"],
             width=config["hidden_size"],
-            layers=tuple(layer_of(config, family or Family(), index) for index in range(config["num_hidden_layers"])),
+            layers=tuple(layer_of(config, family or ModelFamily(), index) for index in range(config["num_hidden_layers"])),
             tied=bool(family and family.tied) if tied is None else tied,
             positions=config.get("max_position_embeddings"),
             family=family and with_config(family, config),
@@ -259,7 +259,7 @@ class Shape:
         if family.head_norms:
             yield "self_attn.norms", layer.queries + layer.keys if family.whole_head_norms else 2 * layer.head_width
 
-    def known_family(self) -> Family:
+    def known_family(self) -> ModelFamily:
         if self.family is None:
             raise UnknownParameters(
                 f"config.json: the structure of {self.model_type or 'a model without model_type'} is not known, so its parameters cannot "
@@ -296,7 +296,7 @@ class Shape:
 
         Attention keeps queries, keys, values, its output and a normaliser for each head. A fused gated product keeps its two inputs and its
         output; transformers' own also the activated gate."""
-        family, wide = self.family or Family(), max(4, itemsize)
+        family, wide = self.family or ModelFamily(), max(4, itemsize)
         found = family.norms * self._norm_bytes(itemsize, fused=fused) + 2 * itemsize * (layer.queries + layer.keys) + 4 * layer.heads
         if family.head_norms:  # fused they keep the product of all projections, of which queries and keys are parts
             normed = layer.queries + layer.keys
@@ -313,7 +313,7 @@ class Shape:
     def product_bytes(self, layer: DecoderLayer, itemsize: int) -> int:
         """Bytes of a token's results of matrix products and attention, but for the product at a layer's end that is merely added: what a
         selectively recomputed layer keeps beside its input."""
-        added = (self.family or Family()).norms == 2
+        added = (self.family or ModelFamily()).norms == 2
         found = itemsize * (2 * layer.queries + 2 * layer.keys + self.width) + 4 * layer.heads
         if layer.experts is None:
             return found + itemsize * (2 * layer.inner + (0 if added else self.width))
@@ -326,14 +326,14 @@ def matches(name: str, end: str) -> bool:
     return not end or name == end or name.endswith(f".{end}")
 
 
-def with_config(family: Family, config: Mapping[str, Any]) -> Family:
+def with_config(family: ModelFamily, config: Mapping[str, Any]) -> ModelFamily:
     """The family with every key of config.json that it names looked up."""
     keys = ("qkv_bias", "output_bias", "mlp_bias", "head_norms")
     found = {key: bool(config.get(given)) for key in keys if isinstance(given := getattr(family, key), str)}
     return replace(family, **found)  # type: ignore[arg-type]
 
 
-def layer_of(config: Mapping[str, Any], family: Family, index: int) -> DecoderLayer:
+def layer_of(config: Mapping[str, Any], family: ModelFamily, index: int) -> DecoderLayer:
     heads, width = config["num_attention_heads"], config["hidden_size"]
     inner = config.get("intermediate_size") or 4 * width
     return DecoderLayer(
@@ -355,7 +355,7 @@ def experts_of(config: Mapping[str, Any], index: int, inner: int) -> Experts | N
     return Experts(count, config.get("num_experts_per_tok") or 1, config.get("moe_intermediate_size") or inner, shared)
 
 
-def window_of(config: Mapping[str, Any], family: Family, index: int) -> int | None:
+def window_of(config: Mapping[str, Any], family: ModelFamily, index: int) -> int | None:
     window, kinds = config.get("sliding_window"), config.get("layer_types")
     if not window or config.get("use_sliding_window") is False:
         return None

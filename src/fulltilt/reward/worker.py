@@ -80,7 +80,7 @@ class _Tail(io.RawIOBase):
         return len(view)
 
 
-class Worker:
+class RewardWorker:
     def __init__(self, connection: int) -> None:
         self._connection = connection
         self._pid = os.getpid()
@@ -254,6 +254,6 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Has a descriptor of its own, since standard error goes to /dev/null: reports where a segmentation fault happened.
     faulthandler.enable(file=crash_log)
-    worker = Worker(connection)
+    worker = RewardWorker(connection)
     os.dup2(os.open(os.devnull, os.O_RDWR), 2)
     worker.serve()
