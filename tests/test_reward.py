@@ -287,7 +287,11 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("gsm9k", "not built in .dapo, .*gsm8k, .*FILE.py:NAME"), ("no/file.py:score", "cannot read .*No such file"), ("x.py:", "FILE.py:NAME")],
+    [
+        ("gsm9k", "not built in .dapo, .*gsm8k, .*FILE.py:NAME"),
+        ("no/file.py:score", "cannot read .*No such file"),
+        ("x.py:", "FILE.py:NAME"),
+    ],
 )
 def test_a_name_that_leads_nowhere_is_refused(pool_of: Any, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
