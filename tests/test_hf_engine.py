@@ -40,5 +40,7 @@ def test_what_it_does_not_obey_is_refused(folder: Path) -> None:
     found = [text for text in find_mistakes(config) if text.startswith("rollout.")]
     assert [text.partition(":")[0] for text in found] == ["rollout.kv_bytes", "rollout.prefix_sharing"]
     assert all('rollout.engine = "hf" does not use it' in text for text in found)
+    config = runs.read_config(folder, *HF, "lora.rank=2")
+    assert [text for text in find_mistakes(config) if "runs no adapters" in text]
     with pytest.raises(UserError, match=r'rollout\.engine: "hf" runs no adapters'):
         runs.train(folder, *HF, "lora.rank=2")

@@ -339,7 +339,8 @@ class RolloutConfig(Section):
     stop: list[NotEmpty] = Field(default_factory=list)
     """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
     engine: EngineName = _rollout("native", "the engine that generates", "~ARR.rollout.name | ~runtime_args.rollout_backend")
-    """The engine that generates. Note: vllm, sglang, trtllm and tgi are not built in this version."""
+    """The engine that generates: `native`, or `hf`, transformers' own `generate`, which is slow, keeps a second copy of the model and runs
+    no adapters. Note: vllm, sglang, trtllm and tgi are not built in this version."""
     kv_bytes: Count = _rollout(
         "auto",
         "KV blocks; most samples decoded at once",

@@ -176,6 +176,8 @@ def check_keys(overrides: Sequence[str], taken: Sequence[str]) -> None:
         key, equals, _ = text.partition("=")
         known = knobs.find(key.strip())
         name = known[0].name if known else key.strip()
+        if name == "rollout.engine":
+            raise UserError(f"{text}: this measures the native engine. Others are peers: --against hf, --against vllm")
         if not equals or not (known or name in EXECUTION or name in taken) or not name.startswith((*taken, *EXECUTION)):
             raise UserError(
                 f"{text}: not a setting of this measurement. Write KEY=VALUE, for example actor.token_budget=32768, with a performance "

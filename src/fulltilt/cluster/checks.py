@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.presets import build
-from fulltilt.cluster.loading import Fusing, shares_model
+from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.config import Config, uses_reward_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
@@ -23,7 +23,7 @@ from fulltilt.model import load, lora
 from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
 from fulltilt.records import UserError
 from fulltilt.reward.base import RewardPool
-from fulltilt.rollout.engine import unused_knobs
+from fulltilt.rollout.engine import engine_mistakes
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +64,9 @@ def find_mistakes(config: Config) -> list[str]:
             RewardPool(config.reward).close()
 
     def data() -> None:
-        read_training_data(config, algorithm)
+        found = read_training_data(config, algorithm)
+        if "rollout" in algorithm.needs and uses_reward_model(config):
+            make_encoder(config, found.prompt_sets)
 
     def packages() -> None:
         if config.lora.rank:
@@ -95,8 +97,7 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
 
 def wrong_rollout(config: Config, device: str) -> Iterator[str]:
     yield from graphs_without_device(config, device)
-    for key in unused_knobs(config.rollout.engine, config.rollout.model_fields_set):
-        yield f'rollout.{key}: rollout.engine = "{config.rollout.engine}" does not use it. Remove the key, or use the native engine'
+    yield from engine_mistakes(config)
 
 
 def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> list[str]:

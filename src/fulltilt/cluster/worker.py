@@ -2,8 +2,9 @@
 
 Enters: prompts, rows and names of roles, phases and steps. Leaves: groups, annotated rows, metrics, and checkpoint files. Guaranteed: only
 records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. On one
-device a call is a plain call in the same process and a row is its own handle; on many devices the same calls go to processes. Callbacks
-(`report`, `say`) stay on the caller's side of the line: what they are given is a record or text.
+device a call is a plain call in the same process and a row is its own handle, so that the same calls can later go to processes. What does
+not pickle stays on its side: callbacks (`report`, `say`) are the caller's and are given records or text, the function that `save` returns
+is the worker's, as is the stream of `weights`, which its engine reads. Groups come back with the caller's own prompts.
 """
 
 from __future__ import annotations

@@ -4,20 +4,22 @@ Enters: prompts and how to sample. Leaves: groups, each as soon as its last samp
 sampled ones, log-probs are those of the full softmax at the sampling temperature, and a group is complete.
 
 An engine is one file, `rollout/engines/NAME.py`, which defines `make`, a class or function that takes an `EngineContext` and returns an
-`Engine`, and `OBEYS`, those of `ENGINE_KNOBS` that it obeys. The file's name is the value of `rollout.engine`; nothing else lists it.
+`Engine`, and `OBEYS`, those of `ENGINE_KNOBS` that it obeys; `refuses(config)`, if there is one, names other settings that it cannot run
+with. The file's name is the value of `rollout.engine`; nothing else lists it.
 """
 
 from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.config import Config
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Group, Prompt
 from fulltilt.rollout.sampler import Sampling
@@ -101,10 +103,13 @@ ENGINE_KNOBS = frozenset(
 )
 
 
-def unused_knobs(name: str, given: Collection[str]) -> list[str]:
-    """Those of the given keys of [rollout] that the engine does not obey."""
-    obeyed: frozenset[str] = importlib.import_module(f"fulltilt.rollout.engines.{name}").OBEYS
-    return sorted((ENGINE_KNOBS - obeyed) & set(given))
+def engine_mistakes(config: Config) -> Iterator[str]:
+    """Settings that the chosen engine does not obey, and what else it refuses."""
+    name = config.rollout.engine
+    module = importlib.import_module(f"fulltilt.rollout.engines.{name}")
+    for key in sorted((ENGINE_KNOBS - module.OBEYS) & config.rollout.model_fields_set):
+        yield f'rollout.{key}: rollout.engine = "{name}" does not use it. Remove the key, or use the native engine'
+    yield from module.refuses(config) if hasattr(module, "refuses") else ()
 
 
 def make_engine(name: str, context: EngineContext) -> Engine:

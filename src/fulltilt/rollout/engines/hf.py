@@ -2,15 +2,15 @@
 
 Enters: prompts, how to sample, and optionally the number of tokens of each sample. Leaves: groups, batch after batch, in prompt order.
 Guaranteed: what every engine guarantees (rollout/engine.py). It runs a model of its own, as transformers alone runs it, into which `sync`
-copies the trainer's weights. A finished sample waits for the last one of its batch; batches are cut in prompt order, since lengths are not
-known beforehand.
+copies the trainer's weights. Unlike the native engine's, its samples depend on how prompts are cut into batches (`max_seqs`). A finished
+sample waits for the last one of its batch; batches are cut in prompt order, since lengths are not known beforehand.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.records import Group, Prompt, Sample, UserError
+from fulltilt.config import Config
+from fulltilt.records import Group, Prompt, Sample
 from fulltilt.rollout.engine import Engine, EngineCaps, EngineContext, Weights
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import NO_STATS, EngineStats
@@ -87,16 +88,19 @@ class HfEngine(Engine):
         # What a folder brings, end tokens among it, would fill in what the call leaves out.
         model.generation_config = GenerationConfig()
         self._stats = NO_STATS
+        self._say: Callable[[str], None] | None = None
+        self._interval = self._said_at = 0.0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
         """`lengths` forces the number of tokens of the samples that it names; end tokens and stop strings mean nothing to these."""
         torch.manual_seed(seed)
-        self._stats, begin = NO_STATS, time.perf_counter()
+        self._stats, self._said_at, begin = NO_STATS, 0.0, time.perf_counter()
         size = self.batch or max(1, (self.max_seqs or len(prompts) * sampling.samples) // sampling.samples)
         for first in range(0, len(prompts), size):
             groups = self._batch(prompts[first : first + size], sampling, lengths or {})
             now = time.perf_counter()
             self._stats += self._of_batch(groups, now - begin)
+            self._describe(min(first + size, len(prompts)), len(prompts))
             begin = now
             yield from groups
 
@@ -112,6 +116,15 @@ class HfEngine(Engine):
 
     def stats(self) -> EngineStats:
         return self._stats
+
+    def report(self, say: Callable[[str], None], interval: float) -> None:
+        self._say, self._interval, self._said_at = say, interval, 0.0
+
+    def _describe(self, done: int, total: int) -> None:
+        seconds = self._stats.seconds
+        if self._say and seconds - self._said_at >= self._interval:
+            self._said_at = seconds
+            self._say(f"rollout: {done} of {total} prompts after {seconds:.0f} s, {self._stats.decode_tokens / seconds:.0f} tokens/s")
 
     def _batch(self, prompts: Sequence[Prompt], sampling: Sampling, lengths: Lengths) -> list[Group]:
         rows = [(prompt, index) for prompt in prompts for index in range(sampling.samples)]
@@ -163,10 +176,13 @@ class HfEngine(Engine):
         )
 
 
+def refuses(config: Config) -> Iterator[str]:
+    if config.lora.rank:
+        yield 'rollout.engine: "hf" runs no adapters. Set lora.rank = 0, or use the native engine'
+
+
 def make(context: EngineContext) -> HfEngine:
     trained = context.model
-    if any(".lora_" in name for name, _ in trained.named_parameters()):
-        raise UserError('rollout.engine: "hf" runs no adapters. Set lora.rank = 0, or use the native engine')
     config = copy.deepcopy(trained.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=trained.dtype).to(trained.device).eval()
     engine = HfEngine(model.requires_grad_(False), context.tokenizer, context.end_tokens, max_seqs=context.limits.max_seqs)
