@@ -15,7 +15,7 @@ from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import read_values
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]  # the first test of each process makes the demo's model, minutes if busy
 
 STEPS = 30
 LIFT = 0.15  # the least that a run must add to the warm-up's reward of about 0.43
