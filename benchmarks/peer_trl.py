@@ -297,7 +297,7 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def arguments(task: TrlTask, setting: Setting, output: Path) -> dict[str, Any]:
-    """Of `GRPOConfig`, for the run's numbers. All others are as TRL chooses: the importance correction above all, AdamW fused on CUDA."""
+    """Arguments of `GRPOConfig` for the numbers of the run. TRL chooses all others, such as the importance correction and fused AdamW."""
     config, train, rollout = task.config, task.config.train, task.config.rollout
     of_model = {name: value for name, value in setting.items() if AXES[name].of_model}
     return {

@@ -85,9 +85,9 @@ class StepTiming:
     """A system at one setting over some steps."""
 
     setting: Mapping[str, Any]
-    seconds: tuple[float, ...] = ()  # of each step after the warm-up
-    rollout_seconds: tuple[float, ...] = ()  # of each of these, until its last sample was finished
-    first_seconds: float | None = None  # of the warm-up
+    seconds: tuple[float, ...] = ()  # seconds of each step after the warm-up
+    rollout_seconds: tuple[float, ...] = ()  # for each of these steps, seconds until its last sample was finished
+    first_seconds: float | None = None  # seconds of the warm-up step
     peak_bytes: int | None = None  # allocated by torch, from the first step on
     peak_device_bytes: int | None = None  # in use on the device, without what other processes held
     start_seconds: float | None = None  # until the first step

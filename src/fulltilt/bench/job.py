@@ -52,12 +52,12 @@ class BenchOptions:
     device: str | None = None
     workload: str | None = None
     prompts: int | None = None
-    samples: int | None = None  # of each prompt
-    new_tokens: int | None = None  # of every response
+    samples: int | None = None  # samples per prompt
+    new_tokens: int | None = None  # tokens per response
     repeats: int | None = None  # measured passes or steps
     seed: int = 0
-    bandwidth: float | None = None  # of the device, bytes/s
-    flops: float | None = None  # of the device, per second
+    bandwidth: float | None = None  # memory bandwidth of the device, bytes/s
+    flops: float | None = None  # arithmetic of the device, FLOP/s
     overrides: tuple[str, ...] = ()  # KEY=VALUE: settings of the measured run
     vllm_grid: tuple[int, ...] = ()
     trl: tuple[str, ...] = ()  # NAME=VALUE,VALUE: TRL's arguments
@@ -73,7 +73,7 @@ class BenchJob:
 
     options: BenchOptions
     device: torch.device
-    config: Config  # of the run that is measured
+    config: Config  # configuration of the measured run
     source: shapes.Source
     repeats: int  # measured passes or steps
     scratch: Path
@@ -90,7 +90,7 @@ class BenchJob:
 
     @property
     def kv_bytes(self) -> int | None:
-        """Of every engine's KV cache; None: each takes what it would."""
+        """Bytes of the KV cache of every engine; None: each engine decides."""
         given = self.config.rollout.kv_bytes
         return None if given == "auto" else given
 

@@ -117,7 +117,7 @@ class Repeats:
 @dataclass(frozen=True)
 class HfSetting:
     batch: int  # samples in a batch: prompts with all their samples
-    threads: int | None  # of torch; None on CUDA, where they hardly matter
+    threads: int | None  # torch threads; None on CUDA, where they hardly matter
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value}
