@@ -12,8 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -615,23 +613,3 @@ def test_a_second_ctrl_c_stops_at_once_without_saving(folder: Path) -> None:
     assert "Traceback" not in said.read_text() and "saved" not in said.read_text().replace("without saving", "")
     assert not runs.checkpoints(folder)
     assert (folder / "run" / "metrics.jsonl").read_text() == ""
-
-
-# -- the demo ---------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_the_demo_learns_and_says_so(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "fulltilt.cli", "demo", "--dir", "demo"],
-        cwd=tmp_path, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1100,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert summary.keys() == {"reward_first", "reward_last", "seconds", "tokens_per_s"}
-    assert summary["reward_first"] <= 0.5 and summary["reward_last"] >= 0.9
-    assert summary["seconds"] > 0 and summary["tokens_per_s"] > 0
-    last = ended.stdout.rstrip().splitlines()[-1]
-    assert re.fullmatch(r"reward \d\.\d\d -> \d\.\d\d in \d+ s", last), last
-    assert last == f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f} in {summary['seconds']:.0f} s"
