@@ -22,8 +22,8 @@ import torch
 
 from fulltilt.algo import advantage, loss, presets
 from fulltilt.algo.shaping import Overlong, RewardKL
-from fulltilt.config import AlgorithmConfig, Config
 from fulltilt.records import Row, TokenTerms, UserError, ValueTerms
+from fulltilt.schema import AlgorithmConfig, Config
 
 # ---------------------------------------------------------------------------------------------------------------- the plain computation
 
@@ -952,7 +952,7 @@ def test_checking_a_configuration_does_not_import_torch() -> None:
     code = (
         "import sys\n"
         "from fulltilt.algo import presets\n"
-        "from fulltilt.config import Config\n"
+        "from fulltilt.schema import Config\n"
         "config = Config.model_validate({'model': {'path': 'm'}, 'data': {'train': 't'}, 'algorithm': {'dual_clip': 0.5}})\n"
         "assert len(presets.mistakes(config)) == 1\n"
         "assert 'torch' not in sys.modules\n"

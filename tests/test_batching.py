@@ -24,11 +24,11 @@ from fulltilt.algo import presets
 from fulltilt.batching import schedule
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.plan import make_plan
 from fulltilt.records import MicroBatch, Row
+from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, Scorer, annotate_all
 from fulltilt.train.trainer import Trainer

@@ -14,12 +14,12 @@ import pytest
 from pydantic import ValidationError
 
 from fulltilt import config as configuration
-from fulltilt import reference
+from fulltilt import reference, schema
 from fulltilt.algo import presets
-from fulltilt.config import Config, differences, flatten, load, parse, snapshot, to_toml, warnings
+from fulltilt.config import differences, load, parse, snapshot, warnings
 from fulltilt.records import UserError
 from fulltilt.reward import functions
-from fulltilt.schema import REWARDS
+from fulltilt.schema import REWARDS, Config, flatten, to_toml
 
 ROOT = Path(__file__).parents[1]
 
@@ -222,7 +222,7 @@ def test_verls_spelling_of_a_value_becomes_ours(run: dict[str, dict[str, Any]], 
 
 
 def test_accepted_spellings_are_all_tested_and_on_the_page() -> None:
-    rows = {key: configuration.row_of(field).spellings for key, field in configuration.keys().items()}
+    rows = {key: schema.row_of(field).spellings for key, field in schema.keys().items()}
     assert {(key, theirs, ours) for key, table in rows.items() for theirs, ours in table.items()} == set(SPELLINGS)
     page = reference.page()
     for key, theirs, ours in SPELLINGS:
@@ -434,7 +434,7 @@ def test_what_the_rules_allow(run: dict[str, dict[str, Any]], tmp_path: Path, ov
 
 def test_rules_read_known_keys() -> None:
     for rule in configuration.RULES:
-        assert set(rule.keys) <= set(configuration.keys())
+        assert set(rule.keys) <= set(schema.keys())
 
 
 @pytest.mark.parametrize("key", ["rollout.max_seqs", "train.recompute_layers", "actor.token_budget", "reward.workers"])
@@ -482,7 +482,7 @@ def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs
     (mistake,) = mistakes_of(run, f"{theirs}=1")
     assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for {ours}: ")
     for key in ours.split(" and "):  # what it means here, for the value may have to be another
-        assert configuration.words(configuration.keys()[key]).meaning in mistake
+        assert schema.words(schema.keys()[key]).meaning in mistake
 
 
 def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) 
 
 
 def test_built_in_rewards_are_those_of_the_reward_room() -> None:
-    assert set(configuration.REWARDS) == {*functions.BUILT_IN, configuration.REWARD_MODEL}
+    assert set(schema.REWARDS) == {*functions.BUILT_IN, schema.REWARD_MODEL}
 
 
 # ---- all at once
@@ -583,7 +583,7 @@ def test_toml_round_trip_keeps_values_and_what_was_set(run: dict[str, dict[str, 
 
 def test_flatten_holds_every_key(run: dict[str, dict[str, Any]]) -> None:
     flat = flatten(parse(run))
-    assert list(flat) == list(configuration.keys())
+    assert list(flat) == list(schema.keys())
     assert flat["run.steps"] == 3 and flat["rollout.max_seqs"] == "auto" and flat["ref.path"] is None
 
 
@@ -599,7 +599,7 @@ def test_differences_leave_out_what_may_change(run: dict[str, dict[str, Any]]) -
     assert changed("reward.timeout_s=1", "reward.workers=1", "rollout.log_stats=false") == []
     assert changed("train.recompute=full", "train.offload_optimizer=true", "critic.offload_params=true") == []
     assert changed("train.packing=false", "train.entropy_chunk=4") == ["train.packing", "train.entropy_chunk"]  # other roundings
-    assert set(configuration.FREE_ON_RESUME) <= set(configuration.keys())
+    assert set(configuration.FREE_ON_RESUME) <= set(schema.keys())
 
 
 def test_differences_from_what_a_checkpoint_kept(run: dict[str, dict[str, Any]]) -> None:
@@ -621,8 +621,8 @@ def test_reference_page_is_up_to_date() -> None:
 
 def test_every_key_is_on_the_page_with_its_meaning() -> None:
     page = reference.page()
-    for key, field in configuration.keys().items():
-        said = configuration.words(field)
+    for key, field in schema.keys().items():
+        said = schema.words(field)
         assert said.meaning and f"| `{key}` |" in page and said.meaning in page and said.note in page
 
 

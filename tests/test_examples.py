@@ -24,8 +24,8 @@ from fulltilt import config as configuration
 from fulltilt import demo, loop
 from fulltilt.algo import presets
 from fulltilt.cli import app
-from fulltilt.config import Config
 from fulltilt.observe.console import Console
+from fulltilt.schema import Config
 
 ROOT = Path(__file__).parents[1]
 RUN_FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.toml"))

@@ -19,10 +19,10 @@ import torch
 from fulltilt.algo import presets
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
-from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
 from fulltilt.records import MiniBatch, Row
+from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer

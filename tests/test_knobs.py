@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fulltilt import knobs
-from fulltilt.config import flatten, keys, parse, toml_value
+from fulltilt.config import parse
 from fulltilt.records import UserError
+from fulltilt.schema import flatten, keys, toml_value
 
 BUILT = {
     "algorithm.prompts_per_step": 32,

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from fulltilt import knobs
 from fulltilt.algo import presets
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import offload_activations, saved_bytes
 from fulltilt.memory.offload import Residence
@@ -34,6 +33,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

@@ -12,9 +12,9 @@ import torch
 
 from fulltilt.algo.loss import KL_ESTIMATORS, PolicyLossSettings, clipped_surrogate, policy_loss, sft_loss
 from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
-from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.records import LossParts, MiniBatch, Row, TokenTerms
+from fulltilt.schema import ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer, learning_rate
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

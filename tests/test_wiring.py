@@ -34,7 +34,6 @@ from fulltilt.algo import presets
 from fulltilt.cluster import assembly, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
-from fulltilt.config import Config, keys
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.loop.experience import make_rows
 from fulltilt.loop.run import Progress, Run
@@ -47,6 +46,7 @@ from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.rollout.engines.native import NativeEngine
+from fulltilt.schema import Config, keys
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

@@ -32,11 +32,11 @@ import small
 from fulltilt import config as configuration
 from fulltilt import loop
 from fulltilt.algo import presets
-from fulltilt.config import Config
 from fulltilt.observe import plot
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.words import many
 

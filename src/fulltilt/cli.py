@@ -25,7 +25,7 @@ from fulltilt.records import UserError
 from fulltilt.words import many
 
 if TYPE_CHECKING:
-    from fulltilt.config import Config
+    from fulltilt.schema import Config
 
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
@@ -280,7 +280,7 @@ class BenchCommand(TyperCommand):
 
 def key_named(name: str) -> str | None:
     """The first key of a configuration with this name, whatever its section."""
-    from fulltilt.config import keys
+    from fulltilt.schema import keys
 
     return next((key for key in keys() if key.partition(".")[2] == name), None)
 

@@ -27,9 +27,6 @@ from fulltilt.records import UserError
 from fulltilt.schema import Config, UsedIf, flatten, keys, legal_values, row_of, sections, shown, value_of, words
 from fulltilt.words import either
 
-# isort: split
-from fulltilt.schema import *  # noqa: F403  other rooms import the schema from here
-
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
 
 FREE_ON_RESUME = frozenset(key for key, field in keys().items() if row_of(field).free or sections()[key.partition(".")[0]].free)

@@ -19,6 +19,7 @@ from fulltilt import loop
 from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 
 LARGEST = 9  # the numbers to add are 0 to 9
 RIGHT, WRONG = 9, 11  # how often each sum is right in the warm-up data, and how often wrong
@@ -130,7 +131,7 @@ def warm_up(folder: Path, console: Console) -> loop.Summary:
     return warm
 
 
-def read(path: Path) -> configuration.Config:
+def read(path: Path) -> Config:
     return configuration.load(path, extra_checks=[presets.mistakes])
 
 

@@ -39,8 +39,9 @@ from fulltilt.algo.loss import (
     value_loss,
 )
 from fulltilt.algo.shaping import LARGEST_ERROR, Overlong, RewardKL
-from fulltilt.config import AlgorithmConfig, Config, ConfigRule, toml_value, uses_reward_model
+from fulltilt.config import ConfigRule
 from fulltilt.records import UserError
+from fulltilt.schema import AlgorithmConfig, Config, toml_value, uses_reward_model
 from fulltilt.words import many
 
 Settings = Mapping[str, Any]

@@ -26,11 +26,11 @@ from fulltilt.bench.device import choose_device, device_name
 from fulltilt.bench.workload import Even, Requests, Workload, make_requests
 from fulltilt.cluster.assembly import open_device
 from fulltilt.cluster.checks import wrong_settings
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import load_prompts
 from fulltilt.model.load import load_tokenizer
 from fulltilt.records import Prompt, UserError
+from fulltilt.schema import Config, flatten
 
 # Keys that are no performance knobs and yet only decide how a run is executed.
 EXECUTION = ("model.dtype", "rollout.block_tokens", "run.threads", "run.deterministic")
@@ -97,7 +97,7 @@ class BenchJob:
     @property
     def given(self) -> dict[str, Any]:
         """The settings that were given, by key."""
-        values = configuration.flatten(self.config)
+        values = flatten(self.config)
         return {key: values[key] for key in (text.partition("=")[0].strip() for text in self.options.overrides)}
 
     @property

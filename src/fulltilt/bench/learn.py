@@ -29,11 +29,11 @@ from fulltilt.bench.device import choose_device, let_go
 from fulltilt.bench.job import BenchJob, BenchOptions, check_peers, run_batches
 from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.shapes import Source
-from fulltilt.config import Config
 from fulltilt.model.load import load_tokenizer, read_config
 from fulltilt.observe.console import Console
 from fulltilt.observe.plot import curve_of, trailing_means
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 
 WINDOW = 10  # steps over which a reward is averaged, since one step's depends on its prompts
 HEAD = ["", "steps", "seconds", "until the first", "s a step", "reward", "accuracy", "setting"]

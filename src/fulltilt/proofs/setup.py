@@ -23,12 +23,12 @@ from transformers.utils import logging as transformers_logging
 from fulltilt import config as configuration
 from fulltilt.algo import presets
 from fulltilt.cluster.sizes import free_bytes
-from fulltilt.config import Config, toml_value
+from fulltilt.schema import Config, keys, toml_value
 
 StepKind = Literal["ppo", "sft", "rollout"]  # all four roles on given samples; the actor alone on SFT rows; sampling and an update
 Settings = Mapping[str, Any]  # dotted key -> value
 StepKey = tuple[StepKind, tuple[tuple[str, Any], ...]]  # a step and those of its settings that are not defaults
-DEFAULTS = {key: known.default for key, known in configuration.keys().items()}
+DEFAULTS = {key: known.default for key, known in keys().items()}
 
 DIGITS = "0123456789"
 FIRST_DIGIT = 3  # the token of "0"
