@@ -31,7 +31,6 @@ from safetensors.torch import load_file
 
 from fulltilt import cli, loop
 from fulltilt import config as configuration
-from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.schema import Config, toml_value
 
@@ -269,7 +268,7 @@ class Trained:
 
 def read_config(folder: Path, *overrides: str) -> Config:
     with contextlib.chdir(folder):
-        return configuration.load("run.toml", overrides, extra_checks=[presets.mistakes])
+        return configuration.load("run.toml", overrides)
 
 
 def train(folder: Path, *overrides: str) -> Trained:

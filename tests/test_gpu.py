@@ -22,8 +22,8 @@ from test_lora import settings, stir
 from test_scalar import classifier
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from fulltilt.algo.build import build
 from fulltilt.algo.loss import sft_loss, value_loss
-from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.model.arrays import to_host
 from fulltilt.model.fuse import fuse_and_compare

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import offload_activations, saved_bytes
@@ -72,7 +72,7 @@ def one_update() -> MiniBatch:
 
 def with_bonus() -> Any:
     tables = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"entropy_coef": 0.3}}
-    return presets.build(Config.model_validate(tables)).loss
+    return build_algorithm(Config.model_validate(tables)).loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -144,11 +144,10 @@ def common(
 def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
     """Read and check a configuration. `logged`: the command uses the run's loggers, so they must be able to start."""
     from fulltilt import config
-    from fulltilt.algo import presets
     from fulltilt.observe import loggers
 
     of_loggers = config.ConfigRule(("log.to",), lambda given: loggers.check(given.log))
-    return config.load(path, overrides or [], extra_checks=[*presets.RULES, *([of_loggers] if logged else [])])
+    return config.load(path, overrides or [], [of_loggers] if logged else [])
 
 
 @app.command()

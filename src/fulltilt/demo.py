@@ -16,7 +16,6 @@ from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt import loop
-from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 from fulltilt.schema import Config
@@ -132,7 +131,7 @@ def warm_up(folder: Path, console: Console) -> loop.Summary:
 
 
 def read(path: Path) -> Config:
-    return configuration.load(path, extra_checks=[presets.mistakes])
+    return configuration.load(path)
 
 
 def stop_if(interrupted: bool) -> None:

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.checks import (
     RunData,
     TextFacts,

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft

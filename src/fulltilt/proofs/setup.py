@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
-from fulltilt.algo import presets
 from fulltilt.cluster.sizes import free_bytes
 from fulltilt.schema import Config, keys, toml_value
 
@@ -113,7 +112,7 @@ class ProofSetup:
             if not Path(path).exists():
                 make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
         given = {**self._base(kind), "run.dir": str(self.folder / "runs" / str(self._configs)), **dict(settings)}
-        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN, [presets.mistakes])
+        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN)
 
     def _base(self, kind: StepKind) -> Settings:
         """The settings of every step of this kind."""
