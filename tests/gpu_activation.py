@@ -16,13 +16,13 @@ import numpy as np
 import torch
 
 from fulltilt.bench import shapes
-from fulltilt.config import ModelConfig
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.fuse import fuse, unfuse
 from fulltilt.model.heads import Head, token_logprobs
+from fulltilt.schema import ModelConfig
 from fulltilt.shape import Recomputing, Shape
 
 KINDS = ("none", "selective", "full")

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import HealthConfig, ModelConfig, TrainConfig
 from fulltilt.doctor import examine_memory_of
 from fulltilt.memory.account import KINDS, Account, Kind, Source, gradients_of, process_bytes, weights_of
 from fulltilt.memory.offload import ALIGN, OffloadSetting, Residence
@@ -31,6 +30,7 @@ from fulltilt.rollout.decode import refuse_waits
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import HealthConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer, optimizer_bytes
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

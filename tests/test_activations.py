@@ -33,13 +33,13 @@ from test_recompute import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 
-from fulltilt.config import ModelConfig
 from fulltilt.memory.activations import ActivationOffload, offload_activations, saved_bytes
 from fulltilt.memory.recompute import Recompute, apply_recompute
 from fulltilt.model.fuse import fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.lora import add_adapters
 from fulltilt.model.scalar import load_scalar
+from fulltilt.schema import ModelConfig
 
 __all__ = ["deterministic"]  # a fixture of test_recompute
 SMALL: dict[str, Any] = {"smallest": 1, "page": 512}  # everything goes, and nearly everything lies on several pages

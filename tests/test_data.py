@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fulltilt.config import DataConfig
 from fulltilt.data import Cursor, PromptEncoder, PromptSet, load_prompts, load_sft, read_rows
 from fulltilt.records import Prompt, UserError
+from fulltilt.schema import DataConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from fulltilt.config import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.model import fuse as fuse_file
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
@@ -28,6 +27,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 
 CPU = torch.device("cpu")

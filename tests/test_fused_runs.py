@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts, assemble, take_workspaces
 from fulltilt.cluster.loading import Fusing
-from fulltilt.config import Config, ModelConfig
 from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sampling_bytes, sizes_up_to
 from fulltilt.kernels import dispatch, sampling
 from fulltilt.loop.run import Progress, Run
@@ -44,6 +43,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, ModelConfig
 from fulltilt.train.checkpoint import CheckpointStore
 
 ModelFolders = Callable[[str], Path]

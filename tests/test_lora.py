@@ -15,7 +15,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3MoeConfig
 
-from fulltilt.config import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import adapted, add_adapters, export_adapter, export_merged, merged_tensors, require_peft, without_adapters
 from fulltilt.model.verify import packed_logprobs, verify
@@ -24,6 +23,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 
 CPU = torch.device("cpu")

@@ -26,7 +26,6 @@ from safetensors.torch import load_file, save_file
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.worker import Residents
-from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.memory.offload import (
     ALIGN,
@@ -50,6 +49,7 @@ from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs
 from fulltilt.plan import STREAMED
 from fulltilt.records import Row, UserError
+from fulltilt.schema import ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer, learning_rate, optimizer_bytes
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

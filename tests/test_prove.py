@@ -15,7 +15,7 @@ import runs
 import torch
 
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.cluster import assembly, checks, sizes, worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
@@ -100,7 +100,7 @@ def test_on_cuda_every_setting_is_legal(on_cuda: ProofSetup, monkeypatch: pytest
         for number, step in enumerate(case.steps):
             if not (case.off_is_refused and number == 0):
                 config = on_cuda.config(step)
-                checks.refuse(checks.wrong_settings(config, presets.build(config), "cuda"))
+                checks.refuse(checks.wrong_settings(config, build(config), "cuda"))
                 assert config.run.device == "cuda" and config.model.dtype == ("float32" if case.kind == "rollout" else "bfloat16")
 
 

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, PreTrainedModel, Qwen3Config
 
 from fulltilt.cluster.assembly import be_deterministic
-from fulltilt.config import ModelConfig
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.memory.recompute import Forwards, Recompute, apply_recompute, expensive_operations
 from fulltilt.model import attention
@@ -32,6 +31,7 @@ from fulltilt.model.load import load_model
 from fulltilt.model.lora import add_adapters
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LENGTHS = (17, 5, 17, 1)  # longer than the windows of the list; two of one length share a call on CPU

@@ -18,7 +18,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2MoeConfig
 
 from fulltilt.cluster.sizes import role_facts
-from fulltilt.config import Config, LoraConfig
 from fulltilt.memory.recompute import KeptResults, Recompute, apply_recompute, saving_to
 from fulltilt.model import attention, experts, lora
 from fulltilt.model.attention import Packed
@@ -29,6 +28,7 @@ from fulltilt.model.verify import verify
 from fulltilt.plan import Facts, make_plan
 from fulltilt.records import UserError
 from fulltilt.rollout.runner import bytes_per_token
+from fulltilt.schema import Config, LoraConfig
 from fulltilt.shape import FAMILIES, KEYS, SHAPES, Recomputing, Shape, UnknownParameters
 
 
@@ -51,7 +51,7 @@ class Blocked:
         if name.partition(".")[0] in ("torch", "transformers", "triton", "safetensors"):
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
-from fulltilt.config import Config
+from fulltilt.schema import Config
 from fulltilt.plan import plan_of
 from fulltilt.shape import Shape
 config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})

@@ -17,9 +17,8 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import offload_activations, saved_bytes
 from fulltilt.memory.offload import Residence
@@ -34,6 +33,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -72,7 +72,7 @@ def one_update() -> MiniBatch:
 
 def with_bonus() -> Any:
     tables = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"entropy_coef": 0.3}}
-    return presets.build(Config.model_validate(tables)).loss
+    return build_algorithm(Config.model_validate(tables)).loss
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,11 +28,10 @@ from test_loggers import Stuck
 from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.cluster import assembly, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
-from fulltilt.config import Config, keys
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.loop.experience import make_rows
 from fulltilt.loop.run import Progress, Run
@@ -45,6 +44,7 @@ from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.rollout.engines.native import NativeEngine
+from fulltilt.schema import Config, keys
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -232,7 +232,7 @@ def test_no_remedy_is_refused_itself(folder: Path) -> None:
         config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": name}})
         config = config.model_copy(update={"train": config.train.model_copy(update={"entropy_recompute": False})})
         with pytest.raises(UserError) as caught:
-            refuse(wrong_settings(config, presets.build(config), "cpu"))
+            refuse(wrong_settings(config, build(config), "cpu"))
         assert str(caught.value).endswith(ends)
 
 
@@ -405,9 +405,7 @@ def test_rows_train_every_sampled_token_and_no_other() -> None:
     prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
     sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
     kept = ScoredGroup(Group(prompt, (sample,)), (Score(0.5),), step=3)
-    (row,) = make_rows(
-        [kept], presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True
-    )
+    (row,) = make_rows([kept], build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True)
     assert (row.reward, row.lag) == (0.5, 1)
     assert row.ids.tolist() == [5, END, 6, 7, 8, END]
     assert row.mask.tolist() == [False, False, False, True, True, True]

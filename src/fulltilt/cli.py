@@ -25,7 +25,7 @@ from fulltilt.records import UserError
 from fulltilt.words import many
 
 if TYPE_CHECKING:
-    from fulltilt.config import Config
+    from fulltilt.schema import Config
 
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
@@ -144,11 +144,10 @@ def common(
 def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
     """Read and check a configuration. `logged`: the command uses the run's loggers, so they must be able to start."""
     from fulltilt import config
-    from fulltilt.algo import presets
     from fulltilt.observe import loggers
 
     of_loggers = config.ConfigRule(("log.to",), lambda given: loggers.check(given.log))
-    return config.load(path, overrides or [], extra_checks=[*presets.RULES, *([of_loggers] if logged else [])])
+    return config.load(path, overrides or [], [of_loggers] if logged else [])
 
 
 @app.command()
@@ -280,7 +279,7 @@ class BenchCommand(TyperCommand):
 
 def key_named(name: str) -> str | None:
     """The first key of a configuration with this name, whatever its section."""
-    from fulltilt.config import keys
+    from fulltilt.schema import keys
 
     return next((key for key in keys() if key.partition(".")[2] == name), None)
 

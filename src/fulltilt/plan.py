@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt import footprint
-from fulltilt.config import Config
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 from fulltilt.shape import Recomputing, Shape
 from fulltilt.words import in_bytes, many
 

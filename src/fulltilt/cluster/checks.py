@@ -13,9 +13,8 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
-from fulltilt.config import Config, uses_reward_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.memory.offload import why_not, why_not_params
@@ -24,6 +23,7 @@ from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_d
 from fulltilt.records import UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.rollout.engine import engine_mistakes
+from fulltilt.schema import Config, uses_reward_model
 
 
 @dataclass(frozen=True, eq=False)

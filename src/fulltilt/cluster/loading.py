@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fulltilt.config import Config, LoraConfig
 from fulltilt.data.prompts import PromptSet
 from fulltilt.kernels import dispatch
 from fulltilt.model import load, lora
@@ -25,6 +24,7 @@ from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify, verify_body
 from fulltilt.records import UserError
 from fulltilt.reward.model import RewardEncoder
+from fulltilt.schema import Config, LoraConfig
 from fulltilt.train.checkpoint import Checkpoint
 
 

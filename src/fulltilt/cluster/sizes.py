@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Fusing, Models
-from fulltilt.config import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.experts import why_not_captured
@@ -26,6 +25,7 @@ from fulltilt.model.scalar import ScalarModel
 from fulltilt.plan import Budgets, Facts, RoleFacts, given_settings, longest_response, uses_graphs
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
 from fulltilt.shape import KEYS, Shape
 
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since

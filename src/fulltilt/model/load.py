@@ -17,9 +17,9 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import ModelConfig
 from fulltilt.model import attention, experts
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

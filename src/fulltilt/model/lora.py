@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulltilt.config import LoraConfig, ModelConfig
 from fulltilt.model import experts
 from fulltilt.model.load import export, first_line
 from fulltilt.records import UserError
+from fulltilt.schema import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

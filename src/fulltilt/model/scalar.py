@@ -19,11 +19,11 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import ModelConfig
 from fulltilt.model.attention import Context
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import origin, read_model
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 
 # Where transformers' sequence and token classification models keep their head.
 WEIGHT, BIAS = "score.weight", "score.bias"

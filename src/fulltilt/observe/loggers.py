@@ -31,9 +31,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
 
-from fulltilt.config import LogConfig
 from fulltilt.observe.metrics import Number, encode_line, write_whole
 from fulltilt.records import UserError
+from fulltilt.schema import LogConfig
 
 IDS_FILE = "loggers.json"  # in the run folder: the id by which each logger knows the run
 

@@ -23,7 +23,6 @@ import torch
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.worker import Worker
-from fulltilt.config import Config
 from fulltilt.loop.opening import STATS_INTERVAL_S
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed
@@ -34,6 +33,7 @@ from fulltilt.proofs.setup import DIGITS, FIRST_DIGIT, spread_evenly
 from fulltilt.records import Group, MicroBatch, Prompt, Sample
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.stats import Recorder, SeenPass
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.trainer import Trainer
 

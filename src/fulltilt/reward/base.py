@@ -26,13 +26,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
-from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Score, UserError
 from fulltilt.reward import functions
 from fulltilt.reward.dispatch import Dispatcher, Outcome
 from fulltilt.reward.process import RewardCall
 from fulltilt.reward.sums import Sums, WeightedSum
 from fulltilt.reward.worker import Request, Setup
+from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import shortened
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim.adamw import adamw
 
-from fulltilt.config import TrainConfig
 from fulltilt.memory.offload import ON_DEVICE, Entry, Layout, OffloadSetting, Part, States, absent, aligned
 from fulltilt.records import UserError
+from fulltilt.schema import TrainConfig
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
