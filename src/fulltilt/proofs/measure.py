@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,13 +20,26 @@ from fulltilt.loop.experience import training_sampling
 from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.proofs.record import Measurement
 from fulltilt.proofs.step import ModelPass, WatchedStep
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.train.trainer import Trainer
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
+Number = float | int
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A number, and how to read it from a step that has just run, for one of its roles."""
+
+    metric: str
+    unit: str  # "bytes" and "share" are formatted as such, all others as plain numbers
+    read: Callable[[WatchedStep, str], Number]
+
+    def where(self, words: str) -> Measurement:
+        """The same measurement with its circumstances named: "micro-batches" -> "micro-batches, fused"."""
+        return replace(self, metric=f"{self.metric}, {words}")
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------------------------
@@ -35,7 +49,7 @@ def of_passes(name: str, unit: str, count: Callable[[list[ModelPass]], int]) -> 
     """The same count for the passes of updates (True) and for those without gradient (False)."""
 
     def read(step: WatchedStep, role: str, *, learns: bool) -> int:
-        return count(step.passes_of(role, learns=learns))
+        return count(step.passes[role, learns])
 
     words = {True: "update", False: "without gradient"}
     return {learns: Measurement(f"{name}, {words[learns]}", unit, partial(read, learns=learns)) for learns in words}
@@ -45,7 +59,7 @@ MICRO_BATCHES = of_passes("micro-batches", "micro-batches", len)
 MOST_TOKENS = of_passes("most tokens in a micro-batch", "tokens", lambda passes: max(seen.tokens for seen in passes))
 MOST_SAMPLES = of_passes("most samples in a micro-batch", "samples", lambda passes: max(seen.samples for seen in passes))
 SAMPLE_COUNTS = of_passes("different numbers of samples in micro-batches", "samples", lambda passes: len({seen.samples for seen in passes}))
-PAD_TOKENS = of_passes("pad tokens computed", "tokens", lambda passes: sum(seen.tokens - seen.sample_tokens for seen in passes))
+PAD_TOKENS = of_passes("pad tokens computed", "tokens", lambda passes: sum(seen.pad_tokens for seen in passes))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------------------
@@ -160,7 +174,7 @@ def per_layer(name: str, unit: str, chosen: Callable[[str], bool]) -> Measuremen
 
     def read(step: WatchedStep, role: str) -> float:
         annotator, model = step.worker_for(role).roles[role], step.models()[role]
-        micro = next(found for (name, _), found in step.micro_batches.items() if name == role)[0]
+        micro = next(passes for (name, _), passes in step.passes.items() if name == role)[0].micro
         annotator.annotate(micro)  # what is made at the first call is not counted
         seen = kernels_of(lambda: annotator.annotate(micro), model.device)
         return sum(entry["calls"] for entry in seen if chosen(entry["kernel"])) / model.config.get_text_config().num_hidden_layers
@@ -184,8 +198,8 @@ def native(step: WatchedStep) -> NativeEngine:
 def count_stall(step: WatchedStep, role: str) -> int:
     """The most tokens that are prefilled while samples wait for their next token."""
     longest = stalled = 0
-    for seen in step.engine_passes:
-        stalled = stalled + seen.prefill_tokens if seen.begun and not seen.decode_tokens else 0
+    for seen, begun in step.engine_passes:
+        stalled = stalled + seen.prefill_tokens if begun and not seen.decode_tokens else 0
         longest = max(longest, stalled)
     return longest
 
@@ -210,7 +224,7 @@ PREEMPTIONS = Measurement("samples preempted and finished later", "samples", lam
 PREFILLED = Measurement("prompt tokens prefilled", "tokens", lambda step, role: native(step).stats().prefill_tokens)
 HIT_RATE = Measurement("prefix cache hit rate", "share", lambda step, role: native(step).stats().prefix_hit_rate)
 LARGEST_PREFILL = Measurement(
-    "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen in step.engine_passes)
+    "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen, _ in step.engine_passes)
 )
 LONGEST_STALL = Measurement("longest decode stall, in tokens prefilled during it", "tokens", count_stall)
 LAUNCHES = Measurement("launches by the host per decode step", "launches", count_launches)

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import knobs
-from fulltilt.proofs.record import Number, ProofResult
+from fulltilt.proofs.measure import Number
+from fulltilt.proofs.run import ProofResult
 from fulltilt.words import in_bytes, many
 
 VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("needs a GPU", "yellow")}
