@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fulltilt.observe.console import Console, Phases, clock
+from fulltilt.observe.console import Console, clock
 from fulltilt.observe.metrics import (
     MetricsFile,
     RolloutFiles,
@@ -382,13 +382,14 @@ def test_the_bar_ends_when_the_run_fails(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_phases_add_up_and_know_their_names() -> None:
-    phases = Phases()
+    console = Console(stdout=io.StringIO(), stderr=io.StringIO())
+    phases = console.begin_step(1)
     for _ in range(2):
-        with phases.measure("rollout"):
+        with console.phase("rollout"):
             time.sleep(0.01)
     assert list(phases.seconds) == ["rollout"]
     assert 0.02 <= phases.seconds["rollout"] <= phases.total
-    with pytest.raises(AssertionError, match="not the name of a phase"), phases.measure("dreaming"):
+    with pytest.raises(AssertionError, match="not the name of a phase"), console.phase("dreaming"):
         pass
 
 

@@ -28,7 +28,6 @@ def test_what_a_run_did_not_measure_is_no_point(tmp_path: Path) -> None:
     accuracy, reward = plot.read([run_folder(tmp_path / "a")], [])
     assert accuracy == plot.Curve("a", "val/reward/mean", (0, 3), (2, 12.5), (0.1, 0.3))
     assert reward == plot.Curve("a", "critic/score/mean", (1, 3), (5, 12.5), (0.2, 0.4))
-    assert reward.places("step") == (1, 3) and reward.places("seconds") == (5, 12.5)
 
 
 def test_a_run_that_is_being_written_ends_in_half_a_line(tmp_path: Path) -> None:

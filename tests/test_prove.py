@@ -319,7 +319,7 @@ def test_caps_are_kept_and_used() -> None:
 
 def test_a_stall_is_what_is_prefilled_while_samples_wait() -> None:
     seen = [(40, 0, 0), (0, 9, 2), (8, 0, 2), (7, 0, 2), (0, 9, 2), (30, 0, 0), (9, 0, 1)]
-    step = WatchedStep(None, None)  # type: ignore[arg-type]
+    step = WatchedStep(None)  # type: ignore[arg-type]
     for prefilled, decoded, begun in seen:
         step.engine_passes.append((SeenPass(0.0, 1.0, 1, 1, 0, 0.5, prefill_tokens=prefilled, decode_tokens=decoded), begun))
     assert measure.LONGEST_STALL.read(step, "actor") == 15

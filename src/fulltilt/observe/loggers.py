@@ -24,15 +24,14 @@ import sqlite3
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
 
 from fulltilt.config import LogConfig
-from fulltilt.observe.metrics import Number, encode_line, write_whole
+from fulltilt.observe.metrics import Number, encode_line, read_lines, write_whole
 from fulltilt.records import UserError
 
 IDS_FILE = "loggers.json"  # in the run folder: the id by which each logger knows the run
@@ -59,14 +58,9 @@ class Opening:
 class Logger(Protocol):
     """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
-    @property
-    def id(self) -> str | None: ...  # kept in the run folder for a resume
-
-    @property
-    def hint(self) -> str: ...  # how to look at what was logged
-
-    @property
-    def has(self) -> int: ...  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
+    id: str | None = None  # kept in the run folder for a resume
+    hint: str  # how to look at what was logged
+    has: int = NOTHING  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
 
@@ -78,11 +72,9 @@ class Logger(Protocol):
 # ---- the loggers -----------------------------------------------------------------------------------------------------------------------
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint. The settings shown are those that
     the run began with, because TensorBoard reads only the first."""
-
-    id: str | None = None
 
     def __init__(self, opening: Opening) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -115,11 +107,9 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id."""
-
-    # It may keep the last numbers in memory for a long time, and drops by itself the steps that its server already has.
-    has = NOTHING
+class Wandb(Logger):
+    """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id and logs every step again: wandb may
+    have kept the last numbers in memory for a long time, and drops by itself the steps that its server already has."""
 
     def __init__(self, opening: Opening) -> None:
         import wandb
@@ -152,7 +142,7 @@ class Wandb:
         self._run.finish(exit_code=0 if finished else 1)
 
 
-class MLflow:
+class MLflow(Logger):
     """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume continues the run of the same id; where a step was logged twice,
     the later value counts."""
 
@@ -207,21 +197,24 @@ class MLflow:
         self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
-class Trackio:
+class Trackio(Logger):
     """A run of Trackio, in TRACKIO_DIR or in `trackio/`. A resume continues the run of the same name, without the steps after the
     checkpoint."""
 
     def __init__(self, opening: Opening) -> None:
-        folder = Path(os.environ.get("TRACKIO_DIR") or opening.folder / "trackio").absolute()
-        with environment(TRACKIO_DIR=str(folder)):
-            import trackio
+        given = os.environ.get("TRACKIO_DIR")
+        folder = Path(given or opening.folder / "trackio").absolute()
+        os.environ["TRACKIO_DIR"] = str(folder)  # Trackio reads it once, at the import
+        import trackio
         from trackio.utils import TRACKIO_DIR
 
+        if not given:
+            del os.environ["TRACKIO_DIR"]
         if Path(TRACKIO_DIR).absolute() != folder:
             raise UserError(f"log.to: trackio already logs to {TRACKIO_DIR} in this process. Use one process per run, or set TRACKIO_DIR")
         self.has = self._forget(opening) if opening.known else NOTHING
         self._table = trackio.Table
-        with silence():
+        with _no_output():
             self._run = trackio.init(
                 opening.project, opening.name, config=dict(opening.settings), resume="allow" if opening.known else "never",
                 embed=False, auto_log_gpu=False, auto_log_cpu=False,
@@ -252,8 +245,13 @@ class Trackio:
         self._run.log({name: self._table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def close(self, finished: bool) -> None:
-        with silence():
+        with _no_output():
             self._run.finish()
+
+
+def _no_output() -> contextlib.redirect_stdout[io.StringIO]:
+    """Nothing on standard output, which belongs to `--json`. The thread that started the logger waits meanwhile."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def wandb_mistake() -> str | None:
@@ -318,47 +316,31 @@ def open_loggers(
     """Start every logger of `log.to`. `settings` is the flat configuration; `step` is that of the checkpoint which the run resumes from, or
     0 for a new run. A logger that does not start is an error in a new run, and is switched off with a warning in a resumed one."""
     folder = run_dir.absolute()
-    ids = _read_ids(folder)
+    ids_file, metrics = folder / IDS_FILE, folder / "metrics.jsonl"
+    ids: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        ids |= json.loads(ids_file.read_text(encoding="utf-8"))
+    history = [line for line in read_lines(metrics) if line["step"] <= step] if step and config.to and metrics.is_file() else []
     opened = Loggers(warn)
     try:
         for name in config.to:
             known = ids.get(name) if step else None
             opening = Opening(config.project, config.name or folder.resolve().name, folder, settings, step, known)
-            logger = opened.add(name, partial(KINDS[name].make, opening), required=step == 0)
-            if logger:
-                ids |= {name: logger.id} if logger.id else {}
-                _write_ids(folder, ids)
-                opened.catch_up(name, [line for line in _history(folder, step) if line[0] > logger.has])
+            logger = opened.add(name, partial(KINDS[name].make, opening), history, required=step == 0)
+            if logger and logger.id:
+                ids[name] = logger.id
+                write_whole(ids_file, json.dumps(ids, indent=1) + "\n")
     except BaseException:
         opened.close(finished=False)
         raise
     return opened
 
 
-def _history(folder: Path, step: int) -> list[tuple[int, dict[str, Number]]]:
-    """The numbers of metrics.jsonl up to a step."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if step and path.is_file() else []
-    return [(line.pop("step"), _numbers(line)) for line in lines if line["step"] <= step]
-
-
 def _numbers(line: Mapping[str, Any]) -> dict[str, Number]:
     return {name: value for name, value in line.items() if name not in ("step", "nonfinite") and value is not None}
 
 
-def _read_ids(folder: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
-    if ids:
-        write_whole(folder / IDS_FILE, json.dumps(ids, indent=1) + "\n")
-
-
-class Loggers:
+class Loggers(contextlib.AbstractContextManager["Loggers"]):
     """All loggers of a run; there may be none.
 
     with open_loggers(config.log, folder, settings, step=0, warn=console.warn) as loggers:
@@ -375,8 +357,10 @@ class Loggers:
         """How to look at what each of them logged."""
         return [worker.logger.hint for worker in self._workers if worker.logger]
 
-    def add(self, name: str, make: Callable[[], Logger], *, required: bool) -> Logger | None:
-        worker = _Worker(name, make)
+    def add(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]] = (), *, required: bool) -> Logger | None:
+        """Start a logger. It is given those steps of `history`, lines of metrics.jsonl, that it does not have: the run was killed before
+        they left its memory, or it was not used yet."""
+        worker = _Worker(name, make, history)
         if not worker.opened.wait(OPEN_S) or worker.failure:
             cause = _cause(worker.failure) if worker.failure else f"it did not start within {OPEN_S:.0f} s"
             if required:
@@ -385,15 +369,6 @@ class Loggers:
             return None
         self._workers.append(worker)
         return worker.logger
-
-    def catch_up(self, name: str, lines: Sequence[tuple[int, Mapping[str, Number]]]) -> None:
-        """Log steps that the logger does not have: the run was killed before they left its memory, or it was not used yet."""
-
-        def job(logger: Logger) -> None:
-            for step, numbers in lines:
-                logger.log(step, numbers)
-
-        next(worker for worker in self._workers if worker.name == name).give(job)
 
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Log the numbers of a step, after its tables. Returns at once."""
@@ -426,10 +401,7 @@ class Loggers:
         self._report()
         self._workers = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self.close(finished=kind is None)
 
     def _give(self, job: Callable[[Logger], None]) -> None:
@@ -447,19 +419,22 @@ class Loggers:
 class _Worker:
     """A logger and its thread. After a failure it takes no more jobs."""
 
-    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
+    def __init__(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]]) -> None:
         self.name = name
         self.logger: Logger | None = None
         self.failure: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
         self.opened, self.done = threading.Event(), threading.Event()  # `opened` is set after a failed start, too
         # A daemon: a logger that hangs must not keep the program from ending.
-        threading.Thread(target=self._work, args=(make,), name=f"log to {name}", daemon=True).start()
+        threading.Thread(target=self._work, args=(make, history), name=f"log to {name}", daemon=True).start()
 
-    def _work(self, make: Callable[[], Logger]) -> None:
+    def _work(self, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]]) -> None:
         try:
             self.logger = logger = make()
             self.opened.set()
+            for line in history:
+                if line["step"] > logger.has:
+                    logger.log(line["step"], _numbers(line))
             while (job := self._jobs.get()) is not None:
                 job(logger)
         except BaseException as error:  # of any kind: nothing above this thread would see it
@@ -523,21 +498,3 @@ def mlflow_name(name: str) -> str:
     escaped = _ESCAPED.sub(lambda found: f":{ord(found[0]):x}:", name).replace("@", "_at_")
     # MLflow also refuses names that change when they are normalised as paths.
     return "/".join("::" if not part else part.replace(".", ":2e:") if part.startswith(".") else part for part in escaped.split("/"))
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the duration of the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({name: value} if value is not None else {})
-
-
-def silence() -> contextlib.redirect_stdout[io.StringIO]:
-    """Nothing on standard output, which belongs to `--json`. The thread that started the logger waits meanwhile."""
-    return contextlib.redirect_stdout(io.StringIO())

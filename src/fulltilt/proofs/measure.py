@@ -6,8 +6,8 @@ through a model takes is measured on a pass of the role itself, with everything 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,6 @@ from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.proofs.step import ModelPass, WatchedStep
-from fulltilt.rollout.engines.native import NativeEngine
-from fulltilt.train.trainer import Trainer
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
@@ -86,24 +84,15 @@ def count_activations(step: WatchedStep, role: str) -> int:
 def count_between_passes(step: WatchedStep, role: str) -> int:
     """Bytes on a CUDA device that the forward pass of the largest micro-batch leaves there for its backward pass."""
     micro, trainer = step.largest(role, learns=True), step.worker_for(role).trainers[role]
-    with gradients_dropped(trainer):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        loss = trainer.loss(trainer.role.terms(micro)).loss
-        torch.cuda.synchronize()
-        left = torch.cuda.memory_allocated() - before
-        loss.backward()  # type: ignore[no-untyped-call]
-    return left
-
-
-@contextlib.contextmanager
-def gradients_dropped(trainer: Trainer[Any]) -> Iterator[None]:
-    """Around a backward pass whose gradients are used by no update."""
     trainer.optimizer.prepare()
-    try:
-        yield
-    finally:
-        trainer.optimizer.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = trainer.loss(trainer.role.terms(micro)).loss
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated() - before
+    loss.backward()  # type: ignore[no-untyped-call]
+    trainer.optimizer.zero_grad()  # they are used by no update
+    return left
 
 
 GRADIENTS = Measurement("gradients on the device, outside the update", "bytes", count_gradients)
@@ -145,20 +134,20 @@ class LargestVocabularyTensor(TorchDispatchMode):
 
 def watched_head(step: WatchedStep, role: str) -> LargestVocabularyTensor:
     """On the largest micro-batch: forward and backward where the role learns."""
-    model = step.models()[role]
+    worker, model = step.worker_for(role), step.models()[role]
+    trainer = worker.trainers.get(role)
+    micro = step.largest(role, learns=trainer is not None)
     seen = LargestVocabularyTensor(model)
     hook = model.base_model.register_forward_hook(seen.enter)
-    try:
-        worker = step.worker_for(role)
-        micro, trainer = step.largest(role, learns=role in worker.trainers), worker.trainers.get(role)
-        if trainer is None:
-            with seen:
-                worker.roles[role].annotate(micro)
-        else:
-            with gradients_dropped(trainer), seen:
-                trainer.loss(trainer.role.terms(micro)).loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        hook.remove()
+    if trainer is None:
+        with seen:
+            worker.roles[role].annotate(micro)
+    else:
+        trainer.optimizer.prepare()
+        with seen:
+            trainer.loss(trainer.role.terms(micro)).loss.backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.zero_grad()
+    hook.remove()
     return seen
 
 
@@ -190,11 +179,6 @@ OPERATIONS = per_layer("operations per layer", "operations", lambda name: name.s
 # ---- rollout ---------------------------------------------------------------------------------------------------------------------------
 
 
-def native(step: WatchedStep) -> NativeEngine:
-    assert isinstance(step.parts.worker.engine, NativeEngine)
-    return step.parts.worker.engine
-
-
 def count_stall(step: WatchedStep, role: str) -> int:
     """The most tokens that are prefilled while samples wait for their next token."""
     longest = stalled = 0
@@ -206,7 +190,7 @@ def count_stall(step: WatchedStep, role: str) -> int:
 
 def count_launches(step: WatchedStep, role: str) -> float:
     """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
-    engine, sampling = native(step), training_sampling(step.config)
+    engine, sampling = step.engine, training_sampling(step.parts.worker.config)
     prompts = step.parts.train_data.prompts  # type: ignore[union-attr]
     step.worker_for("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step did not use are captured by now
@@ -219,17 +203,19 @@ def count_launches(step: WatchedStep, role: str) -> float:
 
 
 KV_CACHE = Measurement("KV cache", "bytes", lambda step, role: step.kv_bytes)
-MOST_RUNNING = Measurement("most samples decoded at once", "samples", lambda step, role: native(step).stats().most_running)
-PREEMPTIONS = Measurement("samples preempted and finished later", "samples", lambda step, role: native(step).stats().preemptions)
-PREFILLED = Measurement("prompt tokens prefilled", "tokens", lambda step, role: native(step).stats().prefill_tokens)
-HIT_RATE = Measurement("prefix cache hit rate", "share", lambda step, role: native(step).stats().prefix_hit_rate)
+MOST_RUNNING = Measurement("most samples decoded at once", "samples", lambda step, role: step.engine.stats().most_running)
+PREEMPTIONS = Measurement("samples preempted and finished later", "samples", lambda step, role: step.engine.stats().preemptions)
+PREFILLED = Measurement("prompt tokens prefilled", "tokens", lambda step, role: step.engine.stats().prefill_tokens)
+HIT_RATE = Measurement("prefix cache hit rate", "share", lambda step, role: step.engine.stats().prefix_hit_rate)
 LARGEST_PREFILL = Measurement(
     "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen, _ in step.engine_passes)
 )
 LONGEST_STALL = Measurement("longest decode stall, in tokens prefilled during it", "tokens", count_stall)
 LAUNCHES = Measurement("launches by the host per decode step", "launches", count_launches)
-LOG_LINES = Measurement("lines about the rollout in the log", "lines", lambda step, role: len(step.lines))
+LOG_LINES = Measurement(
+    "lines about the rollout in the log", "lines", lambda step, role: len(re.findall("^rollout: ", step.log.getvalue(), re.MULTILINE))
+)
 ROLLOUT_METRICS = Measurement(
     "metrics of the rollout", "metrics", lambda step, role: sum(name.startswith("rollout/") for name in step.metrics)
 )
-NATIVE_SAMPLES = Measurement("samples drawn by the native engine", "samples", lambda step, role: len(step.samples) if native(step) else 0)
+NATIVE_SAMPLES = Measurement("samples drawn by the native engine", "samples", lambda step, role: len(step.samples) if step.engine else 0)

@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.worker import Worker
 from fulltilt.config import Config
@@ -28,7 +27,7 @@ from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe.console import Console
-from fulltilt.observe.loggers import open_loggers
+from fulltilt.observe.loggers import Loggers
 from fulltilt.proofs.setup import DIGITS, FIRST_DIGIT, spread_evenly
 from fulltilt.records import Group, MicroBatch, Prompt, Sample
 from fulltilt.rollout.engines.native import NativeEngine
@@ -54,7 +53,6 @@ class ModelPass:
 class WatchedStep:
     """Filled while the step runs."""
 
-    config: Config
     parts: RunParts
     recording: bool = True
     current: MicroBatch | None = None  # the one that is being run
@@ -63,8 +61,13 @@ class WatchedStep:
     samples: list[tuple[int, ...]] = field(default_factory=list)
     engine_passes: list[tuple[SeenPass, int]] = field(default_factory=list)  # and the samples that have begun, but not ended, before it
     kv_bytes: int = 0  # the most that the engine held while it generated
-    lines: list[str] = field(default_factory=list)  # about the rollout
+    log: io.StringIO = field(default_factory=io.StringIO)  # what the console shows
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def engine(self) -> NativeEngine:
+        assert isinstance(self.parts.worker.engine, NativeEngine)
+        return self.parts.worker.engine
 
     def models(self) -> dict[str, Any]:
         """The model of each role, as transformers has it."""
@@ -84,20 +87,18 @@ class WatchedStep:
 def watched_step(config: Config, responses: tuple[int, int] | None) -> Iterator[WatchedStep]:
     """The step; its parts stay loaded until the end of the context. `responses`: fewest and most tokens of the samples that are given;
     None: the engine draws them."""
-    parts, log, folder = assemble(config), io.StringIO(), Path(config.run.dir)
+    parts = assemble(config)
     try:
-        console = Console(stdout=log, stderr=log, terminal=False)
-        step = WatchedStep(config, parts)
+        step = WatchedStep(parts)
+        console = Console(stdout=step.log, stderr=step.log, terminal=False)
         watch_roles(step)
         if parts.worker.engine:
             watch_engine(step, console, responses)
-        with open_loggers(config.log, folder, configuration.snapshot(config), 0) as loggers:
-            run = Run(config, parts, CheckpointStore(folder / "checkpoints", 1), Progress(), console, loggers)
-            console.begin_step(1)
-            step.metrics |= run.rl_step(1) if parts.worker.engine else run.sft_step(1)
-            run.metrics.close()
+        run = Run(config, parts, CheckpointStore(Path(config.run.dir, "checkpoints"), 1), Progress(), console, Loggers(console.warn))
+        console.begin_step(1)
+        step.metrics |= run.rl_step(1) if parts.worker.engine else run.sft_step(1)
+        run.metrics.close()
         step.recording = False
-        step.lines += [line for line in log.getvalue().splitlines() if line.startswith("rollout: ")]
         yield step
     finally:
         parts.close()
@@ -157,13 +158,12 @@ def keep_gradients(step: WatchedStep, role: str, trainer: Trainer[Any], own: Cal
 
 
 def watch_engine(step: WatchedStep, console: Console, responses: tuple[int, int] | None) -> None:
-    engine = step.parts.worker.engine
-    assert isinstance(engine, NativeEngine)
+    engine = step.engine
     put_in_front(engine.recorder, "add", partial(see_engine_pass, step, set()))
     step.parts.worker.report_rollout(console.note, 0.0)  # after each pass: the number of lines must not depend on a clock
     if responses is not None:
         put_in_front(engine, "generate", lambda own, prompts, sampling, seed: given_groups(prompts, sampling.samples, responses))
-    put_in_front(engine, "generate", lambda own, *given: keep_samples(step, engine, own(*given)) if step.recording else own(*given))
+    put_in_front(engine, "generate", lambda own, *given: keep_samples(step, own(*given)) if step.recording else own(*given))
 
 
 def see_engine_pass(step: WatchedStep, begun: set[Any], own: Callable[[SeenPass], None], seen: SeenPass) -> None:
@@ -178,20 +178,20 @@ def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, 
     """Samples of random digits from fixed seeds, which no model has drawn."""
     lengths = iter(spread_evenly(responses, len(prompts) * samples))
     for prompt in prompts:
-        yield Group(prompt, tuple(given_sample(prompt, index, next(lengths)) for index in range(samples)))
+        group = []
+        for index in range(samples):
+            tokens = next(lengths)
+            random = np.random.default_rng([prompt.uid, index])
+            ids = random.integers(FIRST_DIGIT, FIRST_DIGIT + len(DIGITS), tokens)
+            text = "".join(DIGITS[token - FIRST_DIGIT] for token in ids)
+            group.append(Sample(index, ids, random.normal(-5, 1, tokens).astype(np.float32), "length", text))
+        yield Group(prompt, tuple(group))
 
 
-def given_sample(prompt: Prompt, index: int, tokens: int) -> Sample:
-    random = np.random.default_rng([prompt.uid, index])
-    ids = random.integers(FIRST_DIGIT, FIRST_DIGIT + len(DIGITS), tokens)
-    text = "".join(DIGITS[token - FIRST_DIGIT] for token in ids)
-    return Sample(index, ids, random.normal(-5, 1, tokens).astype(np.float32), "length", text)
-
-
-def keep_samples(step: WatchedStep, engine: NativeEngine, groups: Iterator[Group]) -> Iterator[Group]:
+def keep_samples(step: WatchedStep, groups: Iterator[Group]) -> Iterator[Group]:
     found: dict[int, Group] = {}
     for group in groups:
         found[group.prompt.uid] = group
-        step.kv_bytes = max(step.kv_bytes, engine.runner.held_bytes)
+        step.kv_bytes = max(step.kv_bytes, step.engine.runner.held_bytes)
         yield group
     step.samples += [tuple(sample.ids.tolist()) for uid in sorted(found) for sample in found[uid].samples]
