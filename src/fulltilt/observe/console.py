@@ -27,24 +27,11 @@ from fulltilt.observe.metrics import TIMING_NAMES, Number, encode_line
 _REDRAW_S = 0.1
 
 
-class Phases:
-    """Seconds spent in each phase of a step, in the order in which they began."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._begin = time.perf_counter()
-
-    @property
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._begin
-
-
 class Console:
     """Example:
 
     with console.run(total=100, done=0):
-        phases = console.begin_step(1)
+        console.begin_step(1)
         with console.phase("rollout"):
             console.phase_progress(3, 64)
         console.end_step({"critic/score/mean": 0.5, "response_length/mean": 40.0})
@@ -71,9 +58,8 @@ class Console:
         self._warnings = self._people if self._live else _Output(file=error)
         self._bar: _Bar | None = None
         self._total = 0
-        self._step = 0
         self._running: list[str] = []
-        self.phases = Phases()
+        self.begin_step(0)
 
     @contextlib.contextmanager
     def run(self, total: int, done: int = 0) -> Iterator[None]:
@@ -88,10 +74,14 @@ class Console:
             if bar:
                 bar.stop()
 
-    def begin_step(self, step: int) -> Phases:
-        self._step = step
-        self.phases = Phases()
-        return self.phases
+    def begin_step(self, step: int) -> None:
+        self._step, self._begin = step, time.perf_counter()
+        self.seconds: dict[str, float] = {}  # in each phase of the step, in the order in which they began
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._begin
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -99,7 +89,7 @@ class Console:
         assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
         self._running.append(name)
         self._show_phase()
-        seconds, begin = self.phases.seconds, time.perf_counter()
+        seconds, begin = self.seconds, time.perf_counter()
         seconds.setdefault(name, 0.0)
         try:
             yield
@@ -118,7 +108,7 @@ class Console:
             with self._read_by_someone(self._out):
                 print(encode_line(self._step, metrics), file=self._out, flush=True)
         if self._bar:
-            self._bar.finish_step(self._step, self.phases.total, metrics.get("critic/score/mean"))
+            self._bar.finish_step(self._step, self.step_seconds, metrics.get("critic/score/mean"))
         elif not self._quiet:
             self._say(self._people, self._step_line(metrics))
 
@@ -157,8 +147,8 @@ class Console:
             ("loss", "train/loss", "{:.4f}"),
         )
         numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.seconds.items())
-        return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.phases.total:.1f} s", *([f"({phases})"] if phases else [])])
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.step_seconds:.1f} s", *([f"({phases})"] if phases else [])])
 
 
 class _Output(rich.console.Console):

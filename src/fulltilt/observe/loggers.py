@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from fulltilt.config import LogConfig
 from fulltilt.observe.metrics import Number, encode_line, read_lines, write_whole
@@ -58,9 +58,15 @@ class Opening:
 class Logger(Protocol):
     """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
+    also_needs: tuple[str, ...] = ()  # modules besides its own
     id: str | None = None  # kept in the run folder for a resume
     hint: str  # how to look at what was logged
     has: int = NOTHING  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
+
+    @staticmethod
+    def mistake() -> str | None:
+        """Anything but a missing module that would stop it."""
+        return None
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
 
@@ -111,10 +117,21 @@ class Wandb(Logger):
     """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id and logs every step again: wandb may
     have kept the last numbers in memory for a long time, and drops by itself the steps that its server already has."""
 
+    @staticmethod
+    def mistake() -> str | None:
+        """It would ask for an API key, which must never happen in the middle of a job."""
+        import wandb
+
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+            return None
+        remedy = "Set WANDB_API_KEY (or run `wandb login`), or set WANDB_MODE=offline to log into the run folder only"
+        return f"log.to: wandb has no API key. {remedy}"
+
     def __init__(self, opening: Opening) -> None:
         import wandb
 
-        if mistake := wandb_mistake():
+        if mistake := self.mistake():
             raise UserError(mistake)
         self._table = wandb.Table
         self._run = wandb.init(
@@ -146,6 +163,7 @@ class MLflow(Logger):
     """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume continues the run of the same id; where a step was logged twice,
     the later value counts."""
 
+    also_needs = ("sqlalchemy", "alembic")
     MOST_METRICS, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # limits of one request
 
     def __init__(self, opening: Opening) -> None:
@@ -254,32 +272,9 @@ def _no_output() -> contextlib.redirect_stdout[io.StringIO]:
     return contextlib.redirect_stdout(io.StringIO())
 
 
-def wandb_mistake() -> str | None:
-    """Why Weights & Biases would ask for an API key, which must never happen in the middle of a job."""
-    import wandb
-
-    settings = wandb.setup(wandb.Settings(silent=True)).settings
-    if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
-        return None
-    return (
-        "log.to: wandb has no API key. Set WANDB_API_KEY (or run `wandb login`), or set WANDB_MODE=offline to log into the run folder only"
-    )
-
-
-class LoggerKind(NamedTuple):
-    """A value of `log.to`: how to make the logger, the modules it needs, and a check for anything else that would stop it."""
-
-    make: Callable[[Opening], Logger]
-    modules: tuple[str, ...]
-    mistake: Callable[[], str | None] = lambda: None
-
-
-KINDS: Mapping[str, LoggerKind] = {
-    "tensorboard": LoggerKind(TensorBoard, ("tensorboard",)),
-    "wandb": LoggerKind(Wandb, ("wandb",), wandb_mistake),
-    "mlflow": LoggerKind(MLflow, ("mlflow", "sqlalchemy", "alembic")),
-    "trackio": LoggerKind(Trackio, ("trackio",)),
-}
+KINDS: Mapping[str, type[TensorBoard | Wandb | MLflow | Trackio]] = {
+    "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio,
+}  # fmt: skip
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------------------------
@@ -290,7 +285,7 @@ def check(config: LogConfig) -> list[str]:
     mistakes = [f"log.to: {name} is named twice. Remove one" for name in dict.fromkeys(config.to) if config.to.count(name) > 1]
     for name in dict.fromkeys(config.to):
         remedy = f'Install it with pip install "fulltilt[{name}]", or remove {name}'
-        missing = [module for module in KINDS[name].modules if not _installed(module)]
+        missing = [module for module in (name, *KINDS[name].also_needs) if not _installed(module)]
         if missing:
             mistakes.append(f"log.to: {name} needs {' and '.join(missing)}. {remedy}")
             continue
@@ -326,7 +321,7 @@ def open_loggers(
         for name in config.to:
             known = ids.get(name) if step else None
             opening = Opening(config.project, config.name or folder.resolve().name, folder, settings, step, known)
-            logger = opened.add(name, partial(KINDS[name].make, opening), history, required=step == 0)
+            logger = opened.add(name, partial(KINDS[name], opening), history, required=step == 0)
             if logger and logger.id:
                 ids[name] = logger.id
                 write_whole(ids_file, json.dumps(ids, indent=1) + "\n")

@@ -58,9 +58,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror}. Free some space or correct the permissions, then resume the run."
-        ) from error
+        remedy = "Free some space or correct the permissions, then resume the run."
+        raise UserError(f"{path}: cannot be written: {error.strerror}. {remedy}") from error
 
 
 def write_whole(path: Path, text: str) -> None:

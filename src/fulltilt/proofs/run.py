@@ -73,7 +73,7 @@ def choose(names: Sequence[str]) -> set[str]:
         if can_be := {knob.name for knob in found if provable(knob)}:
             chosen |= can_be
         else:
-            mistakes += [f"{name}: {why_not(knob)}" for knob in found] or [f"{name}: unknown knob{similar(name)}"]
+            mistakes += [f"{name}: {knob.name} {why_not(knob)}" for knob in found] or [f"{name}: unknown knob{similar(name)}"]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return chosen or {knob.name for knob in knobs.LEDGER if provable(knob)}
@@ -81,8 +81,8 @@ def choose(names: Sequence[str]) -> set[str]:
 
 def why_not(knob: knobs.Knob) -> str:
     if knob.name.startswith("algorithm."):
-        return f"{knob.name} is part of the algorithm: it is meant to change what is learned, so there is nothing to prove"
-    return f"{knob.name} is not built in this version, and setting it is an error"
+        return "is part of the algorithm: it is meant to change what is learned, so there is nothing to prove"
+    return "is not built in this version, and setting it is an error"
 
 
 def similar(name: str) -> str:
