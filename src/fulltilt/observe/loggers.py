@@ -391,7 +391,8 @@ class Loggers(contextlib.AbstractContextManager["Loggers"]):
         for worker in self._workers:
             worker.close(finished)
         for worker in self._workers:
-            if not worker.done.wait(max(0.0, deadline - time.monotonic())):
+            worker.join(max(0.0, deadline - time.monotonic()))
+            if worker.is_alive():
                 self._warn(f"log.to: {worker.name} did not finish within {CLOSE_S:.0f} s; metrics.jsonl has what it did not send")
         self._report()
         self._workers = []
@@ -411,23 +412,23 @@ class Loggers(contextlib.AbstractContextManager["Loggers"]):
             self._warn(f"log.to: {worker.name} failed and is switched off: {_cause(worker.failure)}. metrics.jsonl has every number")
 
 
-class _Worker:
+class _Worker(threading.Thread):
     """A logger and its thread. After a failure it takes no more jobs."""
 
     def __init__(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]]) -> None:
-        self.name = name
+        super().__init__(name=name, daemon=True)  # a logger that hangs must not keep the program from ending
+        self._make, self._history = make, history
         self.logger: Logger | None = None
         self.failure: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
-        self.opened, self.done = threading.Event(), threading.Event()  # `opened` is set after a failed start, too
-        # A daemon: a logger that hangs must not keep the program from ending.
-        threading.Thread(target=self._work, args=(make, history), name=f"log to {name}", daemon=True).start()
+        self.opened = threading.Event()  # set after a failed start, too
+        self.start()
 
-    def _work(self, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]]) -> None:
+    def run(self) -> None:
         try:
-            self.logger = logger = make()
+            self.logger = logger = self._make()
             self.opened.set()
-            for line in history:
+            for line in self._history:
                 if line["step"] > logger.has:
                     logger.log(line["step"], _numbers(line))
             while (job := self._jobs.get()) is not None:
@@ -435,7 +436,6 @@ class _Worker:
         except BaseException as error:  # of any kind: nothing above this thread would see it
             self.failure = error
         self.opened.set()
-        self.done.set()
 
     def give(self, job: Callable[[Logger], None]) -> None:
         if self._jobs.qsize() >= MOST_BEHIND and self.failure is None:
@@ -446,7 +446,7 @@ class _Worker:
     def flush(self, deadline: float) -> None:
         reached = threading.Event()
         self._jobs.put(lambda logger: reached.set())
-        while not (reached.wait(0.02) or self.done.is_set()):
+        while self.is_alive() and not reached.wait(0.02):
             if time.monotonic() > deadline:
                 self.failure = self.failure or TimeoutError("it accepts no more numbers, and checkpoints would have to wait for it")
                 return

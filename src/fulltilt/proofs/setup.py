@@ -57,10 +57,8 @@ def shape(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> Q
 SHAPES = {"cpu": shape(32, 48, 4, 4, 160), "cuda": shape(256, 512, 4, 4, 2048)}
 # Its optimizer is larger than the buckets that pass through the device in a step (memory/offload.py).
 LARGE = shape(768, 3072, 10, 12, 2048)
-LENGTHS = {
-    "cpu": ((6, 20), (8, 60)),
-    "cuda": ((64, 256), (128, 1024)),
-}  # fewest and most tokens of an update's prompts, and of its responses
+# Fewest and most tokens of an update's prompts, and of its responses.
+LENGTHS = {"cpu": ((6, 20), (8, 60)), "cuda": ((64, 256), (128, 1024))}
 
 
 class ProofSetup:
