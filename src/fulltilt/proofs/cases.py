@@ -13,8 +13,9 @@ from itertools import chain
 from typing import Any
 
 from fulltilt import knobs
+from fulltilt.observe.metrics import Number
 from fulltilt.proofs import measure
-from fulltilt.proofs.measure import Measurement, Number
+from fulltilt.proofs.measure import Measurement
 from fulltilt.proofs.setup import ProofSetup, Settings, StepKey, StepKind, step_key
 
 # Passes of each role through its model, and whether they are part of an update.

@@ -19,12 +19,11 @@ from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.loop.experience import training_sampling
 from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
-from fulltilt.observe.metrics import TIMING_NAMES
+from fulltilt.observe.metrics import TIMING_NAMES, Number
 from fulltilt.proofs.step import ModelPass, WatchedStep
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
-Number = float | int
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fulltilt import knobs
-from fulltilt.proofs.measure import Number
+from fulltilt.observe.metrics import Number
 from fulltilt.proofs.run import ProofResult
 from fulltilt.words import in_bytes, many
 

@@ -19,10 +19,9 @@ import torch
 
 from fulltilt import knobs
 from fulltilt.bench.device import choose_device
-from fulltilt.cluster.assembly import assemble
 from fulltilt.model.fuse import ROUNDING
+from fulltilt.observe.metrics import Number
 from fulltilt.proofs.cases import REFUSED, ProofCase, all_cases
-from fulltilt.proofs.measure import Number
 from fulltilt.proofs.setup import ORIGIN, ProofSetup, StepKey, StepKind, step_key
 from fulltilt.proofs.step import watched_step
 from fulltilt.records import UserError
@@ -114,8 +113,8 @@ class ProofRunner:
         self._on_cuda = setup.device.type == "cuda"
         self._evidence: dict[StepKey, StepEvidence] = {}
         self._readers: dict[StepKey, list[ProofCase]] = {}  # those that still need the step
-        for case in filter(self._can_run, cases):
-            for step in case.steps:
+        for case in cases:
+            for step in case.steps if self._can_run(case) else ():
                 self._readers.setdefault(step, []).append(case)
         self._spreads: dict[StepKind, dict[str, float]] = {}  # what re-runs differ by, for each role
 
@@ -140,11 +139,10 @@ class ProofRunner:
         """A setting that has no effect on a CPU must be refused there."""
         if case.needs_cuda != REFUSED:
             return result(case, None, case.needs_cuda or "")
-        try:
-            assemble(self.setup.config(case.steps[1])).close()
-        except UserError as refusal:
-            return result(case, None, one_line(refusal))
-        return result(case, False, "a run on a CPU accepts the setting, although it has no effect there")
+        on = self.evidence(case.steps[1])
+        if not on.refused:
+            return result(case, False, on.failure or "a run on a CPU accepts the setting, although it has no effect there")
+        return result(case, None, on.failure or "")
 
     def _judge(self, case: ProofCase) -> ProofResult:
         off, on = (self.evidence(step) for step in case.steps)
