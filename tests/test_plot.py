@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def test_a_picture(tmp_path: Path) -> None:
     assert two_panels.std() > 0 and two_panels.shape[0] == 2 * imread(one_panel).shape[0]
 
 
-@pytest.mark.skipif(plot.can_draw(), reason="matplotlib is installed: its absence cannot be shown")
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed: its absence cannot be shown")
 def test_without_matplotlib_there_are_numbers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'pip install "fulltilt\[plot\]".*--out .*a\.json'):
         plot.files(tmp_path / "a.png")

@@ -232,7 +232,8 @@ class Trackio(Logger):
             raise UserError(f"log.to: trackio already logs to {TRACKIO_DIR} in this process. Use one process per run, or set TRACKIO_DIR")
         self.has = self._forget(opening) if opening.known else NOTHING
         self._table = trackio.Table
-        with _no_output():
+        # Standard output belongs to `--json`. The thread that started the logger waits meanwhile.
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run = trackio.init(
                 opening.project, opening.name, config=dict(opening.settings), resume="allow" if opening.known else "never",
                 embed=False, auto_log_gpu=False, auto_log_cpu=False,
@@ -263,13 +264,8 @@ class Trackio(Logger):
         self._run.log({name: self._table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def close(self, finished: bool) -> None:
-        with _no_output():
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
-
-
-def _no_output() -> contextlib.redirect_stdout[io.StringIO]:
-    """Nothing on standard output, which belongs to `--json`. The thread that started the logger waits meanwhile."""
-    return contextlib.redirect_stdout(io.StringIO())
 
 
 KINDS: Mapping[str, type[TensorBoard | Wandb | MLflow | Trackio]] = {

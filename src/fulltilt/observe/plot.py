@@ -126,15 +126,11 @@ def files(out: Path) -> tuple[Path | None, Path]:
     if out.suffix not in (".png", ".json"):
         raise UserError(f"--out {out}: give a name that ends in .png, or in .json for the numbers alone")
     numbers = out.with_suffix(".json")
-    if out.suffix == ".png" and not can_draw():
+    if out.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f'--out {out}: a PNG needs matplotlib. Install it (pip install "fulltilt[plot]"), or write the numbers alone: --out {numbers}'
         )
     return (out if out.suffix == ".png" else None), numbers
-
-
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write(

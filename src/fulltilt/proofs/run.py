@@ -11,7 +11,7 @@ import difflib
 import gc
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import torch
 
 from fulltilt import knobs
 from fulltilt.bench.device import choose_device
+from fulltilt.bench.report import Say
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.observe.metrics import Number
 from fulltilt.proofs.cases import REFUSED, ProofCase, all_cases
@@ -26,7 +27,6 @@ from fulltilt.proofs.setup import ORIGIN, ProofSetup, StepKey, StepKind, step_ke
 from fulltilt.proofs.step import watched_step
 from fulltilt.records import UserError
 
-Say = Callable[[str], None]
 OUTPUT_TOLERANCE = 1e-6  # outputs are float32; relative to their norm
 TIMES_SPREAD = 4  # on CUDA a difference may be this many times what re-runs of a step differ by
 ROLES = {"ppo": ("actor", "critic", "ref", "reward_model"), "sft": ("actor",), "rollout": ("actor", "reward_model")}

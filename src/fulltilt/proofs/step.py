@@ -44,10 +44,6 @@ class ModelPass:
     tokens: int  # pads included
     samples: int
 
-    @property
-    def pad_tokens(self) -> int:
-        return self.tokens - (len(self.micro.ids) - self.micro.pad_tokens)
-
 
 @dataclass(eq=False)
 class WatchedStep:
