@@ -56,9 +56,7 @@ MICRO_BATCHES = of_passes("micro-batches", "micro-batches", len)
 MOST_TOKENS = of_passes("most tokens in a micro-batch", "tokens", lambda passes: max(seen.tokens for seen in passes))
 MOST_SAMPLES = of_passes("most samples in a micro-batch", "samples", lambda passes: max(seen.samples for seen in passes))
 SAMPLE_COUNTS = of_passes("different numbers of samples in micro-batches", "samples", lambda passes: len({seen.samples for seen in passes}))
-PAD_TOKENS = of_passes(
-    "pad tokens computed", "tokens", lambda passes: sum(seen.tokens - len(seen.micro.ids) + seen.micro.pad_tokens for seen in passes)
-)
+PAD_TOKENS = of_passes("pad tokens computed", "tokens", lambda passes: sum(seen.pad_tokens for seen in passes))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------------------
@@ -69,6 +67,11 @@ def held(kind: str, phase: str) -> Measurement:
     name = {"parameters": "parameters", "optimizer": "optimizer states", "kv": "KV cache"}[kind]
     metric = f"memory_gib/{TIMING_NAMES[phase]}/{kind}"
     return Measurement(f"{name} on the device, {phase}", "bytes", lambda step, role: round(step.metrics[metric] * 2**30))
+
+
+def count_gradients(step: WatchedStep, role: str) -> int:
+    """Bytes of the role's gradients after the step, when no update is being made."""
+    return sum(gradient.nbytes for gradient in gradients_of(step.models()[role]))
 
 
 def count_activations(step: WatchedStep, role: str) -> int:
@@ -91,11 +94,7 @@ def count_between_passes(step: WatchedStep, role: str) -> int:
     return left
 
 
-GRADIENTS = Measurement(
-    "gradients on the device, outside the update",
-    "bytes",
-    lambda step, role: sum(each.nbytes for each in gradients_of(step.models()[role])),
-)
+GRADIENTS = Measurement("gradients on the device, outside the update", "bytes", count_gradients)
 ACTIVATIONS = Measurement("activations kept for the backward pass", "bytes", count_activations)
 BETWEEN_PASSES = Measurement("activations on the device between forward and backward", "bytes", count_between_passes)
 
