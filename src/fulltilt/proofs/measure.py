@@ -56,7 +56,9 @@ MICRO_BATCHES = of_passes("micro-batches", "micro-batches", len)
 MOST_TOKENS = of_passes("most tokens in a micro-batch", "tokens", lambda passes: max(seen.tokens for seen in passes))
 MOST_SAMPLES = of_passes("most samples in a micro-batch", "samples", lambda passes: max(seen.samples for seen in passes))
 SAMPLE_COUNTS = of_passes("different numbers of samples in micro-batches", "samples", lambda passes: len({seen.samples for seen in passes}))
-PAD_TOKENS = of_passes("pad tokens computed", "tokens", lambda passes: sum(seen.pad_tokens for seen in passes))
+PAD_TOKENS = of_passes(
+    "pad tokens computed", "tokens", lambda passes: sum(seen.tokens - len(seen.micro.ids) + seen.micro.pad_tokens for seen in passes)
+)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------------------
