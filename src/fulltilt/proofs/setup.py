@@ -8,22 +8,21 @@ to bfloat16 would now and then draw another token.
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
 from fulltilt.algo import presets
 from fulltilt.cluster.sizes import free_bytes
 from fulltilt.config import Config, toml_value
+from fulltilt.demo import save_tokenizer, write_lines
 
 StepKind = Literal["ppo", "sft", "rollout"]  # all four roles on given samples; the actor alone on SFT rows; sampling and an update
 Settings = Mapping[str, Any]  # dotted key -> value
@@ -73,9 +72,9 @@ class ProofSetup:
         random = np.random.default_rng(0)
         for name, count, lengths in (("ppo", PROMPTS, self.prompt), ("rollout", ROLLOUT_PROMPTS, ROLLOUT_LENGTHS)):
             rows = [{"prompt": digits(random, size), "ground_truth": ""} for size in spread_evenly(lengths, count)]
-            write_rows(folder / f"{name}.jsonl", rows)
+            write_lines(folder / f"{name}.jsonl", rows)
         pairs = zip(*(spread_evenly(lengths, PROMPTS * SAMPLES) for lengths in (self.prompt, self.response)), strict=True)
-        write_rows(folder / "sft.jsonl", [{"prompt": digits(random, one), "response": digits(random, other)} for one, other in pairs])
+        write_lines(folder / "sft.jsonl", [{"prompt": digits(random, one), "response": digits(random, other)} for one, other in pairs])
 
     @property
     def longest(self) -> int:
@@ -131,20 +130,11 @@ class ProofSetup:
         return {**common, **own[kind]}
 
 
-def save_tokenizer(folder: Path) -> None:
-    """One token per digit."""
-    tokens = ["<s>", "</s>", "<unk>", *DIGITS]
-    inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
-
-
 def make_model(shape: Qwen2Config, folder: Path, *, scalar: bool = False) -> None:
     """A language model, or with `scalar` the reward model, which the critic starts from too."""
     torch.manual_seed(1 if scalar else 0)
     (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(shape).save_pretrained(folder)
-    save_tokenizer(folder)
+    save_tokenizer(folder, DIGITS, begins=False)
 
 
 def spread_evenly(lengths: tuple[int, int], count: int) -> list[int]:
@@ -155,7 +145,3 @@ def spread_evenly(lengths: tuple[int, int], count: int) -> list[int]:
 
 def digits(random: np.random.Generator, count: int) -> str:
     return "".join(DIGITS[place] for place in random.integers(0, len(DIGITS), count))
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
