@@ -568,7 +568,7 @@ class Told(Stuck):
 
 def test_a_run_that_was_stopped_is_not_called_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told, validate = Told(), Run._validate
-    monkeypatch.setitem(loggers.KINDS, "tensorboard", loggers.LoggerKind(lambda opening: told, ()))  # type: ignore[misc]
+    monkeypatch.setitem(loggers.KINDS, "tensorboard", lambda opening: told)  # type: ignore[misc]
 
     def stop_once(run: Run, step: int) -> dict[str, float]:
         if step == 1:

@@ -429,7 +429,7 @@ def prove(
         except KeyboardInterrupt as interrupt:  # show what was found so far
             stopped = interrupt
     if as_json:
-        print(json.dumps([record.as_json() for record in records], indent=1))
+        print(json.dumps([asdict(record) for record in records], indent=1))
     else:
         show(records)
     if stopped is not None:

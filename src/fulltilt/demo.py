@@ -170,23 +170,32 @@ def sloppy_sums(pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
 
 def make_model(folder: Path) -> None:
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    tokens = ["<s>", "</s>", "<unk>", *"0123456789+="]
-    inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    vocabulary = save_tokenizer(folder, "0123456789+=", begins=True)
     torch.manual_seed(0)
     shape = LlamaConfig(
-        vocab_size=len(tokens), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=vocabulary, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
     )  # fmt: skip
     LlamaForCausalLM(shape).save_pretrained(folder)
+
+
+def save_tokenizer(folder: Path, characters: str, *, begins: bool) -> int:
+    """One token per character. `begins`: every text begins with <s>. Returns the number of tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = ["<s>", "</s>", "<unk>", *characters]
+    inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    if begins:
+        inner.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
+    return len(tokens)
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
