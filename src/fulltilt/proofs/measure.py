@@ -83,7 +83,7 @@ def count_between_passes(step: WatchedStep, role: str) -> int:
 
 
 @contextlib.contextmanager
-def gradients_dropped(trainer: Trainer[Any]) -> Iterator[None]:
+def gradients_dropped(trainer: Trainer) -> Iterator[None]:
     """Around a backward pass whose gradients are used by no update."""
     trainer.optimizer.prepare()
     try:
