@@ -33,7 +33,7 @@ from fulltilt.observe.loggers import open_loggers
 from fulltilt.proofs.setup import DIGITS, FIRST_DIGIT, spread_evenly
 from fulltilt.records import Group, MicroBatch, Prompt, Sample
 from fulltilt.rollout.engines.native import NativeEngine
-from fulltilt.rollout.stats import Recorder, SeenPass
+from fulltilt.rollout.stats import EngineStats, Recorder
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.trainer import Trainer
 
@@ -164,7 +164,7 @@ def keep_outputs(step: WatchedStep, role: str, own: Callable[[MicroBatch], Any],
     return outputs
 
 
-def keep_gradients(step: WatchedStep, role: str, trainer: Trainer[Any], own: Callable[[], Any]) -> Any:
+def keep_gradients(step: WatchedStep, role: str, trainer: Trainer, own: Callable[[], Any]) -> Any:
     """The gradients of an optimizer step, before it clips and drops them."""
     kept = step.results.setdefault(role, {})
     for name, parameter in trainer.role.model.named_parameters():  # type: ignore[attr-defined]
@@ -185,12 +185,12 @@ class WatchedRecorder(Recorder):
         self._begun: set[Any] = set()  # samples that have drawn a token
         super().__init__()
 
-    def add(self, seen: SeenPass) -> None:
+    def add_pass(self, seen: EngineStats, begin: float, end: float, drawing: Sequence[Any], drawn: int) -> None:
         if self._step.recording:
-            begun = sum(not sample.finished for sample in self._begun)
+            begun = sum(not sample.finish for sample in self._begun)
             self._step.engine_passes.append(EnginePass(seen.prefill_tokens, seen.decode_tokens, begun))
-        self._begun.update(seen.drawing)
-        super().add(seen)
+        self._begun.update(drawing)
+        super().add_pass(seen, begin, end, drawing, drawn)
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
         super().report(say, 0.0)
@@ -209,8 +209,8 @@ def watch_engine(step: WatchedStep, console: Console, responses: tuple[int, int]
 def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, int]) -> Iterator[Group]:
     """Samples of random digits from fixed seeds, which no model has drawn."""
     lengths = iter(spread_evenly(responses, len(prompts) * samples))
-    for prompt in prompts:
-        yield Group(prompt, tuple(given_sample(prompt, index, next(lengths)) for index in range(samples)))
+    for place, prompt in enumerate(prompts):
+        yield Group(prompt, tuple(given_sample(prompt, index, next(lengths)) for index in range(samples)), place)
 
 
 def given_sample(prompt: Prompt, index: int, tokens: int) -> Sample:
