@@ -164,7 +164,7 @@ class TestEveryKnownFamily:
         drawn = []
         for model in (fused, plain):
             engine = NativeEngine(EngineContext(model, models.tokenizer(), ends, verify(model), limits))
-            groups = collect(engine, prompts, Sampling(samples=1, max_new_tokens=10, temperature=0.0), 5, lambda group: None)
+            groups = collect(engine.generate, prompts, Sampling(samples=1, max_new_tokens=10, temperature=0.0), 5, lambda group: None)
             drawn.append([sample.ids.tolist() for group in groups for sample in group.samples])
             for group in groups:
                 for sample in group.samples:

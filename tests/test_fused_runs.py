@@ -143,8 +143,9 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
         assert [check_fused(body).joined for body in bodies] == [4, 4, 4, 4]
         layer = parts.worker.actor.model.base_model.layers[0].self_attn
         assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.v_proj.weight.untyped_storage().data_ptr()
-        masters = {id(master) for master in parts.worker.trainers["actor"].optimizer._masters.values()}
-        assert {id(parameter) for parameter in parts.worker.actor.model.parameters()} == masters
+        optimizer = parts.worker.trainers["actor"].optimizer
+        assert {id(parameter) for parameter in parts.worker.actor.model.parameters()} == {id(own) for own in optimizer._parameters.values()}
+        assert not any(name.startswith("master/") for name in optimizer.tensors())
         assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.runner.model is parts.worker.actor.model
 
 
@@ -461,7 +462,7 @@ def make_engine(folder: Path, dtype: str = "float32") -> NativeEngine:
 
 def sampled(engine: NativeEngine) -> list[list[int]]:
     prompts = [gpu_memory.Prompt(uid=uid, ids=torch.arange(5, 9 + 7 * uid).numpy(), text="") for uid in range(4)]
-    groups = collect(engine, prompts, Sampling(samples=3, max_new_tokens=12), 3, lambda group: None)
+    groups = collect(engine.generate, prompts, Sampling(samples=3, max_new_tokens=12), 3, lambda group: None)
     return [sample.ids.tolist() for group in groups for sample in group.samples]
 
 
@@ -469,23 +470,21 @@ def sampled(engine: NativeEngine) -> list[list[int]]:
 def test_the_cache_is_one_piece_that_goes_when_it_is_given_back(model_folders: ModelFolders, dtype: str) -> None:
     engine = make_engine(model_folders("llama"), dtype)
     sampled(engine)
-    keys, values = engine.runner.caches
-    caches = [*keys, *values]
+    caches = [*engine.runner.keys, *engine.runner.values]
     assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
     assert all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in caches)
     for number, cache in enumerate(caches):
         cache.fill_(number)
     assert [float(cache.float().mean()) for cache in caches] == [0, 1, 2, 3]  # none lies in another
     gone = [weakref.ref(cache) for cache in caches]
-    del keys, values, caches, cache
+    del caches, cache
     engine.release()  # the decoder has been handed the caches too
     gc.collect()
     assert [each() for each in gone] == [None] * 4
     odd = runner_file.Runner(engine.runner.model, {layer: LayerShape(1, 3, None) for layer in range(2)}, blocks=5, block_tokens=1)
     odd.acquire()
-    assert [cache.data_ptr() % 16 for caches in odd.caches for cache in caches] == [
-        0
-    ] * 4 and odd.held_bytes == 60 * odd.model.dtype.itemsize
+    assert [cache.data_ptr() % 16 for cache in (*odd.keys, *odd.values)] == [0] * 4
+    assert odd.held_bytes == 60 * odd.model.dtype.itemsize
 
 
 def test_what_lies_in_the_memory_does_not_matter(model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def roll(model: PreTrainedModel, folder: Path, temperature: float) -> tuple[Grou
     engine = NativeEngine(
         EngineContext(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), LIMITS)
     )
-    return collect(engine, PROMPTS, Sampling(samples=2, max_new_tokens=14, temperature=temperature), 5, lambda group: None)
+    return collect(engine.generate, PROMPTS, Sampling(samples=2, max_new_tokens=14, temperature=temperature), 5, lambda group: None)
 
 
 def greedy(model: torch.nn.Module) -> list[list[int]]:

@@ -36,6 +36,7 @@ from fulltilt.memory.offload import (
     Residence,
     States,
     absent,
+    aligned,
     host_memory,
     why_not,
     why_not_params,
@@ -50,7 +51,7 @@ from fulltilt.model.verify import packed_logprobs
 from fulltilt.plan import STREAMED
 from fulltilt.records import Row, UserError
 from fulltilt.schema import ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer, learning_rate, optimizer_bytes
+from fulltilt.train.optim import Optimizer, learning_rate
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
 
@@ -230,20 +231,19 @@ def held(optimizer: Optimizer) -> int:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_states_exist_once_and_the_plan_knows_their_bytes(name: str) -> None:
+def test_states_exist_once_and_take_no_more_bytes_than_they_must(name: str) -> None:
     offload = SETTINGS[name]
-    planned = optimizer_bytes(Odd(torch.bfloat16, torch.device("meta")), offload)
     model = Odd(torch.bfloat16)
     optimizer = Optimizer(model, TrainConfig(), 1, offload=offload)
     optimizer.prepare()
-    assert held(optimizer) == planned.device + planned.host
-    wide = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad"))
-    assert planned.gradients == wide + model.matrix.main_grad.untyped_storage().nbytes()  # type: ignore[union-attr]
-    low = sum(p.numel() for p in model.parameters() if hasattr(p, "main_grad"))
-    most = 12 * low + 2 * wide + 3 * ALIGN * len(list(model.parameters()))
-    assert 12 * low + 2 * wide <= (planned.host if offload.optimizer else planned.device) < most
+    low = [aligned(4 * p.numel()) for p in model.parameters() if hasattr(p, "main_grad")]
+    wide = [aligned(4 * p.numel()) for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
+    assert len(low) == 5 and model.matrix.main_grad.untyped_storage().nbytes() == sum(low)  # type: ignore[union-attr]
+    states = 3 * sum(low) + 2 * sum(wide)
     if offload.optimizer:
-        assert planned.device <= offload.buckets * offload.bucket_bytes
+        assert 0 < held(optimizer) - states <= min(states, offload.buckets * offload.bucket_bytes)
+    else:
+        assert held(optimizer) == states
     homes = {memory.data_ptr() for memory in optimizer.memory()}
     kept = {key: tensor for key, tensor in optimizer.tensors().items() if not key.startswith("step/")}
     assert {tensor.untyped_storage().data_ptr() for tensor in kept.values()} <= homes
@@ -275,7 +275,7 @@ def batch_of(count: int, seed: int = 0, longest: int = 40, vocabulary: int = mod
     random = np.random.default_rng(seed)
     documents = [random.integers(3, vocabulary, int(random.integers(4, longest))) for _ in range(count)]
     rows = [Row(ids=document, mask=np.arange(len(document)) >= 2) for document in documents]
-    return minibatch(rows, "token-mean", 1, MicroSizing(True, 60))
+    return minibatch(rows, "token-mean", 1, MicroSizing(60))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -688,22 +688,19 @@ def test_the_device_gets_the_bytes_of_parameters_back() -> None:
 @pytest.mark.parametrize("on_host", [False, True], ids=["states on device", "states on host"])
 def test_the_device_gets_the_bytes_of_gradients_and_states_back(on_host: bool) -> None:
     model, offload = larger_model(), OffloadSetting(optimizer=on_host, grads=True, bucket_bytes=6 << 20)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    planned, before = optimizer_bytes(model, offload), allocated()
+    gradients = sum(aligned(4 * parameter.numel()) for parameter in model.parameters())
+    before = allocated()
     optimizer = Optimizer(model, TrainConfig(), 4, offload=offload)
-    assert abs(allocated() - before - planned.device) < SCALARS
-    assert abs(planned.device - (18 << 20 if on_host else 12 * parameters)) < 1 << 20
-    assert abs(planned.host - (12 * parameters if on_host else 0)) < 1 << 20
+    assert abs(allocated() - before - (18 << 20 if on_host else 3 * gradients)) < SCALARS
     pinned = [memory for memory in optimizer.memory() if not memory.is_cuda]
-    assert sum(memory.nbytes for memory in pinned) == planned.host and all(memory.is_pinned() for memory in pinned)
+    assert sum(memory.nbytes for memory in pinned) == (3 * gradients if on_host else 0) and all(memory.is_pinned() for memory in pinned)
     trainer = Trainer(Policy("actor", model, 1.0, optimizer), sft_loss)
     for _ in range(2):
         trainer.accumulate(batch_of(3))
         with_gradients = allocated()
         trainer.apply()
         # What passes leave for good (workspaces of matrix products) is in both numbers.
-        assert abs(with_gradients - allocated() - planned.gradients) < SCALARS
-        assert abs(planned.gradients - 4 * parameters) < 1 << 20
+        assert abs(with_gradients - allocated() - gradients) < SCALARS
 
 
 @pytest.mark.gpu

@@ -227,7 +227,7 @@ LOST: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "recompute": ("keep_less", lambda model, settings: None, "train.recompute", "sft"),
     "the head's options": ("head_options", lambda settings: HeadOptions(), "train.fused_head", "ref"),
     "chunks of the entropy": ("head_options", without(assembly.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
-    "a fixed micro-batch": ("sizing", without(sizes.sizing, dynamic=True, token_budget=8192), "critic.micro_batch", "critic"),
+    "a fixed micro-batch": ("sizing", without(sizes.sizing, micro_batch=None, token_budget=8192), "critic.micro_batch", "critic"),
     "a budget": ("sizing", without(sizes.sizing, token_budget=8192), "actor.token_budget", "sft"),
     "packing": ("sizing", without(sizes.sizing, packing=True), "train.packing", "sft"),
     "sharing": ("limits", without(sizes.limits, prefix_sharing=True), "rollout.prefix_sharing", "rollout"),

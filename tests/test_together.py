@@ -67,7 +67,7 @@ def one_update() -> MiniBatch:
         numbers = [random.normal(size=length).astype(np.float32) for _ in range(2)]
         mask = np.arange(length) >= 4
         rows.append(Row(random.integers(3, 90, length), mask, rollout_logprobs=numbers[0] - 4, advantages=numbers[1]))
-    return minibatch(rows, "token-mean", 1, MicroSizing(dynamic=True, token_budget=100))
+    return minibatch(rows, "token-mean", 1, MicroSizing(token_budget=100))
 
 
 def with_bonus() -> Any:
@@ -211,11 +211,11 @@ def test_only_passes_over_packed_documents_are_compiled(model_folders: ModelFold
     model = model_of(model_folders("qwen2"))
     engine = NativeEngine(EngineContext(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(60, 4, 8, 64)))
     sampling, prompt = Sampling(samples=2, max_new_tokens=8), Prompt(0, np.array([3, 4, 5]), "")
-    own = collect(engine, [prompt], sampling, 0, lambda group: None)
+    own = collect(engine.generate, [prompt], sampling, 0, lambda group: None)
     compile_and_compare(model)
     assert ran
     ran.clear()
-    assert_equal_samples(collect(engine, [prompt], sampling, 0, lambda group: None), own)
+    assert_equal_samples(collect(engine.generate, [prompt], sampling, 0, lambda group: None), own)
     assert not ran
     with torch.no_grad():
         run_packed(model, random_documents(model))

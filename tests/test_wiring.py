@@ -33,7 +33,7 @@ from fulltilt.cluster import assembly, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.loop.experience import make_rows
+from fulltilt.loop.experience import make_rows, training_sampling
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
 from fulltilt.model.scalar import ScalarModel
@@ -42,7 +42,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
-from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.schema import Config, keys
 from fulltilt.train.checkpoint import CheckpointStore
@@ -364,6 +364,24 @@ def test_the_revision_of_a_hub_name_is_the_one_loaded(tmp_path: Path, monkeypatc
     trained, started = runs.parameters(runs.checkpoints(folder)[1]), AutoModelForCausalLM.from_pretrained(model).state_dict()
     for name, values in trained.items():
         torch.testing.assert_close(values, started[name], rtol=0, atol=1e-6)
+
+
+# -- the rollout ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_that_breaks_gives_the_cache_back(folder: Path) -> None:
+    config = runs.read_config(folder, *ON_POLICY)
+    with parts_of(folder, config) as parts:
+        engine, held = parts.worker.engine, list[int]()
+        assert isinstance(engine, NativeEngine)
+
+        def broken(group: Group) -> None:
+            held.append(engine.runner.held_bytes)
+            raise RuntimeError("the reward is gone")
+
+        with pytest.raises(RuntimeError, match="the reward is gone"):
+            collect(parts.worker.generate, parts.train_data.prompts[:4], training_sampling(config), 0, broken)
+        assert len(held) == 1 and held[0] > 0 == engine.runner.held_bytes
 
 
 # -- the update -------------------------------------------------------------------------------------------------------------------------

@@ -34,8 +34,8 @@ def shortened(text: str, most: int) -> str:
 
 def in_bytes(count: float) -> str:
     """Example: `512 B`, `1.5 MiB`, `80.0 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"

@@ -91,7 +91,7 @@ def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
 
 def sizing(config: Config, role: str, budget: int) -> MicroSizing:
     section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig = getattr(config, role)
-    return MicroSizing(section.dynamic_batch, budget, section.micro_batch, packing=given_settings(config, role)["packing"])
+    return MicroSizing(budget, section.micro_batch, packing=given_settings(config, role)["packing"])
 
 
 def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int) -> EngineLimits:

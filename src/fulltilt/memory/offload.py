@@ -287,7 +287,7 @@ class Part:
 
 class Layout:
     """Placement of entries: one memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind
-    fills the beginning of its memory. A bucket is the same range of each memory. Allocates nothing: a plan can use it without weights."""
+    fills the beginning of its memory. A bucket is the same range of each memory."""
 
     def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None = None) -> None:
         """`bucket_bytes`: for all kinds together; None: one bucket for everything."""
@@ -304,10 +304,6 @@ class Layout:
         wanted = end if bucket_bytes is None else bucket_bytes // max(1, len(self.kinds)) // ALIGN * ALIGN
         self.width = min(max(wanted, ALIGN), end)  # bytes of a bucket in each kind's memory
         self.count = -(-end // self.width) if end else 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.extents.values())
 
     def stretch(self, number: int, kind: str) -> slice:
         """The bucket's range in the kind's memory."""
