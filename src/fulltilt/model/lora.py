@@ -23,8 +23,9 @@ from transformers.pytorch_utils import Conv1D
 
 from fulltilt.config import LoraConfig, ModelConfig
 from fulltilt.model import experts
-from fulltilt.model.load import export, first_line
+from fulltilt.model.load import export
 from fulltilt.records import UserError
+from fulltilt.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
