@@ -140,8 +140,9 @@ def test_what_is_offloaded_leaves_the_device(device: str, model_folders: ModelFo
     here, parameters, buffers = account.held(), nbytes(model.parameters()), nbytes(model.buffers())
     residence.to_host()
     away = account.held()
-    with residence.needed():
-        assert account.held() == here
+    residence.to_device()
+    assert account.held() == here
+    residence.to_host()
     assert account.held() == away
     assert here.device["parameters"] - away.device["parameters"] == parameters
     states = sum(3 * aligned(4 * parameter.numel()) for parameter in model.parameters())  # a master and two moments

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 import fulltilt.model.attention as attention
 from fulltilt.kernels import dispatch
 from fulltilt.kernels.packed_backward import TILE, packed_backward, parts_of
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model.attention import Packed, Scoring, flash, packed
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed
 from fulltilt.schema import ModelConfig
+from fulltilt.shape import Recompute
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

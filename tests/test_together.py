@@ -22,7 +22,7 @@ from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import offload_activations, saved_bytes
 from fulltilt.memory.offload import Residence
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import compiled, lora
 from fulltilt.model.compiled import MARK, WrongCompile, compile_and_compare, restore
 from fulltilt.model.fuse import check_fused, fuse_and_compare
@@ -34,6 +34,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from fulltilt.shape import Recompute
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

@@ -42,7 +42,7 @@ from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
@@ -59,6 +59,7 @@ from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.schema import Config, TrainConfig, uses_reward_model
+from fulltilt.shape import Recompute
 from fulltilt.train.checkpoint import Checkpoint
 from fulltilt.train.optim import Optimizer, restore_parameters
 from fulltilt.train.roles import Critic, Policy, Role, Scorer

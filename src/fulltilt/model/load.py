@@ -20,6 +20,7 @@ from transformers.utils import logging as transformers_logging
 from fulltilt.model import attention, experts
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
+from fulltilt.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -165,8 +166,3 @@ def context_limit(config: PretrainedConfig) -> int | None:
 
 def architecture(source: str, options: dict[str, Any]) -> str:
     return ", ".join(AutoConfig.from_pretrained(source, **options).architectures or ["unnamed"])
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__

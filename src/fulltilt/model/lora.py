@@ -22,9 +22,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulltilt.model import experts
-from fulltilt.model.load import export, first_line
+from fulltilt.model.load import export
 from fulltilt.records import UserError
 from fulltilt.schema import LoraConfig, ModelConfig
+from fulltilt.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -34,10 +34,10 @@ from fulltilt.model.attention import Decode
 from fulltilt.model.experts import used_by_a_token, why_not_captured
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
-from fulltilt.model.load import first_line
 from fulltilt.records import UserError
 from fulltilt.rollout.engine import EngineContext
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.words import first_line
 
 SHORTEST = 4  # fewest steps before the host looks at the results
 # Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the steps before.
