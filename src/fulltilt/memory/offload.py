@@ -35,7 +35,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.model.fuse import fuse, is_fused
 from fulltilt.records import UserError
 
 ALIGN = 256  # bytes: alignment of tensors in one memory, and of buckets
@@ -161,13 +160,11 @@ def aligned(count: int) -> int:
 class Residence:
     """Moves the parameters of a role's model, which are on the device at first.
 
-    `learns`: they change on the device, so they are copied out whenever they leave. Fused layers are joined again when the model comes
-    back, since its addresses are new. Running a model that is away fails at once.
+    `learns`: they change on the device, so they are copied out whenever they leave. Running a model that is away fails at once.
     """
 
     def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
         self.role, self.learns, self.on_device = role, learns, True
-        self._model = model
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in model.parameters() if tensor.numel()}
         assert all(storage.resizable() for storage in storages.values()), "a parameter is in memory that cannot be given back"
         self.device = next(model.parameters()).device
@@ -222,7 +219,6 @@ class Residence:
             raise
         self._arrived = self._in.copy(zip(self._device_flats, self._host_flats, strict=True), [now(self.device), self._left])
         self.on_device = True
-        join_again(self._model)
 
     def to_device(self) -> None:
         """Have the parameters on the device for all computation from here on."""
@@ -245,13 +241,6 @@ class Residence:
 def bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The transformer inside a model with any head."""
     return next(([module.base_model] for module in model.modules() if isinstance(module, PreTrainedModel)), [])
-
-
-def join_again(model: torch.nn.Module) -> None:
-    """Tell fused layers the new addresses of their joined weights, which are still slices of one storage."""
-    for body in bodies(model):
-        if is_fused(body):
-            fuse(body)
 
 
 def absent(tensor: torch.Tensor) -> bool:

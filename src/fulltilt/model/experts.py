@@ -8,7 +8,7 @@ are sorted by expert and counted on the device, once per layer, and torch multip
 and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel, sums are in float32 and the host waits for
 nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
 
-An adapter on a stack of weights (`run_adapter`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
+An adapter on a stack of weights (`ADAPTERS`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
 pass creates a tensor of its size, and in bfloat16 no change is lost because it is too small for the weight.
 
 Routers and their gradients, which come through the weights of the choices, are the model's own. The load-balancing loss belongs to
@@ -19,19 +19,20 @@ transformers' own language-model head, which training here does not use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from fulltilt.kernels.gated import gated
 
 NAME = "fulltilt"
-ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: parameter name -> function that returns its adapter
+# Attribute of a module with adapters: parameter name -> function that returns its adapter, or None to add nothing; called in every pass.
+ADAPTERS = "_fulltilt_adapters"
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
 ALIGNED = 16  # rows must be a multiple of this many bytes in that call
 MOST_EXPERTS = 1023  # limit of that call on CUDA
@@ -98,7 +99,7 @@ def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.T
 def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
     if not module.has_gate:
         return module.act_fn(inner)
-    plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) is torch.nn.SiLU
+    plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in (torch.nn.SiLU, SiLUActivation)
     return gated(inner) if plain else module._apply_gate(inner)
 
 
@@ -137,13 +138,6 @@ def why_one_by_one(weights: torch.Tensor) -> str | None:
 def takes_adapter(module: torch.nn.Module, name: str) -> bool:
     """Whether an adapter on this parameter of the module can run through `run_experts`."""
     return has_interface(module) and name in projections(module)
-
-
-def run_adapter(module: torch.nn.Module, name: str, read: Callable[[], LowRank | None]) -> None:
-    """Let `run_experts` add the adapter that `read` returns to products with the parameter. `read` is called in every pass; None adds
-    nothing."""
-    assert takes_adapter(module, name)
-    setattr(module, ADAPTERS, {**getattr(module, ADAPTERS, {}), name: read})
 
 
 def runs_here(module: Any) -> bool:
