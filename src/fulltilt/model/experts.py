@@ -31,8 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_
 from fulltilt.kernels.gated import gated
 
 NAME = "fulltilt"
-# Attribute of a module with adapters: parameter name -> function that returns its adapter, or None to add nothing; called in every pass.
-ADAPTERS = "_fulltilt_adapters"
+ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: parameter name -> the layer of peft that holds its adapter
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
 ALIGNED = 16  # rows must be a multiple of this many bytes in that call
 MOST_EXPERTS = 1023  # limit of that call on CUDA
@@ -55,15 +54,6 @@ class Route:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         numbers = torch.arange(count, dtype=torch.int16, device=order.device)
         return Route(experts, order, places, torch.searchsorted(experts, numbers, right=True, out_int32=True))
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """An adapter of a stack of weights [experts, in, out], which adds scale * inward @ outward."""
-
-    inward: torch.Tensor  # [experts, in, rank]
-    outward: torch.Tensor  # [experts, rank, out]
-    scale: float
 
 
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -89,10 +79,12 @@ def projections(module: Any) -> tuple[str, str]:
 def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.Tensor:
     weight = getattr(module, name)
     out = grouped_product(rows, weight if module.is_transposed else weight.transpose(1, 2), route.ends)
-    read = getattr(module, ADAPTERS, {}).get(name)
-    adapter = read() if read else None
-    if adapter is not None:
-        out = torch.add(out, adapter_product(rows, adapter, route.ends), alpha=adapter.scale)
+    adapter = getattr(module, ADAPTERS, {}).get(name)
+    if adapter is not None and not (adapter.disable_adapters or adapter.merged):
+        inward, outward, scale = adapter.get_delta_factors(*adapter.active_adapters)
+        if not module.is_transposed:
+            inward, outward = outward.transpose(1, 2), inward.transpose(1, 2)
+        out = torch.add(out, adapter_product(rows, inward, outward, route.ends), alpha=scale)
     return out + getattr(module, f"{name}_bias")[route.experts.long()] if module.has_bias else out
 
 
@@ -111,10 +103,9 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     return torch.cat([group @ weight for group, weight in zip(rows.split(counts), weights, strict=True)])
 
 
-def adapter_product(rows: torch.Tensor, adapter: LowRank, ends: torch.Tensor) -> torch.Tensor:
-    """rows @ inward @ outward. Ranks that torch's call does not accept are padded with zeros."""
-    missing = -adapter.inward.shape[-1] % (ALIGNED // adapter.inward.itemsize)
-    inward, outward = adapter.inward, adapter.outward
+def adapter_product(rows: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """rows @ inward [experts, in, rank] @ outward [experts, rank, out]. Ranks that torch's call does not accept are padded with zeros."""
+    missing = -inward.shape[-1] % (ALIGNED // inward.itemsize)
     if missing:
         inward, outward = F.pad(inward, (0, missing)), F.pad(outward, (0, 0, 0, missing))
     return grouped_product(grouped_product(rows, inward, ends), outward.contiguous(), ends)

@@ -127,17 +127,8 @@ def run_with_experts(model: torch.nn.Module) -> None:
     for _, layer in adapted(model):
         module, name = layer.get_base_layer(), target_of(layer)
         if experts.takes_adapter(module, name):
-            setattr(module, experts.ADAPTERS, {**getattr(module, experts.ADAPTERS, {}), name: MethodType(low_rank, layer)})
+            setattr(module, experts.ADAPTERS, {**getattr(module, experts.ADAPTERS, {}), name: layer})
             layer.forward = MethodType(pass_through, layer)
-
-
-def low_rank(layer: Any) -> experts.LowRank | None:
-    if layer.disable_adapters or layer.merged:
-        return None
-    left, right, scale = layer.get_delta_factors(NAME)
-    if not layer.get_base_layer().is_transposed:
-        left, right = right.transpose(1, 2), left.transpose(1, 2)
-    return experts.LowRank(left, right, scale)
 
 
 def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
