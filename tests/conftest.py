@@ -59,10 +59,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if not item.get_closest_marker("kernels") or device_of_kernels() == "cuda":
         return (yield)
-    from fulltilt.kernels.dispatch import interpreted
+    from fulltilt.kernels import dispatch
 
-    with interpreted():
+    token = dispatch.interpreting.set(True)
+    try:
         return (yield)
+    finally:
+        dispatch.interpreting.reset(token)
 
 
 @pytest.fixture(scope="session")

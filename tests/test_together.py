@@ -24,8 +24,8 @@ from fulltilt.memory.activations import offload_activations, saved_bytes
 from fulltilt.memory.offload import Residence
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import compiled, lora
-from fulltilt.model.compiled import MARK, WrongCompile, compile_and_compare, restore
-from fulltilt.model.fuse import check_fused, fuse_and_compare
+from fulltilt.model.compiled import MARK, compile_and_compare, restore
+from fulltilt.model.fuse import WrongLayers, check_fused, fuse_and_compare
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import random_documents, run_packed, verify
 from fulltilt.records import Group, MiniBatch, Prompt, Row
@@ -259,7 +259,7 @@ def test_layers_that_compile_to_something_else_are_found_out(
     model, plain = model_of(model_folders("qwen2")), model_of(model_folders("qwen2"))
     if wrong == "a forward of its own":
         fuse_and_compare(model)
-    with pytest.raises(WrongCompile, match={"values": "hidden states.*differ by", "an error": "no compiler here"}.get(wrong, "one owner")):
+    with pytest.raises(WrongLayers, match={"values": "hidden states.*differ by", "an error": "no compiler here"}.get(wrong, "one owner")):
         compile_and_compare(model)
     documents = random_documents(model)
     assert not any(MARK in vars(layer) for layer in model.base_model.layers)

@@ -140,9 +140,9 @@ def progress_bytes(rows: int) -> int:
 
 
 def sampling_bytes(rows: int, vocabulary: int) -> int:
-    """Bytes of `Workspace` (kernels/sampling.py)."""
+    """Bytes between the passes of `sample` (kernels/sampling.py) with top-k and top-p."""
     blocks = -(-vocabulary // SAMPLING_BLOCK)
-    return rows * (4 * 2 * blocks + 3 * 4 + CANDIDATES * (8 + 4) + blocks * CANDIDATES * (4 + 4))
+    return rows * (4 * 2 * blocks + 2 * 4 + CANDIDATES * (8 + 4) + blocks * CANDIDATES * (4 + 4))
 
 
 def trial_bytes(inner: int, outer: int, itemsize: int) -> int:

@@ -33,7 +33,6 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.model.fuse import fuse, is_fused
 from fulltilt.records import UserError
 
 ALIGN = 256  # bytes: alignment of tensors in one memory, and of buckets
@@ -150,8 +149,7 @@ def aligned(count: int) -> int:
 class Residence:
     """Moves the parameters of a role's model, which are on the device at first.
 
-    `learns`: they change on the device, so they are copied out whenever they leave. Fused layers are joined again when the model comes
-    back, since its addresses are new. Running a model that is away fails at once.
+    `learns`: they change on the device, so they are copied out whenever they leave. Running a model that is away fails at once.
     """
 
     def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
@@ -198,8 +196,6 @@ class Residence:
         pairs = zip(self._device_flats, self._host_flats, strict=True)
         wait(self.device, self._in.copy(pairs, [now(self.device), self._left]))
         self.on_device = True
-        if self._body is not None and is_fused(self._body):
-            fuse(self._body)  # tells fused layers the new addresses of their joined weights, which are still slices of one storage
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Its host memory."""
