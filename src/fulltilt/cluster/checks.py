@@ -180,7 +180,7 @@ def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
 
 def check_sources(config: Config, sets: list[PromptSet]) -> None:
     """A reward for a data source that no row has is a misspelling: its rows would go to another function."""
-    seen = {prompt.data_source for prompts in sets for prompt in prompts.prompts}
+    seen = {prompt.data_source for prompts in sets for prompt in prompts.items}
     unknown = sorted(set(config.reward.sources) - seen)
     if sets and unknown:
         raise UserError(
@@ -190,7 +190,7 @@ def check_sources(config: Config, sets: list[PromptSet]) -> None:
 
 
 def check_template(config: Config, sets: list[PromptSet]) -> None:
-    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.prompts):
+    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.items):
         raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
 
 

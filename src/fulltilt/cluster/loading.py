@@ -160,7 +160,7 @@ def make_encoder(config: Config, sets: list[PromptSet]) -> RewardEncoder:
     limit = load.context_limit(load.read_config(config.model, section.path, "reward_model.path"))
     encoder = RewardEncoder(tokenizer, limit)
     for data in sets:
-        encoder.check(data.prompts)
+        encoder.check(data.items)
     return encoder
 
 
