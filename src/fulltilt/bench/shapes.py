@@ -19,9 +19,8 @@ from fulltilt.model import attention
 from fulltilt.model.load import choose_dtype, load_model
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
-from fulltilt.shape import SHAPES as NAMED
+from fulltilt.shape import SHAPES
 
-SHAPES = {name: shape for name, shape in NAMED.items() if shape["model_type"] == "qwen2"}  # those with published figures, and small
 DEFAULT = {"cuda": "0.5B", "cpu": "small"}
 WEIGHTS_SEED = 0
 
