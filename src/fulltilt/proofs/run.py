@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from fulltilt import knobs
-from fulltilt.bench.rollout import choose_device
+from fulltilt.bench.device import choose_device
 from fulltilt.cluster.assembly import assemble
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.proofs.cases import all_cases
