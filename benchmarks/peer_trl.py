@@ -284,38 +284,21 @@ def arguments(task: TrlTask, setting: Setting, output: Path) -> dict[str, Any]:
     config, train, rollout = task.job.config, task.job.config.train, task.job.config.rollout
     of_model = {name: value for name, value in setting.items() if AXES[name].of_model}
     return {
-        "output_dir": str(output),
-        "max_steps": len(task.batches),
-        "gradient_accumulation_steps": task.job.samples // setting[BATCH],
-        "num_generations": config.algorithm.samples_per_prompt,
-        "max_completion_length": rollout.max_new_tokens,
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "beta": 0.0,
-        **({"entropy_coef": bonus} if (bonus := config.algorithm.entropy_coef) else {}),  # a key that TRL has not always had
-        "num_iterations": 1,
-        "loss_type": "dapo",  # the mean over all tokens of the step, as ours
-        "scale_rewards": "group",
-        "learning_rate": train.lr,
-        "weight_decay": train.weight_decay,
-        "adam_beta1": train.betas[0],
-        "adam_beta2": train.betas[1],
-        "adam_epsilon": train.eps,
-        "max_grad_norm": train.clip_grad,
+        "output_dir": str(output), "max_steps": len(task.batches), "seed": config.run.seed, "shuffle_dataset": False,
+        "num_generations": config.algorithm.samples_per_prompt, "gradient_accumulation_steps": task.job.samples // setting[BATCH],
+        "max_completion_length": rollout.max_new_tokens, "temperature": rollout.temperature, "top_p": rollout.top_p, "top_k": rollout.top_k,
         "chat_template_kwargs": dict(config.data.template_args) or None,
-        "shuffle_dataset": False,
-        "seed": config.run.seed,
-        "bf16": task.job.device.type == "cuda",
-        "use_cpu": task.job.device.type == "cpu",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
+        # One update for each rollout, without a KL term; the loss is the mean over all tokens of the step, as ours.
+        "num_iterations": 1, "beta": 0.0, "loss_type": "dapo", "scale_rewards": "group",
+        **({"entropy_coef": bonus} if (bonus := config.algorithm.entropy_coef) else {}),  # a key that TRL has not always had
+        "learning_rate": train.lr, "weight_decay": train.weight_decay, "max_grad_norm": train.clip_grad,
+        "adam_beta1": train.betas[0], "adam_beta2": train.betas[1], "adam_epsilon": train.eps,
+        "bf16": task.job.device.type == "cuda", "use_cpu": task.job.device.type == "cpu",
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
         "model_init_kwargs": of_model,
         **{name: value for name, value in setting.items() if name not in of_model},
         **generation_arguments(task),
-    }
+    }  # fmt: skip
 
 
 def generation_arguments(task: TrlTask) -> dict[str, Any]:

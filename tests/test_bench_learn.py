@@ -279,10 +279,9 @@ def test_without_trl(place: Path) -> None:
         job(place, against="trl")
 
 
-def test_what_failed_is_measured_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_is_measured_again(place: Path) -> None:
     answers = [learned(1, [0.1]) | {"error": "out of memory"}, learned(1, [0.2]), learned(1, [0.3])]
-    monkeypatch.setitem(learn.MEASURE, "trl", lambda job, say: answers.pop(0))
-    found = [learn.kept(job(place), "trl", quiet) for _ in range(3)]
+    found = [learn.kept(job(place), "trl", lambda job, say: answers.pop(0), quiet) for _ in range(3)]
     assert [each["error"] for each in found] == ["out of memory", None, None] and found[1] == found[2]
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -83,10 +83,10 @@ class BenchJob:
         """What TRL generates with."""
         return self.options.generation or str(peers.load("trl").BY_DEVICE[self.device.type])
 
-    @property
-    def flops(self) -> float | None:
+    def nominal(self, figure: Literal["bandwidth", "flops"]) -> float | None:
+        """The device's bandwidth or arithmetic, as it was given or as it is known."""
         known = roofline.device_named(device_name(self.device))
-        return self.options.flops or (known.flops if known else None)
+        return getattr(self.options, figure) or (getattr(known, figure) if known else None)
 
 
 def resolve(

@@ -179,20 +179,18 @@ def accuracy_of(job: BenchJob, model: str) -> float:
 # -- both ---------------------------------------------------------------------------------------------------------------------------------
 
 
-MEASURE: Mapping[str, Callable[[BenchJob, Say], Found]] = {OURS: measure_ours, "trl": measure_trl, "beginning": measure_beginning}
-
-
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
-    found = {name: kept(job, name, say) for name in (OURS, *job.options.peers)}
-    if "trl" in found:
-        found["trl"] = found["trl"] | {"accuracy": evaluate_models(job, found["trl"]["steps"], say)}
+    found = {OURS: kept(job, OURS, measure_ours, say)}
+    if "trl" in job.options.peers:
+        theirs = kept(job, "trl", measure_trl, say)
+        found["trl"] = theirs | {"accuracy": evaluate_models(job, theirs["steps"], say)}
     if evaluated(job):
-        first = kept(job, "beginning", say)["accuracy"]
+        first = kept(job, "beginning", measure_beginning, say)["accuracy"]
         found = {name: with_beginning(each, first) for name, each in found.items()}
     return document(job, found)
 
 
-def kept(job: BenchJob, name: str, say: Say) -> Found:
+def kept(job: BenchJob, name: str, measure: Callable[[BenchJob, Say], Found], say: Say) -> Found:
     """Measured now, or before in the same folder under the same conditions. What failed is measured again."""
     record = job.options.folder / f"{name}.json"
     asked = asked_of(job, name)
@@ -201,7 +199,7 @@ def kept(job: BenchJob, name: str, say: Say) -> Found:
         say(f"{name}: measured before, in {record}")
         before: Found = known["found"]
         return before
-    found = MEASURE[name](job, say)
+    found = measure(job, say)
     record.parent.mkdir(parents=True, exist_ok=True)
     peers.write_whole(record, {"asked": asked, "found": found})
     return found
@@ -302,12 +300,12 @@ def table(found: Mapping[str, Any]) -> str:
 
 def cells(found: Mapping[str, Any]) -> dict[str, str]:
     steps, accuracy = found["steps"], found["accuracy"]
-    first, last = (steps[0]["seconds"], steps[-1]["seconds"]) if steps else (None, None)
+    ends = [line["seconds"] for line in steps]
     return {
         "steps": str(len(steps)),
-        "seconds": report.number(last, ".1f"),
-        "until the first": report.number(first, ".1f"),
-        "s a step": report.number((last - first) / (len(steps) - 1) if len(steps) > 1 else None, ".2f"),
+        "seconds": report.number(ends[-1] if ends else None, ".1f"),
+        "until the first": report.number(ends[0] if ends else None, ".1f"),
+        "s a step": report.number((ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, ".2f"),
         "reward": report.number(mean_rewards(steps)[-1] if steps else None, ".4f"),
         "accuracy": report.number(accuracy[-1]["accuracy"] if accuracy else None, ".4f"),
         "setting": report.words(found["setting"]),

@@ -89,7 +89,7 @@ def start(
         )  # fmt: skip
 
 
-class Peer:
+class Peer(contextlib.AbstractContextManager["Peer"]):
     """A started process. Used as a context, none of its own processes is left afterwards. `folder`: a new one, for files and the log;
     `defaults`: variables used where the environment has none."""
 
@@ -100,9 +100,6 @@ class Peer:
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         variables = {**(defaults or {}), **os.environ, **ENVIRONMENT}
         self.child = start(script, [str(folder / "request.json"), str(self.answered)], self.log, variables)
-
-    def __enter__(self) -> Peer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         end_session(self.child)

@@ -39,11 +39,11 @@ CUTS = (1, 2, 4)  # batches that the workload is cut into for transformers, each
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
     job = resolve(options, scratch, SETTINGS, PEERS)
-    missing, name = [option for option in ("bandwidth", "flops") if getattr(options, option) is None], device_name(job.device)
-    if len(missing) == 1 and roofline.device_named(name) is None:
+    if (job.nominal("bandwidth") is None) != (job.nominal("flops") is None):
+        missing = "--flops" if options.bandwidth else "--bandwidth"
         raise UserError(
-            f"--bandwidth and --flops: --{missing[0]} is missing, and it is not known for {name}. Give both, or neither for a result "
-            "without a roofline"
+            f"--bandwidth and --flops: {missing} is missing, and it is not known for {device_name(job.device)}. Give both, or neither for "
+            "a result without a roofline"
         )
     return job
 
@@ -186,13 +186,11 @@ def roofline_of(job: BenchJob, cost: roofline.StepCost | str) -> tuple[dict[str,
     """The bound, or why there is none."""
     if isinstance(cost, str):
         return None, cost
-    name = device_name(job.device)
-    known = roofline.device_named(name)
-    bandwidth = job.options.bandwidth or (known and known.bandwidth)
-    if not bandwidth or not job.flops:
+    bandwidth, flops, name = job.nominal("bandwidth"), job.nominal("flops"), device_name(job.device)
+    if not bandwidth or not flops:
         what = "a CPU has no figures here" if name == "cpu" else f"the figures of {name} are not known"
         return None, f"{what}: give --bandwidth and --flops"
-    device = roofline.Device(bandwidth, job.flops)
+    device = roofline.Device(bandwidth, flops)
     requests, held = job.requests[0], job.kv_bytes // cost.kv_bytes_per_token if job.kv_bytes else None
     prompts = [len(requests.prompts[uid].ids) for uid, _ in requests.lengths]
     steps = roofline.decode_steps(prompts, list(requests.lengths.values()), held)

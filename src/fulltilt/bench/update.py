@@ -124,21 +124,22 @@ def document(job: BenchJob, update: Update) -> dict[str, Any]:
     parameters = sum(parameter.numel() for parameter in update.model.parameters())
     weights = {"layer_weights": update.size.layer_weights, "head_weights": update.size.head_weights}
     kv_bytes = bytes_per_token(update.shapes, update.model.dtype)
+    peak = job.nominal("flops")
     budgets, settled = update.worker.plan.budgets, update.worker.plan.words
     return {
         "benchmark": "update",
         "tokens_per_s": tokens / median(seconds),
         "tokens_per_s_best": tokens / min(seconds),
         "tokens_per_s_all": [tokens / taken for taken in seconds],
-        "mfu": flops.utilisation(needed.total, median(seconds), job.flops),
-        "mfu_by_verl": flops.utilisation(by_verl, median(seconds), job.flops),
-        "mfu_missing": None if job.flops else f"the arithmetic of {device_name(job.device)} is not known: give --flops",
+        "mfu": flops.utilisation(needed.total, median(seconds), peak),
+        "mfu_by_verl": flops.utilisation(by_verl, median(seconds), peak),
+        "mfu_missing": None if peak else f"the arithmetic of {device_name(job.device)} is not known: give --flops",
         "seconds": seconds,
         "optimizer_seconds": update.optimizer_seconds[1:],
         "warm_up_seconds": warm_up + update.optimizer_seconds[0],
         "batching_seconds": update.batching_seconds,
         "flops": asdict(needed) | {"total": needed.total, "by_verl": by_verl},
-        "device_flops": job.flops,
+        "device_flops": peak,
         "tokens": tokens,
         "trained_tokens": batch.trained_tokens,
         "pad_tokens": sum(micro.pad_tokens for micro in batch.micro_batches),
