@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from fulltilt.bench import flops, shapes, update
-from fulltilt.bench.flops import AttentionLayer, Flops, ModelSize, pairs, update_flops, verl_flops
+from fulltilt.bench.flops import Flops, ModelSize, pairs, update_flops, verl_flops
 from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import WORKLOADS, make_requests
 from fulltilt.config import ModelConfig
@@ -64,7 +64,7 @@ def test_flops_of_the_named_shapes_are_those_worked_out_by_hand(name: str) -> No
         model = AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     assert flops.model_size(model, {}) == ModelSize(layer_weights, head_weights, ())
-    attention = (AttentionLayer(config.hidden_size),) * config.num_hidden_layers
+    attention = ((config.hidden_size, None),) * config.num_hidden_layers
     found = update_flops(ModelSize(layer_weights, head_weights, attention), [1000], trained=600)
     assert found == expected
     assert found.total == expected.layers + expected.attention + expected.head
@@ -75,7 +75,7 @@ def test_flops_of_the_named_shapes_are_those_worked_out_by_hand(name: str) -> No
 
 
 def test_samples_add_up_and_attention_goes_by_their_own_lengths() -> None:
-    size = ModelSize(7, 11, (AttentionLayer(2), AttentionLayer(3, window=4)))
+    size = ModelSize(7, 11, ((2, None), (3, 4)))
     found = update_flops(size, [5, 9], trained=6)
     assert found == Flops(
         layers=6 * 7 * 14,
@@ -122,7 +122,7 @@ def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(model_folders
 def test_windows_of_a_model_are_counted(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("gemma3"))), CPU)
     size = flops.model_size(model, verify(model))
-    assert size.attention == (AttentionLayer(32, window=12), AttentionLayer(32))
+    assert size.attention == ((32, 12), (32, None))
 
 
 def test_utilisation() -> None:

@@ -25,18 +25,12 @@ VERL_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "seed_oss"})
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    query_width: int  # query heads times the width of one
-    window: int | None = None  # how far back a token looks, itself included
-
-
-@dataclass(frozen=True)
 class ModelSize:
     """What tokens are multiplied with."""
 
     layer_weights: int  # by every token; of experts those that a token is sent to
     head_weights: int  # by every trained token
-    attention: tuple[AttentionLayer, ...]
+    attention: tuple[tuple[int, int | None], ...]  # of each layer: query heads times their width, and how far back a token looks
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,10 @@ def pairs(length: int, window: int | None = None) -> int:
 
 def update_flops(size: ModelSize, lengths: Sequence[int], trained: int) -> Flops:
     """`lengths`: tokens of each sample, prompt and response, pads left out. `trained`: tokens of all of them that the head is run for."""
-    seen = {window: sum(pairs(length, window) for length in lengths) for window in {layer.window for layer in size.attention}}
+    seen = {window: sum(pairs(length, window) for length in lengths) for window in {window for _, window in size.attention}}
     return Flops(
         layers=PASSES * 2 * size.layer_weights * sum(lengths),
-        attention=PASSES * sum(4 * layer.query_width * seen[layer.window] for layer in size.attention),
+        attention=PASSES * sum(4 * width * seen[window] for width, window in size.attention),
         head=PASSES * 2 * size.head_weights * trained,
     )
 
@@ -94,7 +88,7 @@ def model_size(model: Any, layers: Mapping[int, Any]) -> ModelSize:
     return ModelSize(
         layer_weights=sum(used_by_a_token(weight, model.config) for weight in matrices),
         head_weights=head.numel(),
-        attention=tuple(AttentionLayer(heads * shape.head_width, shape.window) for shape in layers.values()),
+        attention=tuple((heads * shape.head_width, shape.window) for shape in layers.values()),
     )
 
 

@@ -238,16 +238,16 @@ def document(job: BenchJob, found: Mapping[str, Found]) -> dict[str, Any]:
         "reached": reached,
         "compared_by": f"seconds until the mean reward of {WINDOW} steps is what the peer's last {WINDOW} had",
         "systems": dict(found),
-        "curves": [asdict(curve) for name, each in found.items() for curve in curves(name, each)],
+        "curves": [
+            asdict(curve_of([(point["step"], point["seconds"], point[metric]) for point in each[points]], name, metric))
+            for name, each in found.items()
+            for metric, points in (("reward", "steps"), ("accuracy", "accuracy"))
+            if each[points]
+        ],
         "run": configuration.snapshot(job.config),
         "steps": job.repeats,
         **report.origin(job.device),
     }
-
-
-def curves(name: str, found: Found) -> list[Any]:
-    named = [("reward", found["steps"]), ("accuracy", found["accuracy"])]
-    return [curve_of([(p["step"], p["seconds"], p[metric]) for p in points], name, metric) for metric, points in named if points]
 
 
 def mean_rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -40,16 +41,8 @@ PROFILED, PROFILED_STEPS = (16, 32, 256, 1024), 4  # sizes at which the kernels 
 GAP_PROMPTS, GAP_SAMPLES = 16, 2  # prompts, and samples of each, whose log-probs are compared with the trainer's
 
 
-class NoText:
-    """Stands in for a tokenizer: no engine here turns tokens into text."""
-
-    all_special_ids: tuple[int, ...] = ()
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
-
-
-NO_TEXT: Any = NoText()
+# In place of a tokenizer: no engine here turns tokens into text.
+NO_TEXT: Any = SimpleNamespace(all_special_ids=(), decode=lambda *_, **__: "")
 
 
 def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models, str]:

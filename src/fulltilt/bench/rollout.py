@@ -194,7 +194,7 @@ def roofline_of(job: BenchJob, cost: roofline.StepCost | str) -> tuple[dict[str,
     requests, held = job.requests[0], job.kv_bytes // cost.kv_bytes_per_token if job.kv_bytes else None
     prompts = [len(requests.prompts[uid].ids) for uid, _ in requests.lengths]
     steps = roofline.decode_steps(prompts, list(requests.lengths.values()), held)
-    return asdict(roofline.bound(steps, cost, device)) | {"device": asdict(device), "cost": asdict(cost)}, None
+    return roofline.bound(steps, cost, device) | {"device": asdict(device), "cost": asdict(cost)}, None
 
 
 def table(found: dict[str, Any]) -> str:

@@ -46,15 +46,6 @@ class StepCost:
     flops_per_context_token: float  # scores and weighted sums of attention
 
 
-@dataclass(frozen=True)
-class Bound:
-    seconds: float
-    steps: int
-    memory_bound_steps: int
-    bytes: float
-    flops: float
-
-
 def device_named(name: str) -> Device | None:
     return next((device for pattern, device in DEVICES.items() if re.search(pattern, name)), None)
 
@@ -73,10 +64,15 @@ def decode_steps(prompts: Sequence[int], responses: Sequence[int], most_tokens: 
         drawn[running[:count]] += 1
 
 
-def bound(steps: Iterator[tuple[int, int]], cost: StepCost, device: Device) -> Bound:
+def bound(steps: Iterator[tuple[int, int]], cost: StepCost, device: Device) -> dict[str, float]:
     batch, context = np.array([*steps], dtype=np.float64).reshape(-1, 2).T
     moved = cost.weight_bytes + cost.kv_bytes_per_token * context
     worked = cost.flops_per_sample * batch + cost.flops_per_context_token * context
     in_memory, in_arithmetic = moved / device.bandwidth, worked / device.flops
-    by_memory = int((in_memory >= in_arithmetic).sum())
-    return Bound(float(np.maximum(in_memory, in_arithmetic).sum()), len(batch), by_memory, float(moved.sum()), float(worked.sum()))
+    return {
+        "seconds": float(np.maximum(in_memory, in_arithmetic).sum()),
+        "steps": len(batch),
+        "memory_bound_steps": int((in_memory >= in_arithmetic).sum()),
+        "bytes": float(moved.sum()),
+        "flops": float(worked.sum()),
+    }
