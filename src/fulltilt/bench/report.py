@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,25 +34,17 @@ Say = Callable[[str], None]
 
 def origin(device: torch.device) -> dict[str, Any]:
     """Everything needed to repeat a measurement."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    packages = {name: found.version for name in PACKAGES for found in importlib.metadata.distributions(name=name)}
     return {
         "device": device.type,
-        "hardware": hardware(device),
-        "versions": {"fulltilt": fulltilt.__version__, "python": platform.python_version(), "cuda": torch.version.cuda} | packages(),
+        "hardware": {"cpu": processor(), "cores": cores} | ({"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory} if gpu else {}),
+        "versions": {"fulltilt": fulltilt.__version__, "python": platform.python_version(), "cuda": torch.version.cuda} | packages,
         "commit": commit(),
         "command": shlex.join(["fulltilt", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
-    return found
 
 
 def processor() -> str:
@@ -61,15 +53,6 @@ def processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def packages() -> dict[str, str]:
-    """Versions of the installed ones."""
-    found = {}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def commit() -> str | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -22,7 +22,6 @@ from fulltilt.bench import flops, report
 from fulltilt.bench.device import device_name, kernels_of, timed
 from fulltilt.bench.job import BenchJob, resolve
 from fulltilt.bench.native import make_bench_worker
-from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.worker import enough_memory
 from fulltilt.loop.opening import what_stays
@@ -37,8 +36,7 @@ PROFILED = 2  # micro-batches whose kernels are timed one by one: the largest
 SHOWN, NAME_WIDTH = 15, 90  # kernels in the table for people, and letters of their names
 
 
-def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
-    return resolve(options, scratch, SETTINGS)
+prepare = partial(resolve, settings=SETTINGS)
 
 
 class Update:
