@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.bench import shapes
 from fulltilt.bench.device import kernels_of, timed
 from fulltilt.bench.job import BenchJob
@@ -31,7 +31,7 @@ from fulltilt.model.load import load_model
 from fulltilt.model.verify import verify
 from fulltilt.records import Group, Row
 from fulltilt.rollout.decode import BURST, DecodeRow
-from fulltilt.rollout.engines.hf import HfEngine
+from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
@@ -115,7 +115,7 @@ class Native:
         block = self.limits.block_tokens
         blocks = -(-(context + BURST + 1) // block)
         engine.runner.acquire()
-        engine.decoder.use_cache(*engine.runner.caches)
+        engine.decoder.use_cache(engine.runner.keys, engine.runner.values)
         engine.decoder.reach(self.requests.positions)
         sampling = replace(sampling_of(self.requests), max_new_tokens=context + BURST + 2)
         milliseconds, kernels = {}, {}
@@ -124,7 +124,7 @@ class Native:
                 break
             rows = [
                 DecodeRow(
-                    token=1, position=context, drawn=1, seed=np.uint64(row), blocks=list(range(row * blocks, (row + 1) * blocks)),
+                    token=1, position=context, drawn=1, seed=row, blocks=list(range(row * blocks, (row + 1) * blocks)),
                     forced=sampling.max_new_tokens,
                 )
                 for row in range(size)
@@ -171,7 +171,7 @@ def sampling_of(requests: Requests) -> Sampling:
     return Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
 
 
-def generate_all(engine: NativeEngine | HfEngine, requests: Requests, device: torch.device) -> tuple[float, tuple[Group, ...]]:
+def generate_all(engine: Engine, requests: Requests, device: torch.device) -> tuple[float, tuple[Group, ...]]:
     """Seconds of a whole call, and its groups in prompt order. Every sample was checked to have its length."""
     sampling = sampling_of(requests)
     with what_stays():

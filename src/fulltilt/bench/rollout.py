@@ -107,13 +107,13 @@ def try_transformers(job: BenchJob, native: Native, say: Say) -> list[EnginePass
     CPU, where they matter, torch's threads."""
     native.release()
     (asked,), device = job.requests, job.device
-    engine = HfEngine(shapes.theirs(job.source, device, job.dtype), NO_TEXT)
+    engine = HfEngine(shapes.theirs(job.source, device, job.dtype), NO_TEXT, frozenset(), len(asked.lengths))
 
     def run(requests: Requests, setting: Mapping[str, int]) -> float:
         """Seconds for all requests, batch after batch."""
         if "threads" in setting:
             torch.set_num_threads(setting["threads"])
-        engine.batch = setting["batch"] // requests.workload.samples
+        engine.max_seqs = setting["batch"]
         return generate_all(engine, requests, device)[0]
 
     def attempt(setting: Mapping[str, int]) -> EnginePasses:
