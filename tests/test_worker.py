@@ -49,12 +49,12 @@ class Elsewhere:
 
     def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> Annotated:
         self.calls.add(f"annotate {role}")
-        found: Annotated = across(self.worker.annotate(role, field, across(rows), lambda progress: report(across(progress))))
+        found: Annotated = across(self.worker.annotate(role, field, across(rows), lambda *done: report(*across(done))))
         return found
 
     def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Updated:
         self.calls.add(f"update {role}")
-        found: Updated = across(self.worker.update(role, across(rows), across(updates_before), lambda progress: report(across(progress))))
+        found: Updated = across(self.worker.update(role, across(rows), across(updates_before), lambda *done: report(*across(done))))
         return found
 
     def sum_logprobs(self, rows: Sequence[Row]) -> LogprobSum:
@@ -62,9 +62,12 @@ class Elsewhere:
         found: LogprobSum = across(self.worker.sum_logprobs(across(rows)))
         return found
 
-    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> Callable[[], None] | None:
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         self.calls.add("save")
-        return self.worker.save(across(arrays), across(folder), across(beside))
+        self.worker.save(across(arrays), across(folder), across(beside))
+
+    def finish_save(self) -> None:
+        self.worker.finish_save()
 
     def sync(self, version: int) -> None:
         self.worker.sync(across(version))

@@ -51,27 +51,28 @@ class NoText:
 NO_TEXT: Any = NoText()
 
 
-def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models, str]:
-    """The worker that a run would have, over a model that need not be on disk: it either learns or samples. Also its models, and in words
-    what runs their layers. `longest`: tokens of the longest sample to learn from, or of the longest prompt."""
+def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models]:
+    """The worker that a run would have, and its models, over a model that need not be on disk: it either learns or samples. `longest`:
+    tokens of the longest sample to learn from, or of the longest prompt."""
     config, algorithm, fusing = job.config, build(job.config), Fusing(job.config, job.device)
     model = shapes.ours(job.source, job.device, config.model)
-    models = Models({"actor": model}, verify(model))
+    layers = verify(model)
     fusing.fuse("actor", model)
+    models = Models({"actor": model}, layers, fusing.words())
     if learns:
         algorithm = replace(algorithm, needs=algorithm.needs - {"rollout"})  # samples are given: no engine takes memory
     texts = TextFacts(NO_TEXT, frozenset(), longest, 1)
-    worker, _ = make_worker(config, algorithm, job.device, models, texts, fusing, ("actor",) if learns else ())
-    return worker, models, fusing.words()
+    worker, _ = make_worker(config, algorithm, job.device, models, texts, ("actor",) if learns else ())
+    return worker, models
 
 
 class Native:
     def __init__(self, job: BenchJob) -> None:
         self.device, (self.requests,) = job.device, job.requests
-        self.worker, models, self.fused = make_bench_worker(job, self.requests.longest_prompt, learns=False)
+        self.worker, models = make_bench_worker(job, self.requests.longest_prompt, learns=False)
         assert isinstance(self.worker.engine, NativeEngine)
         self.engine, self.limits, self.budgets = self.worker.engine, self.worker.engine.limits, self.worker.plan.budgets
-        self.model, self.layers = models.actor, models.layers
+        self.model, self.layers, self.fused = models.actor, models.layers, models.fused
         self.kv_bytes_per_token = bytes_per_token(self.layers, self.model.dtype)
         self.sampling = Sampling(samples=self.requests.workload.samples, max_new_tokens=self.requests.longest_response)
         self.groups: tuple[Group, ...] = ()  # of the last pass
@@ -110,7 +111,7 @@ class Native:
             for prompt, sample in chosen
         ]
         with self.worker.phase("old-logprob"):
-            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda _: None).rows
+            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda done, total: None).rows
         gaps = np.concatenate(
             [
                 np.abs(row.old_logprobs[row.mask] - sample.logprobs)
