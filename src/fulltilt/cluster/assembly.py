@@ -145,8 +145,7 @@ def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
     resume: Checkpoint | None = None, kept: dict[str, Any] | None = None,
 ) -> tuple[Worker, tuple[str, ...]]:  # fmt: skip
-    """The worker over loaded models, and notes on what the checkpoint lacks. `roles`: those of a training run; none where nothing
-    learns."""
+    """The worker over loaded models, and notes on what the checkpoint lacks. `roles`: those of a training run, none if nothing learns."""
     sampled, learners = "rollout" in algorithm.needs, [role for role in ("actor", "critic") if role in roles]
     facts = find_facts(device, models, texts, learners, rollout=sampled)
     settings = plan_roles(config, facts, kept).settings

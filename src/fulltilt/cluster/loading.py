@@ -115,8 +115,7 @@ class Fusing:
 def load_actor(
     config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing
 ) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
-    """The model that is trained and sampled from. With adapters it is the base that the run started from, and the checkpoint has only
-    them."""
+    """The model that is trained and sampled from. With adapters the base stays that of the run's start: the checkpoint has only them."""
     adapters = config.lora.rank > 0
     model = load.load_model(config.model, device, path=resume.model_folder if resume and not adapters else None)
     load.check_vocabulary(model, tokenizer)

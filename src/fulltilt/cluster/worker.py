@@ -45,21 +45,6 @@ class Annotated:
     pad_tokens: int  # computed beside the rows' own tokens
 
 
-@dataclass(frozen=True)
-class Updated:
-    """The optimizer steps that a role made in one step of the run."""
-
-    updates: int
-    skipped: int  # those whose gradient was not finite: parameters were left unchanged
-    metrics: Metrics
-
-
-@dataclass(frozen=True)
-class LogprobSum:
-    total: float
-    tokens: int
-
-
 class Residents:
     """Moves the parameters of roles between device and host, so that only the roles at work are on the device. A role that was not added
     is always on the device."""
@@ -181,13 +166,13 @@ class Worker:
             report(len(found), len(micro_batches))
         return Annotated(scatter(rows, micro_batches, found, field), sum(micro.pad_tokens for micro in micro_batches))
 
-    def sum_logprobs(self, rows: Sequence[Row]) -> LogprobSum:
-        """The actor's log-probs, summed over all trained tokens of the rows."""
+    def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
+        """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
         total, tokens = 0.0, 0
         for logprobs in self._passes("actor", forward_micro_batches(rows, self.forward_sizes["actor"])):
             total += float(logprobs.sum(dtype=np.float64))
             tokens += len(logprobs)
-        return LogprobSum(total, tokens)
+        return total, tokens
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
@@ -208,9 +193,9 @@ class Worker:
 
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Updated:
-        """Every optimizer step that a role makes from these rows, after `updates_before` earlier ones. The first report is made before
-        any parameter changes."""
+    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
+        """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
+        counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
         trainer, epochs = self.trainers[role], self.config.algorithm.epochs
         alone = role == "actor" and self.algorithm.advantage_alone
         self.residents.need(role, update=True)
@@ -223,16 +208,15 @@ class Worker:
             report(len(found), epochs * len(batches))
             found.append(metrics | trainer.apply())
             report(len(found), epochs * len(batches))
-        skipped = sum(metrics.pop(f"{role}/skipped_updates") for metrics in found)
         micro_batches = [micro for batch in batches for micro in batch.micro_batches]
         counts: Metrics = {
-            "skipped_updates": skipped,
+            "skipped_updates": sum(metrics.pop(f"{role}/skipped_updates") for metrics in found),
             "updates": len(found),
             "micro_batches": epochs * len(micro_batches),
             "pad_tokens": epochs * sum(micro.pad_tokens for micro in micro_batches),
             **({"samples_left_out": len(rows) - sum(len(micro.rows) for micro in micro_batches)} if alone else {}),
         }
-        return Updated(len(found), int(skipped), mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()})
+        return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
 
     def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[MiniBatch]:
         algorithm = self.algorithm

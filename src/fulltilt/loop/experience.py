@@ -65,14 +65,11 @@ def score_groups(
     scores = parts.reward.collect(groups)
     if parts.encoder is None:
         return scores
-    judged = [model_weight(group, config.reward) is not None for group in groups]
-    written = parts.encoder.rows([group for group, by_model in zip(groups, judged, strict=True) if by_model])
+    written = parts.encoder.rows([group for group in groups if model_weight(group, config.reward) is not None])
     if unread := [row for row in written if isinstance(row, str)]:
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
     found = iter(float(row.values[-1]) for row in judge([row for row in written if isinstance(row, Row)]) if row.values is not None)
-    numbers = iter([row if isinstance(row, str) else next(found) for row in written])
-    of_model = [[next(numbers) for _ in group.samples] if by_model else [] for group, by_model in zip(groups, judged, strict=True)]
-    return add_model_scores(groups, scores, of_model, config.reward)
+    return add_model_scores(groups, scores, [row if isinstance(row, str) else next(found) for row in written], config.reward)
 
 
 def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray:

@@ -179,8 +179,7 @@ class Run:
         return self.parts.train_data.take(cursor, count, self.config.run.seed, self.config.data.shuffle)
 
     def _sample(self, step: int) -> tuple[StepGroups, Cursor]:
-        """The step's groups, scored. Without dynamic sampling one round gives them all; with it, rounds follow until enough of them teach
-        something."""
+        """The step's groups, scored. Dynamic sampling adds rounds until enough groups teach something; without it there is one round."""
         config, dynamic, cursor = self.config, self.parts.algorithm.dynamic, self.progress.cursor
         wanted = config.algorithm.prompts_per_step
 
@@ -238,15 +237,15 @@ class Run:
             self.interrupts.hold()
             self.console.phase_progress(done, total)
 
-        updated = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
-        if not updated.updates:
+        metrics = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
+        updates, skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
+        if not updates:
             self.console.warn(f"no sample of this step can be trained on: the {role}'s update is left out")
-        if updated.skipped:
+        if skipped:
             self.console.warn(
-                f"{updated.skipped} of {updated.updates} optimizer steps of the {role} had a gradient that is not finite: parameters were "
-                "left as they were"
+                f"{skipped} of {updates} optimizer steps of the {role} had a gradient that is not finite: parameters were left as they were"
             )
-        return updated.metrics
+        return metrics
 
     def _rounds(self, filled: StepGroups, rows: Sequence[Row]) -> Metrics:
         if self.parts.algorithm.dynamic is None:

@@ -31,8 +31,8 @@ class Validated:
 def validate(config: Config, parts: RunParts, console: Console) -> Validated:
     with parts.worker.phase("eval"):
         if isinstance(parts.val_data, RowSet):
-            found = parts.worker.sum_logprobs(parts.val_data.rows)
-            return Validated({"val/loss": -found.total / max(1, found.tokens)})
+            logprobs, tokens = parts.worker.sum_logprobs(parts.val_data.rows)
+            return Validated({"val/loss": -logprobs / max(1, tokens)})
         assert isinstance(parts.val_data, PromptSet)
         prompts = parts.val_data.prompts[: config.eval.max_prompts]
         groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed)
