@@ -38,7 +38,6 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fulltilt.algo.presets import PRESETS
 from fulltilt.cluster.assembly import assemble
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
@@ -46,6 +45,7 @@ from fulltilt.model.lora import adapted
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers, open_loggers
 from fulltilt.observe.validation import sample_rows
+from fulltilt.presets import PRESETS
 from fulltilt.records import MicroBatch, MiniBatch, Row, UserError
 from fulltilt.train.checkpoint import CheckpointStore, write_manifest
 

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.checks import (
     RunData,
     TextFacts,
@@ -34,7 +34,6 @@ from fulltilt.cluster.checks import (
 from fulltilt.cluster.loading import Models, exporter, load_models
 from fulltilt.cluster.sizes import find_facts, forward_sizes, free_bytes, limits, update_sizes
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
-from fulltilt.config import Config, TrainConfig
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
@@ -42,7 +41,7 @@ from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
@@ -51,9 +50,11 @@ from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
+from fulltilt.schema import Config, TrainConfig
+from fulltilt.shape import Recompute
 from fulltilt.train.checkpoint import Checkpoint
 from fulltilt.train.optim import Optimizer, restore_parameters
-from fulltilt.train.roles import Annotator, Critic, Policy, Scorer
+from fulltilt.train.roles import Critic, Policy, Role, Scorer
 from fulltilt.train.trainer import Trainer
 
 
@@ -185,8 +186,8 @@ def make_worker(
 class RolesMade:
     """Every role of a worker, and what trains and moves them."""
 
-    roles: Mapping[str, Annotator]
-    trainers: Mapping[str, Trainer[Any]]  # one for each role that learns
+    roles: Mapping[str, Role]
+    trainers: Mapping[str, Trainer]  # one for each role that learns
     residents: Residents
     offloads: tuple[ActivationOffload, ...]  # one for each role that sends activations to the host
 
@@ -196,7 +197,7 @@ def make_roles(
     wanted: Collection[str],
 ) -> RolesMade:  # fmt: skip
     """`wanted`: the roles of a training run; none where nothing learns."""
-    roles: dict[str, Annotator] = {}
+    roles: dict[str, Role] = {}
     residents, options = Residents(), head_options(settings["actor"])
     if isinstance(judge := models.own.get("reward_model"), ScalarModel):
         roles["reward_model"] = Scorer("reward_model", judge)
@@ -212,7 +213,7 @@ def make_roles(
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
     optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0)
     roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
-    trainers: dict[str, Trainer[Any]] = {"actor": Trainer(actor, algorithm.loss)}
+    trainers: dict[str, Trainer] = {"actor": Trainer(actor, algorithm.loss)}
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
         optimizer = make_optimizer(model, of_critic, total, settings["critic"], keeps_parameters=True)
@@ -273,7 +274,7 @@ def take_workspaces(model: PreTrainedModel, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def restore(resume: Checkpoint, trainers: Mapping[str, Trainer[Any]], actor: PreTrainedModel, *, adapters: bool) -> tuple[str, ...]:
+def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrainedModel, *, adapters: bool) -> tuple[str, ...]:
     """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks."""
     if not trainers and not adapters:
         return ()

@@ -14,18 +14,18 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
-from fulltilt.config import Config, uses_reward_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
-from fulltilt.memory.offload import why_not, why_not_params
+from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes
+from fulltilt.schema import Config, uses_reward_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,12 +113,8 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():
         for key in OFFLOADS:
-            if getattr(getattr(config, section), key, None) is not True:
-                continue
-            reason = why_not(device)
-            if key == "offload_params":
-                reason = why_not_params(role, device, alone=not others, shared=role == "ref" and shared)
-            if reason:
+            reason = why_not(key, role, device, alone=not others, shared=role == "ref" and shared)
+            if reason and getattr(getattr(config, section), key, None) is True:
                 yield f"{section}.{key}: true, but {reason}. Remove the key"
 
 
@@ -129,7 +125,7 @@ def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
     val = read(config.data.val, config, algorithm, tokenizer, ends) if config.data.val else None
     train = read(config.data.train, config, algorithm, tokenizer, ends)
     longest = max(train.longest, val.longest if val else 0)
-    prompts = [prompt for data in (train, val) if isinstance(data, PromptSet) for prompt in data.prompts]
+    prompts = [prompt for data in (train, val) if isinstance(data, PromptSet) for prompt in data.items]
     check_prompts(config, prompts)
     check_lengths(config, algorithm, longest)
     key = "prompts_per_round" if algorithm.dynamic and config.algorithm.prompts_per_round else "prompts_per_step"
@@ -155,7 +151,7 @@ def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
     tokenizer = load.load_tokenizer(config.model)
     ends = load.end_tokens(config.model, tokenizer)
     val = read(config.data.val, config, algorithm, tokenizer, ends)
-    encoder = make_encoder(config, val.prompts if isinstance(val, PromptSet) else ())
+    encoder = make_encoder(config, val.items if isinstance(val, PromptSet) else ())
     return RunData(tokenizer, ends, val.longest, 1, val, val, encoder, (f"validation data: {val.describe()}",))
 
 

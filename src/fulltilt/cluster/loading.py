@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fulltilt.config import Config, LoraConfig, uses_reward_model
 from fulltilt.kernels import dispatch
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
-from fulltilt.model.compiled import WrongCompile, compile_and_compare
-from fulltilt.model.fuse import WrongFusion, fuse_and_compare, saved_tensors
+from fulltilt.model.compiled import compile_and_compare
+from fulltilt.model.fuse import WrongLayers, fuse_and_compare, saved_tensors
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify, verify_body
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
+from fulltilt.schema import Config, LoraConfig, uses_reward_model
 from fulltilt.train.checkpoint import Checkpoint
 
 
@@ -95,9 +95,9 @@ class Fusing:
                 self.found[role] = str(report)
                 # Another role may be of another family; where the actor is, the key would have no effect.
                 reason = report.left_alone if role == "actor" else None
-        except WrongCompile as error:
-            raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
-        except WrongFusion as error:
+        except WrongLayers as error:
+            if self.compiles:
+                raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
             reason = str(error)
             self.found[role] = f"not fused: {reason}"
         if reason is not None and self.wanted is True:
@@ -200,6 +200,6 @@ def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     if not config.lora.rank:
         return lambda folder: load.export(model, tokenizer, folder, saved_tensors(model)), everything
     if config.lora.export == "merged":
-        return partial(lora.export_merged, model, tokenizer), everything
+        return lambda folder: load.export(model, tokenizer, folder, lora.merged_tensors(model)), everything
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     return partial(lora.export_adapter, model, tokenizer, base=config.model), trained

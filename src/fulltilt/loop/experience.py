@@ -14,12 +14,12 @@ import numpy as np
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.config import Config, EvalConfig, RolloutConfig
 from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, EvalConfig, RolloutConfig
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -54,7 +54,7 @@ def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], 
         reward.submit(group)
         console.phase_progress(next(done), len(prompts))
 
-    return collect(parts.worker, prompts, sampling, seed, hand_over)
+    return collect(parts.worker.generate, prompts, sampling, seed, hand_over)
 
 
 def score_groups(

@@ -19,7 +19,6 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.run import Progress, Run, Summary
@@ -30,6 +29,7 @@ from fulltilt.observe.metrics import MetricsFile, RolloutFiles, write_whole
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.schema import Config, to_toml
 from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
@@ -149,7 +149,7 @@ def check_data(config: Config, parts: RunParts, found: Checkpoint | None, consol
 def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
     """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint. Returns the progress to resume from."""
     state = found.state() if found else None
-    write_whole(folder / "run.toml", configuration.to_toml(config))
+    write_whole(folder / "run.toml", to_toml(config))
     plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
     write_whole(folder / PLAN, json.dumps(plan, indent=1))
     metrics = MetricsFile(folder / "metrics.jsonl")
@@ -178,9 +178,7 @@ def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], cons
     if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
         console.warn(f"{len(state['surplus'])} groups carried over from before the checkpoint are left out: the algorithm carries none")
         return ()
-    kept, lost = surplus.unpack(
-        found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.prompts}
-    )
+    kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.items})
     if lost:
         console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
     return tuple(kept)

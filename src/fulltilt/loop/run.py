@@ -19,7 +19,6 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.loop.experience import (
     good_rewards,
@@ -43,6 +42,7 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 
 Metrics = dict[str, float]
@@ -260,8 +260,8 @@ class Run:
 
     def _times(self, response_tokens: int, total_tokens: int) -> Metrics:
         self._tokens += total_tokens
-        phases = self.console.phases
-        times = measure.summarise_time(phases.seconds, phases.total, response_tokens=response_tokens, total_tokens=total_tokens)
+        seconds, whole = self.console.seconds, self.console.step_seconds
+        times = measure.summarise_time(seconds, whole, response_tokens=response_tokens, total_tokens=total_tokens)
         carried, self._carried = self._carried, {}
         return {**times, **carried, **self.worker.metrics()}
 
@@ -373,7 +373,7 @@ class Run:
         columns, samples = sample_rows(found.groups, found.scores, self.config.log.val_samples)
         if samples:
             self.loggers.table(step, "val/samples", columns, samples)
-        return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}
+        return found.metrics | {"timing_s/testing": self.console.seconds["eval"]}
 
     def _finish_background_save(self, *, wait: bool) -> None:
         """If it failed, a later checkpoint takes its place, which reports it itself if it cannot be written either."""
