@@ -178,14 +178,9 @@ class Worker:
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
-        self.residents.need(self.owner(name))
+        self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
             yield from annotate_all(role, micro_batches)
-
-    def owner(self, name: str) -> str:
-        """The role whose model a role runs: the reference role may be the actor without its adapters."""
-        ref = self.roles.get("ref")
-        return "actor" if name == "ref" and isinstance(ref, Policy) and ref.model is self.actor.model else name
 
     @property
     def actor(self) -> Policy:
