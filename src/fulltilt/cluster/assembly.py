@@ -114,7 +114,7 @@ def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
     errors_folder: Path | None, resume: Checkpoint | None, kept: dict[str, Any] | None,
 ) -> RunParts:  # fmt: skip
-    """`roles`: those of a training run; none where nothing learns. `errors_folder`: where failed rewards are written down."""
+    """The parts of a run. `roles`: those of a training run; none where nothing learns. `errors_folder`: where failed rewards are recorded."""
     with contextlib.ExitStack() as on_error:
         reward = RewardPool(config.reward, errors_folder) if "rollout" in algorithm.needs else None
         if reward:
@@ -196,7 +196,7 @@ def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
     wanted: Collection[str],
 ) -> RolesMade:  # fmt: skip
-    """`wanted`: the roles of a training run; none where nothing learns."""
+    """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
     roles: dict[str, Role] = {}
     residents, options = Residents(), head_options(settings["actor"])
     if isinstance(judge := models.own.get("reward_model"), ScalarModel):
