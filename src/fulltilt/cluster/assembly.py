@@ -114,7 +114,7 @@ def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
     errors_folder: Path | None, resume: Checkpoint | None, kept: dict[str, Any] | None,
 ) -> RunParts:  # fmt: skip
-    """The parts of a run. `roles`: those of a training run; none where nothing learns. `errors_folder`: where failed rewards are recorded."""
+    """The parts of a run. `roles`: those of a training run, none if nothing learns. `errors_folder`: where failed rewards are recorded."""
     with contextlib.ExitStack() as on_error:
         reward = RewardPool(config.reward, errors_folder) if "rollout" in algorithm.needs else None
         if reward:
