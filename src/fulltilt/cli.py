@@ -147,7 +147,7 @@ def train(
         print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {many(summary.steps, 'step')} in {summary.dir}"
+        f"done: {many(summary.steps, 'step')} in {config.run.dir}"
         + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
         + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
     )

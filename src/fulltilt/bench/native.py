@@ -45,30 +45,31 @@ GAP_PROMPTS, GAP_SAMPLES = 16, 2  # prompts, and samples of each, whose log-prob
 NO_TEXT: Any = SimpleNamespace(all_special_ids=(), decode=lambda *_, **__: "")
 
 
-def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models, str]:
-    """The worker that a run would have, over a model that need not be on disk: it either learns or samples. Also its models, and in words
-    what runs their layers. `longest`: tokens of the longest sample to learn from, or of the longest prompt."""
+def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models]:
+    """The worker that a run would have, and its models, over a model that need not be on disk: it either learns or samples. `longest`:
+    tokens of the longest sample to learn from, or of the longest prompt."""
     config, algorithm, fusing = job.config, build(job.config), Fusing(job.config, job.device)
     if job.source.folder:
         model = load_model(config.model, job.device, key="--model")
     else:
         model = shapes.random_model(job.source, job.device, attention.register(), config.model.dtype)
-    models = Models({"actor": model}, verify(model))
+    layers = verify(model)
     fusing.fuse("actor", model)
+    models = Models({"actor": model}, layers, fusing.words())
     if learns:
         algorithm = replace(algorithm, needs=algorithm.needs - {"rollout"})  # samples are given: no engine takes memory
     texts = TextFacts(NO_TEXT, frozenset(), longest, 1)
-    worker, _ = make_worker(config, algorithm, job.device, models, texts, fusing, ("actor",) if learns else ())
-    return worker, models, fusing.words()
+    worker, _ = make_worker(config, algorithm, job.device, models, texts, ("actor",) if learns else ())
+    return worker, models
 
 
 class Native:
     def __init__(self, job: BenchJob) -> None:
         self.device, (self.requests,) = job.device, job.requests
-        self.worker, models, self.fused = make_bench_worker(job, self.requests.longest_prompt, learns=False)
+        self.worker, models = make_bench_worker(job, self.requests.longest_prompt, learns=False)
         assert isinstance(self.worker.engine, NativeEngine)
         self.engine, self.limits, self.budgets = self.worker.engine, self.worker.engine.limits, self.worker.plan.budgets
-        self.model, self.layers = models.actor, models.layers
+        self.model, self.layers, self.fused = models.actor, models.layers, models.fused
         self.kv_bytes_per_token = bytes_per_token(self.layers, self.model.dtype)
         self.groups: tuple[Group, ...] = ()  # of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far
@@ -103,7 +104,7 @@ class Native:
             for prompt, sample in chosen
         ]
         with self.worker.phase("old-logprob"):
-            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda _: None).rows
+            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda done, total: None).rows
         trainers = np.concatenate([row.old_logprobs[row.mask] for row in rows if row.old_logprobs is not None])
         gaps = np.abs(trainers - np.concatenate([sample.logprobs for _, sample in chosen]))
         return {"mean_absolute": float(gaps.mean()), "largest": float(gaps.max()), "tokens": len(gaps)}

@@ -48,8 +48,9 @@ class Update:
         self.grad_norms, self.memory = list[float](), list[Reading]()  # of whole updates
         rows = make_rows(job.requests[0], job.source.vocabulary)
         self.lengths = [row.tokens for row in rows]
-        self.worker, models, self.layers = make_bench_worker(job, max(self.lengths), learns=True)
-        self.model, self.shapes, self.size = models.actor, models.layers, flops.model_size(models.actor, models.layers)
+        self.worker, models = make_bench_worker(job, max(self.lengths), learns=True)
+        self.model, self.shapes, self.layers = models.actor, models.layers, models.fused
+        self.size = flops.model_size(self.model, self.shapes)
         self.trainer, self.account, algorithm = self.worker.trainers["actor"], self.worker.account, self.worker.algorithm
         begin = time.perf_counter()
         self.batch = minibatch(rows, algorithm.aggregation, algorithm.length_norm, self.worker.update_sizes["actor"])
