@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from fulltilt.algo import advantage, loss
+from fulltilt.algo.base import Overlong, RewardKL
 from fulltilt.algo.build import build
-from fulltilt.algo.shaping import Overlong, RewardKL
 from fulltilt.config import parse
 from fulltilt.presets import PRESETS
 from fulltilt.records import Row, TokenTerms, UserError, ValueTerms

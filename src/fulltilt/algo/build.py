@@ -10,8 +10,7 @@ from functools import partial
 from typing import Any
 
 from fulltilt.algo import advantage, custom, loss
-from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction
-from fulltilt.algo.shaping import Overlong, RewardKL
+from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction, Overlong, RewardKL
 from fulltilt.presets import PRESETS, Preset, PresetFunction, Setting
 from fulltilt.schema import Config, conditions
 from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, holds, own_functions, used_keys
