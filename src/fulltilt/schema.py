@@ -188,7 +188,7 @@ _kl_estimator = partial(
 
 _if_sampled = UsedIf(("algorithm.name",), lambda name: PRESETS[name].rollout, "choose an algorithm that samples responses and scores them")
 _if_supervised = UsedIf(("algorithm.name",), lambda name: not PRESETS[name].rollout, 'set algorithm.name = "sft": others read prompts only')
-_if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic is not None, 'set algorithm.name = "ppo", which has a critic')
+_if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic != "", 'set algorithm.name = "ppo", which has a critic')
 _if_recomputed = UsedIf(
     ("train.recompute", "critic.recompute"),
     lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
