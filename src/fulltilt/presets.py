@@ -35,22 +35,22 @@ ROLLOUT: Mapping[str, Setting] = {
 }
 # The same for algorithms that compare the samples of a prompt with one another.
 GROUPS: Mapping[str, Setting] = {**ROLLOUT, "dynamic_sampling": False, "prompts_per_round": None, "max_rounds": 10}
-
-
 CLIPPED: Mapping[str, Setting] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 
-# Keys that only an advantage or a policy's surrogate is called with: a user's own function in its place need not take them.
+# Keys that only a preset's own advantage or surrogate reads: where a user's function takes its place, that function must take them too.
 FUNCTION_KEYS = {"advantage": {"normalize_by_std", "whiten", "gamma", "gae_lambda"}, "loss": {"clip_low", "clip_high", "dual_clip"}}
 
 
 @dataclass(frozen=True)
 class Preset:
-    advantage: str  # the name of its function, which takes the rows, and by keyword keys of [algorithm]; `loss` and `critic` too
-    loss: str  # a policy's surrogate; the whole loss, where nothing is sampled
+    """Functions are called with rows or terms, and with the keys of [algorithm] that are among their parameters."""
+
+    advantage: str  # name of a function
+    loss: str  # name of a policy's surrogate; of the whole loss, where nothing is sampled
     defaults: Mapping[str, Setting]  # keys of [algorithm] that it reads, and their values when left out
     smallest_group: int = 1  # fewest samples per prompt that it can learn from
     rollout: bool = True  # learns from its own samples and their rewards
-    critic: str = ""  # the critic's loss; empty: it has no critic
+    critic: str = ""  # name of the critic's loss; empty: it has no critic
     baseline: bool = False  # needs each prompt's greedy sample
 
     def but(self, **values: Setting) -> Preset:
