@@ -63,7 +63,7 @@ class Settings:
 class Setup:
     model: PreTrainedModel
     engine: NativeEngine
-    trainer: Trainer[Any]
+    trainer: Trainer
     prompts: list[Prompt]
     lengths: dict[tuple[int, int], int]  # of every sample
 
@@ -138,13 +138,13 @@ def one_round(setup: Setup, settings: Settings, number: int) -> dict[str, Any]:
     }
 
 
-def make_step(trainer: Trainer[Any], groups: list[Group], token_budget: int) -> float:
+def make_step(trainer: Trainer, groups: list[Group], token_budget: int) -> float:
     rows = []
     for group in groups:
         for sample in group.samples:
             ids = np.concatenate([group.prompt.ids, sample.ids])
             rows.append(Row(ids=ids, mask=np.arange(len(ids)) >= len(group.prompt.ids), group=group.prompt.uid))
-    metrics = trainer.accumulate(minibatch(rows, "token-mean", 1, MicroSizing(True, token_budget)))
+    metrics = trainer.accumulate(minibatch(rows, "token-mean", 1, MicroSizing(token_budget)))
     trainer.apply()
     return metrics["train/loss"]
 

@@ -383,7 +383,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def draw(engine: NativeEngine, sampling: Sampling, count: int = 8) -> tuple[Group, ...]:
-    return collect(engine, prompts(count), sampling, 5, lambda group: None)
+    return collect(engine.generate, prompts(count), sampling, 5, lambda group: None)
 
 
 def same(left: tuple[Group, ...], right: tuple[Group, ...]) -> None:

@@ -74,7 +74,7 @@ def filled(rows: list[Row], policy: Policy) -> list[Row]:
     random = np.random.default_rng(2)
     found = []
     for row in rows:
-        (micro,) = minibatch([row], "token-mean", 1, MicroSizing(True, 1)).micro_batches
+        (micro,) = minibatch([row], "token-mean", 1, MicroSizing(1)).micro_batches
         (own,) = annotate_all(policy, [micro])
         fields: dict[str, Any] = {name: np.zeros(row.tokens, np.float32) for name in ("rollout", "old", "ref")}
         for array, spread in zip(fields.values(), (0.3, 0.3, 0.5), strict=True):
@@ -105,15 +105,15 @@ def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row])
         return minibatch(algorithm.advantage(shaped), algorithm.aggregation, algorithm.length_norm, micro)
 
     everything = sum(row.tokens for row in rows)
-    whole, metrics = gradient(trainer, make(rows, MicroSizing(True, everything)))
+    whole, metrics = gradient(trainer, make(rows, MicroSizing(everything)))
     size = float(whole.abs().max())
     assert size > 1e-4
-    sizings = [MicroSizing(True, budget) for budget in (1, 40, 60, everything // 2)] + [MicroSizing(False, 0, 4)]
+    sizings = [MicroSizing(budget) for budget in (1, 40, 60, everything // 2)] + [MicroSizing(0, 4)]
     cuts = [make(rows, sizing) for sizing in sizings]
     assert len(cuts[0].micro_batches) == len(rows) and len({len(cut.micro_batches) for cut in cuts}) >= 4
     for seed in range(2):
         order = np.random.default_rng(seed).permutation(len(rows))
-        cuts.append(make([rows[index] for index in order], MicroSizing(True, 70 + 40 * seed)))
+        cuts.append(make([rows[index] for index in order], MicroSizing(70 + 40 * seed)))
     for cut in cuts:
         other, its_metrics = gradient(trainer, cut)
         assert float((other - whole).abs().max()) < 1e-9 * size
@@ -163,7 +163,7 @@ def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: st
     assert 0 < len(needed) < len(rows) and {silent[place].group for place in needed} == {1, 2}
 
     trainer = Trainer(policy, algorithm.loss)
-    sizing = MicroSizing(True, 60)
+    sizing = MicroSizing(60)
     whole, all_metrics = gradient(trainer, minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing))
     part = minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing, advantage_alone=True)
     less, metrics = gradient(trainer, part)
@@ -180,7 +180,7 @@ def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders
     rows = [replace(row, reward=1.0, lag=0) for row in filled(bare_rows(), policy)]
     rows = algorithm.advantage(rows)
     assert with_advantage(rows) == []
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 60), advantage_alone=True)
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(60), advantage_alone=True)
     (micro,) = batch.micro_batches
     assert batch.silent and micro.rows == (min(range(len(rows)), key=lambda place: rows[place].tokens),)
     found, metrics = gradient(Trainer(policy, algorithm.loss), batch)

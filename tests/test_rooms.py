@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "doctor": GROUND | {"memory.host"},
     "reference": {"words", "schema", "knobs"},
     "bench": BELOW_LOOP | {"loop"},
-    "proofs": BELOW_LOOP | {"loop", "bench"},
+    "proofs": BELOW_LOOP | {"loop", "bench", "demo"},
     "demo": BELOW_LOOP | {"loop"},
     "cli": BELOW_LOOP | {"tune", "loop", "compat", "doctor", "reference", "bench", "proofs", "demo"},
     "__main__": {"cli"},

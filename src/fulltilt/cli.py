@@ -163,7 +163,8 @@ def demo(
     from fulltilt.observe.console import Console
 
     summary = demonstration.run(folder, Console(json=as_json, quiet=quiet))
-    print(json.dumps(summary.as_json()) if as_json else summary.line())
+    in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
+    print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
         print(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", file=sys.stderr)
         raise typer.Exit(1)
@@ -429,7 +430,7 @@ def prove(
         except KeyboardInterrupt as interrupt:  # show what was found so far
             stopped = interrupt
     if as_json:
-        print(json.dumps([record.as_json() for record in records], indent=1))
+        print(json.dumps([asdict(record) for record in records], indent=1))
     else:
         show(records)
     if stopped is not None:

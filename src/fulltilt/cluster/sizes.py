@@ -26,7 +26,7 @@ from fulltilt.plan import Budgets, Facts, RoleFacts, given_settings, longest_res
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
-from fulltilt.shape import KEYS, Shape
+from fulltilt.shape import Shape
 
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
@@ -63,7 +63,8 @@ def role_facts(model: torch.nn.Module, *, learns: bool) -> RoleFacts:
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
     text, parameters = body.config.get_text_config(), list(model.parameters())
-    shape = Shape.from_config({key: getattr(text, key, None) for key in KEYS})
+    aliases = {name: getattr(text, name, None) for name in text.attribute_map}  # a few families have names of their own for usual sizes
+    shape = Shape.from_config(text.to_dict() | aliases)
     return RoleFacts(
         shape=shape if body is not model else replace(shape, vocabulary=len(Head.of(body).weight)),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
@@ -91,7 +92,7 @@ def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
 
 def sizing(config: Config, role: str, budget: int) -> MicroSizing:
     section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig = getattr(config, role)
-    return MicroSizing(section.dynamic_batch, budget, section.micro_batch, packing=given_settings(config, role)["packing"])
+    return MicroSizing(budget, section.micro_batch, packing=given_settings(config, role)["packing"])
 
 
 def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int) -> EngineLimits:

@@ -55,7 +55,7 @@ def greedy_sampling(config: Config) -> Sampling:
 def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
     assert parts.reward
-    return collect(parts.worker, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
+    return collect(parts.worker.generate, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
 
 
 def show_progress(console: Console, progress: WorkProgress) -> None:

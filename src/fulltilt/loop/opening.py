@@ -183,9 +183,7 @@ def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], cons
     if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
         console.warn(f"{len(state['surplus'])} groups carried over from before the checkpoint are left out: the algorithm carries none")
         return ()
-    kept, lost = surplus.unpack(
-        found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.prompts}
-    )
+    kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.items})
     if lost:
         console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
     return tuple(kept)

@@ -39,10 +39,10 @@ def validate(config: Config, parts: RunParts, console: Console) -> Validated:
 
 def _validate(config: Config, parts: RunParts, console: Console) -> Validated:
     if isinstance(parts.val_data, RowSet):
-        found = parts.worker.sum_logprobs(parts.val_data.rows)
+        found = parts.worker.sum_logprobs(parts.val_data.items)
         return Validated({"val/loss": -found.total / max(1, found.tokens)})
     assert isinstance(parts.val_data, PromptSet)
-    prompts = parts.val_data.prompts[: config.eval.max_prompts]
+    prompts = parts.val_data.items[: config.eval.max_prompts]
     groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed)
 
     def judge(rows: Sequence[Row]) -> list[Row]:
