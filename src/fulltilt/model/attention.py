@@ -123,7 +123,6 @@ class Decode:
     lengths: torch.Tensor  # int32 [B], the new token included
     longest: int  # no length is greater
     block_tokens: int
-    workspace: torch.Tensor | None = None  # float32
     bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU: window -> bunches, filled by its first layer
 
 
@@ -216,7 +215,7 @@ def decode_batch(
         q = rotate_and_write(q, k, v, *angles, *context.caches[layer], context.slots)
     return paged_attention(
         q, *context.caches[layer], context.table, context.lengths, scale=scoring.scale, longest=context.longest,
-        block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
+        block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap,
     )  # fmt: skip
 
 
