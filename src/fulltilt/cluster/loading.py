@@ -20,7 +20,7 @@ from fulltilt.model.attention import LayerShape
 from fulltilt.model.compiled import compile_and_compare
 from fulltilt.model.fuse import WrongLayers, fuse_and_compare, saved_tensors
 from fulltilt.model.scalar import ScalarModel, load_scalar
-from fulltilt.model.verify import verify, verify_body
+from fulltilt.model.verify import verify
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.schema import Config, LoraConfig, uses_reward_model
@@ -129,7 +129,7 @@ def load_actor(
 def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
     model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
-    verify_body(model.body)
+    verify(model.body)
     check_tokens(config, model.body, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
@@ -161,7 +161,7 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
     path = config.reward_model.path
     assert path is not None
     model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
-    verify_body(model.body)
+    verify(model.body)
     load.check_vocabulary(model.body, encoder.tokenizer)
     model.requires_grad_(False)
     fusing.fuse("reward_model", model.body)
