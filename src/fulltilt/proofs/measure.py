@@ -193,7 +193,7 @@ def count_stall(step: WatchedStep, role: str) -> int:
 def count_launches(step: WatchedStep, role: str) -> float:
     """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
     engine, sampling = native(step), training_sampling(step.config)
-    prompts = step.parts.train_data.items  # type: ignore[union-attr]
+    prompts: Any = step.parts.train_data.items
     step.worker_for("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step did not use are captured by now
         pass

@@ -36,6 +36,8 @@ MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to
 OUTPUT_TAIL = 2048
 DETAIL_LENGTH = 8000
 
+_write_json = json.JSONEncoder(ensure_ascii=False).encode
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -101,7 +103,7 @@ class RewardWorker:
         # A forked child of the user's function must not answer in its parent's place.
         if os.getpid() != self._pid:
             os._exit(0)
-        rest = memoryview(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        rest = memoryview(_write_json(message).encode("utf-8", "replace") + b"\n")
         try:
             while rest:
                 rest = rest[os.write(self._connection, rest) :]
