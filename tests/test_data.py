@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fulltilt.config import DataConfig
 from fulltilt.data.files import read_rows
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import load_sft
 from fulltilt.data.template import PromptEncoder
 from fulltilt.records import Prompt, UserError
+from fulltilt.schema import DataConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>

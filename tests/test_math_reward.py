@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.rules import dapo, exact_match
 from fulltilt.reward.rules import math as math_reward
+from fulltilt.schema import RewardConfig
 
 
 def group_of(texts: list[str], truth: Any, uid: int = 0) -> Group:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
 from fulltilt.reward import functions, sums
 from fulltilt.reward.base import ERRORS_FILE, RewardPool
 from fulltilt.reward.rules import gsm8k
 from fulltilt.reward.worker import MOST_CHILDREN, family_of
+from fulltilt.schema import RewardConfig
 
 MISBEHAVING = '''
 import ctypes, os, signal, subprocess, sys, time
@@ -838,7 +838,7 @@ PARENT = """
     import os, sys, time
     from pathlib import Path
     import numpy as np
-    from fulltilt.config import RewardConfig
+    from fulltilt.schema import RewardConfig
     from fulltilt.records import Group, Prompt, Sample
     from fulltilt.reward.base import RewardPool
 

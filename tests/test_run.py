@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulltilt.batching import pack
 from fulltilt.cluster.assembly import assemble
-from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import training_sampling
 from fulltilt.plan import make_plan
 from fulltilt.rollout.sampler import sample_seed
+from fulltilt.schema import Config
 
 ModelFolders = Callable[[str], Path]
 PLAIN = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0")

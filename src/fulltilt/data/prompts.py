@@ -21,7 +21,7 @@ from fulltilt.records import Prompt, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fulltilt.config import DataConfig
+    from fulltilt.schema import DataConfig
 
 
 class PromptSet(InEpochs[Prompt]):

@@ -30,7 +30,7 @@ from fulltilt.words import many, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fulltilt.config import DataConfig
+    from fulltilt.schema import DataConfig
 
 
 class RowSet(InEpochs[Row]):

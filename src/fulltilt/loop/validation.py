@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
 from fulltilt.loop.experience import sample_groups, score_groups, show_progress, validation_sampling
 from fulltilt.observe.console import Console
 from fulltilt.observe.validation import sample_rows, summarise
 from fulltilt.records import Group, Row, Score
+from fulltilt.schema import Config
 
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 

@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Score, UserError
 from fulltilt.reward import functions
 from fulltilt.reward.dispatch import Dispatcher, RewardCall
 from fulltilt.reward.process import Outcome
 from fulltilt.reward.sums import Component, Sums, combine
 from fulltilt.reward.worker import Request, Setup
+from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import shortened
 

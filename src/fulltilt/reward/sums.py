@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulltilt.config import REWARD_MODEL, RewardConfig, reward_weights
 from fulltilt.records import Score, UserError
+from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
 
 
 @dataclass(frozen=True)
