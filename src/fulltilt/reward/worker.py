@@ -236,17 +236,13 @@ def _end_with(trainer: int) -> None:
         os._exit(0)
 
 
-def _prefer_to_be_killed() -> None:
-    """When the machine runs out of memory, Linux should kill a reward process before the trainer."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
 def main() -> None:
     connection, crash_log, trainer = map(int, sys.argv[1:4])
     sys.argv = [""]
     _end_with(trainer)
-    _prefer_to_be_killed()
+    # When the machine runs out of memory, Linux should kill a reward process before the trainer.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Has a descriptor of its own, since standard error goes to /dev/null: reports where a segmentation fault happened.
     faulthandler.enable(file=crash_log)
