@@ -27,7 +27,7 @@ from fulltilt.proofs.run import ProofResult, ProofRunner, choose, provable, prov
 from fulltilt.proofs.setup import ProofSetup, step_key
 from fulltilt.proofs.step import WatchedStep
 from fulltilt.records import UserError
-from fulltilt.rollout.stats import SeenPass
+from fulltilt.rollout.stats import EngineStats
 from fulltilt.train import roles
 
 ALL_ROLES = {"actor", "sft", "critic", "ref", "reward_model"}
@@ -321,7 +321,7 @@ def test_a_stall_is_what_is_prefilled_while_samples_wait() -> None:
     seen = [(40, 0, 0), (0, 9, 2), (8, 0, 2), (7, 0, 2), (0, 9, 2), (30, 0, 0), (9, 0, 1)]
     step = WatchedStep(None)  # type: ignore[arg-type]
     for prefilled, decoded, begun in seen:
-        step.engine_passes.append((SeenPass(0.0, 1.0, 1, 1, 0, 0.5, prefill_tokens=prefilled, decode_tokens=decoded), begun))
+        step.engine_passes.append((EngineStats(prefill_tokens=prefilled, decode_tokens=decoded), begun))
     assert measure.LONGEST_STALL.read(step, "actor") == 15
 
 
