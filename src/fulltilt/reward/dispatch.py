@@ -130,9 +130,8 @@ class Dispatcher:
             if self._closing.is_set():
                 process.interrupt()
         try:
-            process.load(self._setup, self._files)
-            assert process.batch is not None
-            self.batch, self.memory_limited, self._failed_starts = process.batch, process.memory_limited, 0
+            self.memory_limited, self.batch = process.load(self._setup, self._files)
+            self._failed_starts = 0
             self._loaded.set()
             yield process
         finally:
@@ -145,8 +144,8 @@ class Dispatcher:
             return
         with self._changed:
             self._failed_starts += 1
-            if self._failed_starts >= START_TRIES and all(process.batch is None for process in self._processes):
-                raise failure.args[0]
+            if self._failed_starts >= START_TRIES and not any(process.loaded for process in self._processes):
+                raise failure
         self._closing.wait(min(5.0, 0.1 * 2**self._failed_starts))
 
     def _use(self, process: WorkerProcess, again: list[RewardCall]) -> list[RewardCall]:

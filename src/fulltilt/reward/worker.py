@@ -111,7 +111,7 @@ class RewardWorker:
             os._exit(LOST_CONNECTION)
 
     def _load(self, setup: Setup) -> bool:
-        self._send(_limit_memory(setup.memory_bytes))
+        memory_limited = _limit_memory(setup.memory_bytes)
         # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
         os.register_at_fork(after_in_child=lambda: os.close(self._connection))
         self._located = setup.functions
@@ -121,7 +121,7 @@ class RewardWorker:
         except UserCodeError as error:
             self._send(str(error)[:DETAIL_LENGTH])
             return False
-        self._send([function.batch for function in self._functions])
+        self._send([memory_limited, [function.batch for function in self._functions]])
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:
