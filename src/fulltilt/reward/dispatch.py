@@ -146,7 +146,7 @@ class Dispatcher:
             self._failed_starts += 1
             if self._failed_starts >= START_TRIES and not any(process.loaded for process in self._processes):
                 raise failure
-        self._closing.wait(min(5.0, 0.1 * 2**self._failed_starts))
+        self._closing.wait(min(5.0, 0.1 * 2 ** min(self._failed_starts, 6)))
 
     def _use(self, process: WorkerProcess, again: list[RewardCall]) -> list[RewardCall]:
         """Gives a process calls, `again` first, until it must be replaced. Returns the call that the next process must try again."""
