@@ -29,7 +29,6 @@ from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.assembly import take_workspaces
 from fulltilt.cluster.sizes import role_facts
-from fulltilt.config import Config, TrainConfig
 from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.verify import verify
@@ -39,6 +38,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import HealthConfig, ModelConfig, TrainConfig
 from fulltilt.doctor import examine_memory_of
 from fulltilt.memory.account import KINDS, Account, Kind, Source, gradients_of, process_bytes, weights_of
 from fulltilt.memory.offload import ALIGN, OffloadSetting, Residence, aligned
@@ -31,6 +30,7 @@ from fulltilt.rollout.decode import refuse_waits
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import HealthConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -140,8 +140,9 @@ def test_what_is_offloaded_leaves_the_device(device: str, model_folders: ModelFo
     here, parameters, buffers = account.held(), nbytes(model.parameters()), nbytes(model.buffers())
     residence.to_host()
     away = account.held()
-    with residence.needed():
-        assert account.held() == here
+    residence.to_device()
+    assert account.held() == here
+    residence.to_host()
     assert account.held() == away
     assert here.device["parameters"] - away.device["parameters"] == parameters
     states = sum(3 * aligned(4 * parameter.numel()) for parameter in model.parameters())  # a master and two moments

@@ -20,15 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.batching import schedule
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.plan import make_plan
 from fulltilt.records import MicroBatch, Row
+from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, Scorer, annotate_all
 from fulltilt.train.trainer import Trainer
@@ -360,7 +360,7 @@ def trained_rows(count: int = 9) -> list[Row]:
 
         per_token = {name: numbers() for name in ("values", "returns")} | {"rollout_logprobs": (numbers() - 5) * mask}
         rows.append(Row(random.integers(0, models.VOCABULARY, tokens), mask, number // 3, float(random.normal()), **per_token))
-    return presets.build(grpo()).advantage(rows)
+    return build(grpo()).advantage(rows)
 
 
 def grpo(**sections: dict[str, Any]) -> Config:
@@ -404,7 +404,7 @@ def test_padding_changes_neither_logprobs_nor_gradients(family: str, tolerance: 
         }
         found.append(np.concatenate([by_row[row] for row in range(len(rows))]))
     np.testing.assert_allclose(found[1], found[0], atol=1e-9, rtol=0)
-    assert_same_gradients(Trainer(policy, presets.build(grpo(algorithm={"entropy_coef": 0.05})).loss), model, rows, tolerance)
+    assert_same_gradients(Trainer(policy, build(grpo(algorithm={"entropy_coef": 0.05})).loss), model, rows, tolerance)
 
 
 def scalar_model(folder: Path) -> ScalarModel:
@@ -416,7 +416,7 @@ def scalar_model(folder: Path) -> ScalarModel:
 
 def test_padding_changes_no_gradient_of_a_critic_and_no_score_of_a_reward_model(model_folders: ModelFolders) -> None:
     model = scalar_model(model_folders("llama"))
-    value_loss = presets.build(grpo(algorithm={"name": "ppo"})).value_loss
+    value_loss = build(grpo(algorithm={"name": "ppo"})).value_loss
     assert value_loss is not None
     rows = trained_rows()
     assert_same_gradients(Trainer(Critic("critic", model, Optimizer(model, TrainConfig(), 10)), value_loss), model, rows)

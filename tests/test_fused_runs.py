@@ -26,13 +26,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts, assemble, take_workspaces
 from fulltilt.cluster.loading import Fusing
-from fulltilt.config import Config, ModelConfig
-from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sampling_bytes, sizes_up_to
+from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sizes_up_to
 from fulltilt.kernels import dispatch, sampling
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model import fuse as fuse_file
 from fulltilt.model.attention import LayerShape
-from fulltilt.model.fuse import WrongFusion, check_fused, fuse_and_compare
+from fulltilt.model.fuse import WrongLayers, check_fused, fuse_and_compare
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed, verify
 from fulltilt.observe.console import Console
@@ -44,6 +43,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, ModelConfig
 from fulltilt.train.checkpoint import CheckpointStore
 
 ModelFolders = Callable[[str], Path]
@@ -325,7 +325,7 @@ def test_a_failure_leaves_nothing_behind(model_folders: ModelFolders, monkeypatc
     model = model_of(model_folders("llama"))
     monkeypatch.setattr(fuse_file, "ROUNDING", dict.fromkeys(fuse_file.ROUNDING, 0.0))
     monkeypatch.setattr(fuse_file, "gaps", lambda own, found: {name: float("nan") for name in own})
-    with pytest.raises(WrongFusion, match="differ by nan"):
+    with pytest.raises(WrongLayers, match="differ by nan"):
         fuse_and_compare(model)
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
 
@@ -423,10 +423,9 @@ def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
 
 
 def test_what_decoding_takes_is_what_its_records_hold() -> None:
-    for rows, vocabulary in ((1, 5), (7, 1024), (300, 151_936)):
-        progress, workspace = sampling.DecodeProgress.make(rows, BURST, "meta"), sampling.Workspace.make(rows, vocabulary, "meta")
+    for rows in (1, 7, 300):
+        progress = sampling.DecodeProgress.make(rows, BURST, "meta")
         assert progress_bytes(rows) == sum(tensor.nbytes for tensor in vars(progress).values())
-        assert sampling_bytes(rows, vocabulary) == sum(tensor.nbytes for tensor in vars(workspace).values())
 
 
 @pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])

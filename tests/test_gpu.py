@@ -22,10 +22,9 @@ from test_lora import settings, stir
 from test_scalar import classifier
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from fulltilt.algo.build import build
 from fulltilt.algo.loss import sft_loss, value_loss
-from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import AlgorithmConfig, Config, DataConfig, ModelConfig, TrainConfig
 from fulltilt.model.arrays import to_host
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.load import end_tokens, load_model
@@ -37,6 +36,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer

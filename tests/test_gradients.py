@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.algo import presets
 from fulltilt.algo.base import Algorithm
+from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
-from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
+from fulltilt.presets import PRESETS
 from fulltilt.records import MiniBatch, Row
+from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer
@@ -47,13 +48,13 @@ def mine(terms, clip_high):
 
 
 def build(name: str, folder: Path) -> Algorithm:
-    keys: dict[str, Any] = {"name": name, **OWN.get(name, {})} if name in presets.PRESETS else {"name": "grpo"}
+    keys: dict[str, Any] = {"name": name, **OWN.get(name, {})} if name in PRESETS else {"name": "grpo"}
     if name != "sft":
         keys |= EVERYTHING
-    if name not in presets.PRESETS:
+    if name not in PRESETS:
         (folder / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
         keys["loss"] = f"{folder / 'mine.py'}:mine"
-    return presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+    return build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
 
 
 def bare_rows() -> list[Row]:
@@ -123,7 +124,7 @@ def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row])
     return metrics
 
 
-@pytest.mark.parametrize("name", [*presets.PRESETS, "a loss of your own"])
+@pytest.mark.parametrize("name", [*PRESETS, "a loss of your own"])
 def test_the_gradient_of_an_algorithm_is_one(name: str, model_folders, tmp_path: Path) -> None:
     algorithm = build(name, tmp_path)
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=algorithm.entropy_gradient)
@@ -131,11 +132,11 @@ def test_the_gradient_of_an_algorithm_is_one(name: str, model_folders, tmp_path:
     if name == "sft":
         return
     assert {"actor/pg_loss", "actor/kl_loss", "actor/entropy", "rollout_corr/logprob_abs_gap"} <= metrics.keys()
-    if name in presets.PRESETS:  # some tokens are clipped, and not all: both branches took part
+    if name in PRESETS:  # some tokens are clipped, and not all: both branches took part
         assert 0 < metrics["actor/pg_clipfrac"] < 0.9
 
 
-@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.critic])
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.critic])
 def test_the_gradient_of_a_critic_is_one(name: str, model_folders, tmp_path: Path) -> None:
     algorithm = build(name, tmp_path)
     model = load_scalar(ModelConfig(path=str(model_folders("llama")), dtype="float64"), CPU, key="critic.path", head="new")
@@ -149,11 +150,11 @@ def test_the_gradient_of_a_critic_is_one(name: str, model_folders, tmp_path: Pat
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.rollout and not preset.critic])
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.rollout and not preset.critic])
 def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: str, model_folders) -> None:
     """Off policy, so that ratios and clips are in it. A carried-over row and one with holes are among those left out."""
     keys = {"name": name, **OWN.get(name, {}), "minibatches_per_step": 2, "aggregation": aggregation}
-    algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+    algorithm = build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
     assert algorithm.advantage_alone
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=False)
     rows = algorithm.advantage(filled(bare_rows(), policy))
@@ -175,7 +176,7 @@ def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: st
 
 def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders) -> None:
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=False)
-    algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo"}}))
+    algorithm = build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo"}}))
     rows = [replace(row, reward=1.0, lag=0) for row in filled(bare_rows(), policy)]
     rows = algorithm.advantage(rows)
     assert with_advantage(rows) == []
@@ -194,4 +195,4 @@ def test_where_more_than_the_advantage_teaches_nothing_is_left_out(keys: dict[st
         (tmp_path / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
         keys = {"loss": f"{tmp_path / 'mine.py'}:mine", "minibatches_per_step": 2}
     tables = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo", **keys}}
-    assert not presets.build(Config.model_validate(tables)).advantage_alone
+    assert not build_algorithm(Config.model_validate(tables)).advantage_alone

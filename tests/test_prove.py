@@ -15,18 +15,19 @@ import runs
 import torch
 
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.cluster import assembly, checks, sizes, worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.proofs import measure, report, run, setup
-from fulltilt.proofs.cases import all_cases
-from fulltilt.proofs.record import GRADIENT_TOLERANCE, Measurement, ProofCase, ProofResult, more, within
-from fulltilt.proofs.run import choose, provable, prove
+from fulltilt.proofs.cases import GRADIENT_TOLERANCE, ProofCase, all_cases
+from fulltilt.proofs.measure import Measurement
+from fulltilt.proofs.run import ProofResult, ProofRunner, choose, provable, prove
 from fulltilt.proofs.setup import ProofSetup, step_key
-from fulltilt.proofs.step import EnginePass, WatchedStep
+from fulltilt.proofs.step import WatchedStep
 from fulltilt.records import UserError
+from fulltilt.rollout.stats import EngineStats
 from fulltilt.train import roles
 
 ALL_ROLES = {"actor", "sft", "critic", "ref", "reward_model"}
@@ -77,6 +78,10 @@ def cases_of(where: ProofSetup, *names: str, role: str | None = None) -> list[Pr
     return found
 
 
+def results_of(cases: list[ProofCase], where: ProofSetup) -> list[ProofResult]:
+    return list(ProofRunner(where, cases).results())
+
+
 # -- completeness -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +105,7 @@ def test_on_cuda_every_setting_is_legal(on_cuda: ProofSetup, monkeypatch: pytest
         for number, step in enumerate(case.steps):
             if not (case.off_is_refused and number == 0):
                 config = on_cuda.config(step)
-                checks.refuse(checks.wrong_settings(config, presets.build(config), "cuda"))
+                checks.refuse(checks.wrong_settings(config, build(config), "cuda"))
                 assert config.run.device == "cuda" and config.model.dtype == ("float32" if case.kind == "rollout" else "bfloat16")
 
 
@@ -110,7 +115,7 @@ QUICK = ("rollout.release_memory", "rollout.prefix_sharing")
 
 
 def test_proofs_hold(small: ProofSetup) -> None:
-    records = list(run.run(cases_of(small, *QUICK), small))
+    records = results_of(cases_of(small, *QUICK), small)
     assert all(record.holds for record in records), [record for record in records if not record.holds]
     found = {(record.knob, record.metric): record for record in records}
     kept = found["rollout.release_memory", "KV cache on the device, update-actor"]
@@ -238,7 +243,7 @@ SAME_FUNCTIONS = ("chunks of the entropy", "a fixed micro-batch", "a budget", "s
 def test_a_knob_that_is_lost_does_not_hold(small: ProofSetup, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     name, broken, knob, role = LOST[lost]
     monkeypatch.setattr(sizes if name == "sizing" else assembly, name, broken)
-    records = run.run(cases_of(small, knob, role=role), small)
+    records = results_of(cases_of(small, knob, role=role), small)
     assert records and all(record.holds is False for record in records), [record for record in records if record.holds]
     assert all(record.reason.startswith("the knob must change this: ") and record.gradients_equal is not False for record in records)
 
@@ -248,10 +253,10 @@ def test_a_knob_that_changes_the_gradient_does_not_hold(small: ProofSetup, monke
         return recompute.checkpoint(forward, 1.000001 * hidden, use_reentrant=False)
 
     cases = [case for case in cases_of(small, "train.recompute", role="sft") if case.measurement.metric.endswith("full")]
-    (record,) = run.run(cases, small)
+    (record,) = results_of(cases, small)
     assert record.holds and record.gradients_equal
     monkeypatch.setattr(recompute, "run_full", forgets)
-    (record,) = run.run(cases, small)
+    (record,) = results_of(cases, small)
     assert (record.gradients_equal, record.holds) == (False, False) and record.off > record.on  # type: ignore[operator]
     assert record.reason.startswith("gradients differ by ") and record.reason.endswith("; 1e-09 is allowed")
 
@@ -264,13 +269,13 @@ def test_a_role_that_says_something_else_does_not_hold(small: ProofSetup, monkey
         return (1.00001 * logprobs if args[4].entropy_chunk else logprobs), entropy
 
     monkeypatch.setattr(roles, "token_logprobs", wrong)
-    (record,) = run.run(cases_of(small, "ref.entropy_chunk"), small)
+    (record,) = results_of(cases_of(small, "ref.entropy_chunk"), small)
     assert (record.gradients_equal, record.holds) == (None, False) and "its outputs differ by 1e-05" in record.reason
 
 
 def test_a_setting_that_a_cpu_must_refuse(small: ProofSetup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "refused_offloads", lambda config, algorithm, device: iter(()))
-    (record,) = run.run(cases_of(small, "train.offload_grads", role="sft"), small)
+    (record,) = results_of(cases_of(small, "train.offload_grads", role="sft"), small)
     assert (record.holds, record.reason) == (False, "a run on a CPU accepts the setting, although it has no effect there")
 
 
@@ -281,7 +286,7 @@ def test_a_step_that_fails_fails_alone(small: ProofSetup) -> None:
     (held,) = cases_of(small, "train.offload_grads", role="sft")
     broken = ProofCase("train.packing", "sft", Measurement("broken", "tokens", read))
     refused = ProofCase("train.packing", "sft", held.measurement, {}, {"train.recompute_layers": 2})
-    records = list(run.run([broken, refused], small))
+    records = results_of([broken, refused], small)
     assert [record.holds for record in records] == [False, False]
     assert records[0].reason == "the step failed: ZeroDivisionError: no number here"
 
@@ -295,7 +300,7 @@ def test_what_was_found_before_an_interrupt_is_told(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(run, "prove", interrupted)
     ended = runs.command_here(tmp_path, "prove", "--json")
-    assert ended.code == 130 and json.loads(ended.out) == [found.as_json()] and "stopped after 1 proof\n" in ended.error
+    assert ended.code == 130 and json.loads(ended.out) == [dataclasses.asdict(found)] and "stopped after 1 proof\n" in ended.error
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------------------------
@@ -307,13 +312,16 @@ def test_a_default_is_no_setting() -> None:
 
 
 def test_caps_are_kept_and_used() -> None:
-    assert within(4, 16)(4, 16) and within(4, 16)(3, 5) and within(16, 4)(9, 4)
-    assert not within(4, 16)(4, 4) and not within(4, 16)(5, 16) and not within(4, 16)(4, 17) and not within(16, 4)(4, 9)
+    low_first, high_first = (ProofCase("", "", measure.MOST_RUNNING, *limits, change="limit").changed for limits in ((4, 16), (16, 4)))
+    assert low_first(4, 16) and low_first(3, 5) and high_first(9, 4)
+    assert not low_first(4, 4) and not low_first(5, 16) and not low_first(4, 17) and not high_first(4, 9)
 
 
 def test_a_stall_is_what_is_prefilled_while_samples_wait() -> None:
     seen = [(40, 0, 0), (0, 9, 2), (8, 0, 2), (7, 0, 2), (0, 9, 2), (30, 0, 0), (9, 0, 1)]
-    step = WatchedStep(None, None, engine_passes=[EnginePass(*numbers) for numbers in seen])  # type: ignore[arg-type]
+    step = WatchedStep(None)  # type: ignore[arg-type]
+    for prefilled, decoded, begun in seen:
+        step.engine_passes.append((EngineStats(prefill_tokens=prefilled, decode_tokens=decoded), begun))
     assert measure.LONGEST_STALL.read(step, "actor") == 15
 
 
@@ -328,7 +336,7 @@ def test_what_re_runs_differ_by_is_measured(small: ProofSetup, monkeypatch: pyte
         return found[role][-1]
 
     monkeypatch.setattr(run, "difference", watched)
-    runner = run.ProofRunner(small, [], steps.append)
+    runner = ProofRunner(small, [], steps.append)
     runner._on_cuda = True
     assert runner._allowed("ppo", "actor") == runner._allowed("ppo", "reward_model") == ROUNDING[torch.bfloat16]
     assert [text.count("micro_batch = 1") for text in steps] == [0, 0, 4], "each step once, for all roles"
@@ -343,8 +351,8 @@ def test_what_re_runs_differ_by_is_measured(small: ProofSetup, monkeypatch: pyte
 
 
 def test_other_samples_are_other_gradients(small: ProofSetup) -> None:
-    case = ProofCase("rollout.max_seqs", "rollout", measure.NATIVE_SAMPLES, {}, {"run.seed": 5}, changes=more)
-    (record,) = run.run([case], small)
+    case = ProofCase("rollout.max_seqs", "rollout", measure.NATIVE_SAMPLES, {}, {"run.seed": 5}, change="more")
+    (record,) = results_of([case], small)
     assert (record.gradients_equal, record.holds) == (False, False) and "of 32 samples have different tokens" in record.reason
 
 
@@ -358,5 +366,5 @@ def test_compiled_layers_differ_by_the_norms_in_float32_alone(small: ProofSetup,
     monkeypatch.setattr(Qwen2RMSNorm, "forward", wide)
     torch._dynamo.reset()
     cases = [dataclasses.replace(case, tolerance=GRADIENT_TOLERANCE) for case in cases_of(small, "train.compile", role="critic")]
-    (record,) = run.run(cases, small)
+    (record,) = results_of(cases, small)
     assert record.holds and record.gradients_equal, record

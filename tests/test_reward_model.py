@@ -13,9 +13,9 @@ from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches
-from fulltilt.config import RewardConfig
 from fulltilt.records import Finish, Group, Prompt, Sample, Score, UserError
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
+from fulltilt.schema import RewardConfig
 
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"

@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from fulltilt.config import ModelConfig
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
@@ -31,6 +30,7 @@ from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling, draw, sample_seed
 from fulltilt.rollout.stop_strings import StopStrings
+from fulltilt.schema import ModelConfig
 
 CPU = torch.device("cpu")
 ROOMY = EngineLimits(blocks=600, block_tokens=16, max_seqs=256, max_batched_tokens=4096)

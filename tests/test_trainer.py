@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.algo.loss import KL_ESTIMATORS, PolicyLossSettings, clipped_surrogate, policy_loss, sft_loss
+from fulltilt.algo.loss import clipped_surrogate, policy_loss, sft_loss
 from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
-from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.records import LossParts, MiniBatch, Row, TokenTerms
+from fulltilt.schema import ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer, learning_rate
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-EVERYTHING = PolicyLossSettings(kl_coef=0.1, kl=KL_ESTIMATORS["k3"], entropy_coef=0.05, importance_cap=2.0)
+EVERYTHING = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.05, "importance_cap": 2.0}
 Loss = Callable[[TokenTerms], LossParts]
-POLICY: Loss = partial(policy_loss, surrogate=CLIPPED, settings=EVERYTHING)
+POLICY: Loss = partial(policy_loss, surrogate=CLIPPED, **EVERYTHING)
 
 
 def make_trainer(folder, dtype: str = "float64", loss: Loss = POLICY, **train) -> Trainer:

@@ -1,4 +1,4 @@
-"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts.
+"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts, errors.
 
 Numbers and names enter, phrases leave. Imports nothing, so that every room may use it.
 """
@@ -30,6 +30,11 @@ def listed(names: Sequence[object], most: int = 8) -> str:
 def shortened(text: str, most: int) -> str:
     """The text, or its first characters followed by three dots: never more than `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def in_bytes(count: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.bench import shapes
 from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.bench.job import BenchJob

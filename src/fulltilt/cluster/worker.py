@@ -22,7 +22,6 @@ import torch
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, scatter
 from fulltilt.batching.schedule import split_minibatches
-from fulltilt.config import Config
 from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
@@ -30,6 +29,7 @@ from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserErro
 from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import write_trainer
 from fulltilt.train.roles import Policy, Role, annotate_all
 from fulltilt.train.trainer import Trainer

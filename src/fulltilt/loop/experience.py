@@ -15,13 +15,13 @@ import numpy as np
 from fulltilt.algo.base import Algorithm
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import WorkProgress
-from fulltilt.config import Config
 from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config
 
 
 def training_sampling(config: Config) -> Sampling:

@@ -19,7 +19,6 @@ from typing import Any, cast
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS, WorkProgress
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor, InEpochs
 from fulltilt.loop.experience import (
     good_rewards,
@@ -43,6 +42,7 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 
 Metrics = dict[str, float]
@@ -274,8 +274,8 @@ class Run:
 
     def _times(self, response_tokens: int, total_tokens: int) -> Metrics:
         self._tokens += total_tokens
-        phases = self.console.phases
-        times = measure.summarise_time(phases.seconds, phases.total, response_tokens=response_tokens, total_tokens=total_tokens)
+        seconds, whole = self.console.seconds, self.console.step_seconds
+        times = measure.summarise_time(seconds, whole, response_tokens=response_tokens, total_tokens=total_tokens)
         carried, self._carried = self._carried, {}
         return {**times, **carried, **self.worker.metrics()}
 
@@ -390,7 +390,7 @@ class Run:
             self.validations.write(step, found.groups, found.scores)
         if found.samples:
             self.loggers.table(step, "val/samples", found.columns, found.samples)
-        return found.metrics | {"timing_s/testing": self.console.phases.seconds["eval"]}
+        return found.metrics | {"timing_s/testing": self.console.seconds["eval"]}
 
     @contextlib.contextmanager
     def _failure_told(self) -> Iterator[None]:

@@ -14,10 +14,12 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import IO, TextIO
+from datetime import timedelta
+from statistics import mean
+from typing import IO, Any, TextIO
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from fulltilt.observe.metrics import TIMING_NAMES, Number, encode_line
@@ -25,35 +27,11 @@ from fulltilt.observe.metrics import TIMING_NAMES, Number, encode_line
 _REDRAW_S = 0.1
 
 
-class Phases:
-    """Seconds spent in each phase of a step, in the order in which they began."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._begin = time.perf_counter()
-
-    @contextlib.contextmanager
-    def measure(self, name: str) -> Iterator[None]:
-        """Measure a phase. A phase may occur twice in a step: its seconds add up."""
-        assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
-        self.seconds.setdefault(name, 0.0)
-        begin = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[name] += time.perf_counter() - begin
-
-    @property
-    def total(self) -> float:
-        """Seconds since the step began."""
-        return time.perf_counter() - self._begin
-
-
 class Console:
     """Example:
 
     with console.run(total=100, done=0):
-        phases = console.begin_step(1)
+        console.begin_step(1)
         with console.phase("rollout"):
             console.phase_progress(3, 64)
         console.end_step({"critic/score/mean": 0.5, "response_length/mean": 40.0})
@@ -80,9 +58,8 @@ class Console:
         self._warnings = self._people if self._live else _Output(file=error)
         self._bar: _Bar | None = None
         self._total = 0
-        self._step = 0
         self._running: list[str] = []
-        self.phases = Phases()
+        self.begin_step(0)
 
     @contextlib.contextmanager
     def run(self, total: int, done: int = 0) -> Iterator[None]:
@@ -97,34 +74,41 @@ class Console:
             if bar:
                 bar.stop()
 
-    def begin_step(self, step: int) -> Phases:
-        self._step = step
-        self.phases = Phases()
-        return self.phases
+    def begin_step(self, step: int) -> None:
+        self._step, self._begin = step, time.perf_counter()
+        self.seconds: dict[str, float] = {}  # in each phase of the step, in the order in which they began
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds since the step began."""
+        return time.perf_counter() - self._begin
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Show and measure a phase. Phases may nest; the innermost is shown."""
+        """Show and measure a phase. Phases may nest: the innermost is shown. A phase may occur twice in a step: its seconds add up."""
+        assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
         self._running.append(name)
         self._show_phase()
+        seconds, begin = self.seconds, time.perf_counter()
+        seconds.setdefault(name, 0.0)
         try:
-            with self.phases.measure(name):
-                yield
+            yield
         finally:
+            seconds[name] += time.perf_counter() - begin
             self._running.pop()
             self._show_phase()
 
     def phase_progress(self, done: int, total: int) -> None:
         """Show how far the current phase is; cheap enough to be called often."""
         if self._bar and self._running:
-            self._bar.show_phase(f"{self._running[-1]} {done}/{total}", at_once=done >= total)
+            self._bar.show(done >= total, description=f"{self._running[-1]} {done}/{total}")
 
     def end_step(self, metrics: Mapping[str, Number]) -> None:
         if self._json:
             with self._read_by_someone(self._out):
                 print(encode_line(self._step, metrics), file=self._out, flush=True)
         if self._bar:
-            self._bar.finish_step(self._step, self.phases.total, metrics.get("critic/score/mean"))
+            self._bar.finish_step(self._step, self.step_seconds, metrics.get("critic/score/mean"))
         elif not self._quiet:
             self._say(self._people, self._step_line(metrics))
 
@@ -154,7 +138,7 @@ class Console:
 
     def _show_phase(self) -> None:
         if self._bar:
-            self._bar.show_phase(self._running[-1] if self._running else "", at_once=True)
+            self._bar.show(description=self._running[-1] if self._running else "")
 
     def _step_line(self, metrics: Mapping[str, Number]) -> str:
         shown = (
@@ -163,8 +147,8 @@ class Console:
             ("loss", "train/loss", "{:.4f}"),
         )
         numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.seconds.items())
-        return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.phases.total:.1f} s", *([f"({phases})"] if phases else [])])
+        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
+        return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.step_seconds:.1f} s", *([f"({phases})"] if phases else [])])
 
 
 class _Output(rich.console.Console):
@@ -180,44 +164,36 @@ class _Bar:
         description, times, reward = (TextColumn(f"{{task.{name}}}") for name in ("description", "fields[times]", "fields[reward]"))
         columns = (description, BarColumn(), MofNCompleteColumn(), times, reward)
         self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._task: TaskID = self._progress.add_task("", total=total, completed=done, times="", reward="")
-        self._total, self._done = total, done
-        self._seconds, self._steps = 0.0, 0  # of the steps since the start
-        self._begin, self._drawn = time.perf_counter(), 0.0
+        self._task = self._progress.add_task("", total=total, completed=done, times="", reward="")
+        self._step_seconds: list[float] = []  # of the steps since the start
+        self._drawn = 0.0
         self._progress.start()
-        self._draw(at_once=True)
+        self.show()
 
-    def show_phase(self, words: str, at_once: bool) -> None:
-        self._progress.update(self._task, description=words)
-        self._draw(at_once)
+    def show(self, at_once: bool = True, **changed: Any) -> None:
+        """Change fields of the bar and draw it, unless `at_once` is false and it was drawn only just now."""
+        self._progress.update(self._task, **changed)
+        now = time.perf_counter()
+        if at_once or now - self._drawn >= _REDRAW_S:
+            self._drawn = now
+            self._progress.update(self._task, times=self._times(), refresh=True)
 
     def finish_step(self, step: int, seconds: float, reward: Number | None) -> None:
-        self._done = step
-        self._seconds += seconds
-        self._steps += 1
-        self._progress.update(self._task, completed=step, reward="" if reward is None else f"reward {reward:.3f}")
-        self._draw(at_once=True)
+        self._step_seconds.append(seconds)
+        self.show(completed=step, reward="" if reward is None else f"reward {reward:.3f}")
 
     def stop(self) -> None:
-        self._draw(at_once=True)
+        self.show()
         self._progress.stop()
 
-    def _draw(self, at_once: bool) -> None:
-        now = time.perf_counter()
-        if not at_once and now - self._drawn < _REDRAW_S:
-            return
-        self._drawn = now
-        self._progress.update(self._task, times=self._times(now), refresh=True)
-
-    def _times(self, now: float) -> str:
-        elapsed = f"{clock(now - self._begin)} elapsed"
-        if not self._steps or self._done >= self._total:
+    def _times(self) -> str:
+        (task,) = self._progress.tasks
+        elapsed = f"{clock(task.elapsed or 0.0)} elapsed"
+        if not self._step_seconds or not task.remaining:
             return elapsed
-        return f"{elapsed}, {clock((self._total - self._done) * self._seconds / self._steps)} left"
+        return f"{elapsed}, {clock(task.remaining * mean(self._step_seconds))} left"
 
 
 def clock(seconds: float) -> str:
     """Seconds as people read them: 0:07, 12:40, 3:02:05."""
-    minutes, second = divmod(round(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")

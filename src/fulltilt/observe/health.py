@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulltilt.config import HealthConfig
 from fulltilt.records import UserError
+from fulltilt.schema import HealthConfig
 from fulltilt.words import listed, many
 
 Metrics = Mapping[str, float]
@@ -42,12 +42,7 @@ class Climb:
     steps: int
     begin: float  # before the first of them
     now: float
-    most: float = 0.0  # the largest growth in one step
-
-    @property
-    def steady(self) -> float:
-        """Its growth without the largest step: what is taken once, like memory for a checkpoint's copy, is not a leak."""
-        return self.now - self.begin - self.most
+    most: float = 0.0  # the largest growth in one step, which does not count: what is taken once, for a checkpoint's copy, is not a leak
 
     def to(self, value: float) -> Climb:
         """The climb after one more step with this value."""
@@ -56,27 +51,16 @@ class Climb:
         return Climb(self.steps + 1, self.begin, value, max(self.most, value - self.now))
 
 
-Climbs = Mapping[str, Climb]
-
-
-@dataclass(frozen=True)
-class Past:
-    """What is known from earlier steps."""
-
-    climbs: Climbs
-    first_entropy: float | None  # that of the run's first step with samples
-
-
 @dataclass(frozen=True)
 class HealthRule:
     name: str
-    holds: Callable[[Metrics, Past, HealthConfig], str | None]  # what was measured, as text; None: the rule does not hold
+    holds: Callable[[Metrics, Health], str | None]  # what was measured, as text; None: the rule does not hold
     cause: str
     remedy: str
     stops: bool = True  # False: it only warns
 
 
-def _no_variance(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
+def _no_variance(metrics: Metrics, health: Health) -> str | None:
     """An algorithm whose baseline is not the group's mean can still learn from groups of one sample, and from groups whose rewards differ
     only between groups."""
     learns = metrics.get("critic/advantages/max", 0.0) != 0 or metrics.get("critic/advantages/min", 0.0) != 0
@@ -92,7 +76,7 @@ def _no_variance(metrics: Metrics, past: Past, config: HealthConfig) -> str | No
     return f"no group of this step has two different rewards{everywhere}"
 
 
-def _not_finite(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
+def _not_finite(metrics: Metrics, health: Health) -> str | None:
     skipped = {role: metrics.get(f"{role}/skipped_updates", 0) for role in ("actor", "critic")}
     found = [
         f"{count:.0f} of the {role}'s optimizer steps skipped because the gradient is not finite"
@@ -104,48 +88,41 @@ def _not_finite(metrics: Metrics, past: Past, config: HealthConfig) -> str | Non
     return "; ".join(found) or None
 
 
-def _entropy_collapse(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-    # The entropy of all samples: an update does not compute that of groups without an advantage. SFT samples nothing and has no such
-    # metric: there a low entropy only says that the data is learned.
-    entropy = metrics.get(ENTROPY)
-    if entropy is None or not entropy < config.entropy_floor:
+def _entropy_explosion(metrics: Metrics, health: Health) -> str | None:
+    entropy, first, rise = metrics.get(ENTROPY), health.first_entropy, health.config.max_entropy_rise
+    if entropy is None or first is None or not entropy > max(ENTROPY_NATS, rise * first):
         return None
-    return f"rollout/entropy is {entropy:.4g} nats per token, below health.entropy_floor = {config.entropy_floor:g}"
+    allowed = f"health.max_entropy_rise = {rise:g} times the {first:.4g} of the run's first step"
+    return f"rollout/entropy is {entropy:.4g} nats per token, more than {allowed}"
 
 
-def _entropy_explosion(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-    entropy, first = metrics.get(ENTROPY), past.first_entropy
-    if entropy is None or first is None or not entropy > max(ENTROPY_NATS, config.max_entropy_rise * first):
-        return None
-    rise = f"health.max_entropy_rise = {config.max_entropy_rise:g}"
-    return f"rollout/entropy is {entropy:.4g} nats per token, more than {rise} times the {first:.4g} of the run's first step"
+def _beyond(name: str, key: str, words: str) -> Callable[[Metrics, Health], str | None]:
+    """A rule that holds while a metric is beyond the limit `health.KEY`: below a floor, above all others."""
 
-
-def _above(name: str, key: str, words: str) -> Callable[[Metrics, Past, HealthConfig], str | None]:
-    """A rule that holds while a metric is above the limit `health.KEY`."""
-
-    def holds(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-        value, limit = metrics.get(name), getattr(config, key)
-        return None if value is None or not value > limit else f"{words.format(value)} health.{key} = {limit:g}"
+    def holds(metrics: Metrics, health: Health) -> str | None:
+        value, limit = metrics.get(name, math.nan), getattr(health.config, key)
+        beyond = value < limit if key.endswith("floor") else value > limit
+        return f"{words.format(value)} health.{key} = {limit:g}" if beyond else None
 
     return holds
 
 
-def _reward_errors(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-    errors, samples = metrics.get("reward/errors"), metrics.get("reward/samples")
-    if errors is None or not samples or not errors / samples > config.max_reward_errors:
+def _reward_errors(metrics: Metrics, health: Health) -> str | None:
+    errors, samples, limit = metrics.get("reward/errors", 0), metrics.get("reward/samples"), health.config.max_reward_errors
+    if not samples or not errors / samples > limit:
         return None
-    return f"the reward of {errors:.0f} of {samples:.0f} samples failed, more than health.max_reward_errors = {config.max_reward_errors:g}"
+    return f"the reward of {errors:.0f} of {samples:.0f} samples failed, more than health.max_reward_errors = {limit:g}"
 
 
-def _memory_growth(metrics: Metrics, past: Past, config: HealthConfig) -> str | None:
-    grown = {name: climb for name, climb in past.climbs.items() if climb.steps >= GROWTH_STEPS and climb.steady > GROWTH_GIB}
+def _memory_growth(metrics: Metrics, health: Health) -> str | None:
     by_kind: dict[str, tuple[float, str]] = {}
-    for name, climb in grown.items():
-        *phase, kind = name.removeprefix(MEMORY).split("/")
-        where = f" at the end of {phase[0]}" if phase else ""
-        words = f"{kind}{where} by {climb.now - climb.begin:.2f} to {climb.now:.2f} GiB in {climb.steps} steps"
-        by_kind[kind] = max(by_kind.get(kind, (0.0, "")), (climb.now - climb.begin, words))
+    for name, climb in health.climbs.items():
+        growth = climb.now - climb.begin
+        if climb.steps >= GROWTH_STEPS and growth - climb.most > GROWTH_GIB:
+            *phase, kind = name.removeprefix(MEMORY).split("/")
+            where = f" at the end of {phase[0]}" if phase else ""
+            words = f"{kind}{where} by {growth:.2f} to {climb.now:.2f} GiB in {climb.steps} steps"
+            by_kind[kind] = max(by_kind.get(kind, (0.0, "")), (growth, words))
     if not by_kind:
         return None
     return f"memory held has grown in every step: {', '.join(words for _, words in sorted(by_kind.values(), reverse=True))}"
@@ -169,7 +146,9 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "entropy-collapse",
-        _entropy_collapse,
+        # The entropy of all samples: an update does not compute that of groups without an advantage. SFT samples nothing and has no such
+        # metric: there a low entropy only says that the data is learned.
+        _beyond(ENTROPY, "entropy_floor", "rollout/entropy is {:.4g} nats per token, below"),
         cause="the model is almost certain of every token: the samples of a prompt are alike and nothing new is explored",
         remedy="lower train.lr, raise algorithm.clip_high or algorithm.entropy_coef, or keep the model close to its start with "
         "algorithm.kl_coef",
@@ -182,7 +161,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "all-clipped",
-        _above("response_length/clip_ratio", "max_clip_ratio", "{:.1%} of the responses were cut off, more than"),
+        _beyond("response_length/clip_ratio", "max_clip_ratio", "{:.1%} of the responses were cut off, more than"),
         cause="responses are cut off at rollout.max_new_tokens, so rewards judge unfinished answers",
         remedy="raise rollout.max_new_tokens; if no response ever ends, check the chat template and the end token, or set rollout.stop",
     ),
@@ -194,7 +173,7 @@ RULES: tuple[HealthRule, ...] = (
     ),
     HealthRule(
         "logprob-gap",
-        _above("rollout_corr/logprob_abs_gap", "max_logprob_gap", "rollout_corr/logprob_abs_gap is {:.4g}, above"),
+        _beyond("rollout_corr/logprob_abs_gap", "max_logprob_gap", "rollout_corr/logprob_abs_gap is {:.4g}, above"),
         cause="sampling and training do not compute the same log-probs: updates are made for a different policy than the one that sampled",
         remedy="compute in float32 (model.dtype, in another run.dir): if the gap disappears, it was rounding, and "
         "health.max_logprob_gap may be raised; if it stays, one of the two computes this model wrongly",
@@ -209,22 +188,6 @@ RULES: tuple[HealthRule, ...] = (
         stops=False,
     ),
 )
-
-
-class Growth:
-    """Follows, over the steps of this process, the memory held at the end of each phase and that of the whole process."""
-
-    def __init__(self) -> None:
-        self._steps = 0
-        self.climbs: dict[str, Climb] = {}
-
-    def follow(self, metrics: Metrics) -> Climbs:
-        self._steps += 1
-        for name, value in metrics.items():
-            if not name.startswith(MEMORY) or name.split("/")[-1] in PASSING or self._steps <= WARM_UP_STEPS:
-                continue
-            self.climbs[name] = self.climbs.get(name, Climb(0, value, value)).to(value)
-        return self.climbs
 
 
 @dataclass(frozen=True)
@@ -244,8 +207,9 @@ class Health:
         self._rules = tuple(rule for rule in RULES if rule.name not in config.ignore)
         looked_at = {rule.name for rule in self._rules if rule.stops}
         self._streaks = {name: count for name, count in (streaks or {}).items() if name in looked_at and count > 0}
-        self._growth = Growth()
-        self.first_entropy = first_entropy
+        self.first_entropy = first_entropy  # that of the run's first step with samples
+        self.climbs: dict[str, Climb] = {}  # of memory held at the end of each phase and by the whole process, since this process began
+        self._steps = 0  # of this process
         self._told: set[str] = set()  # not saved: a run that resumes in the middle of a streak warns once more
 
     @property
@@ -259,13 +223,11 @@ class Health:
         return not (self.streaks and self.config.stop)
 
     def look(self, step: int, metrics: Metrics) -> Verdict:
+        self._follow(metrics)
         warnings, stops = [], []
         before, self._streaks = self._streaks, {}
-        if self.first_entropy is None and math.isfinite(metrics.get(ENTROPY, math.nan)):
-            self.first_entropy = metrics[ENTROPY]
-        past = Past(self._growth.follow(metrics), self.first_entropy)
         for rule in self._rules:
-            measured, streak = rule.holds(metrics, past, self.config), before.get(rule.name, 0)
+            measured, streak = rule.holds(metrics, self), before.get(rule.name, 0)
             if measured is None:
                 if streak:
                     warnings.append(f"step {step}: {rule.name} no longer holds, after {many(streak, 'step')}")
@@ -278,9 +240,17 @@ class Health:
                 outlook = self._outlook(streak) if rule.stops else "The run continues: this rule only warns"
                 warnings.append(f"step {step}: {rule.name}: {measured}; {rule.cause}. {outlook}. Remedy: {rule.remedy}.")
             self._told.add(rule.name)
-        sick = tuple(self._streaks)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        return Verdict(sick, tuple(warnings), stop, may_save=self.may_save)
+        return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save)
+
+    def _follow(self, metrics: Metrics) -> None:
+        """Remember what later steps are compared with."""
+        if self.first_entropy is None and math.isfinite(metrics.get(ENTROPY, math.nan)):
+            self.first_entropy = metrics[ENTROPY]
+        self._steps += 1
+        for name, value in metrics.items():
+            if name.startswith(MEMORY) and name.split("/")[-1] not in PASSING and self._steps > WARM_UP_STEPS:
+                self.climbs[name] = self.climbs.get(name, Climb(0, value, value)).to(value)
 
     def _outlook(self, streak: int) -> str:
         if not self.config.stop:

@@ -24,16 +24,15 @@ import sqlite3
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol
 
-from fulltilt.config import LogConfig
-from fulltilt.observe.metrics import Number, encode_line, write_whole
+from fulltilt.observe.metrics import Number, encode_line, read_lines, write_whole
 from fulltilt.records import UserError
+from fulltilt.schema import LogConfig
 
 IDS_FILE = "loggers.json"  # in the run folder: the id by which each logger knows the run
 
@@ -59,14 +58,15 @@ class Opening:
 class Logger(Protocol):
     """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
-    @property
-    def id(self) -> str | None: ...  # kept in the run folder for a resume
+    also_needs: tuple[str, ...] = ()  # modules besides its own
+    id: str | None = None  # kept in the run folder for a resume
+    hint: str  # how to look at what was logged
+    has: int = NOTHING  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 
-    @property
-    def hint(self) -> str: ...  # how to look at what was logged
-
-    @property
-    def has(self) -> int: ...  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
+    @staticmethod
+    def mistake() -> str | None:
+        """Anything but a missing module that would stop it."""
+        return None
 
     def log(self, step: int, numbers: Mapping[str, Number]) -> None: ...
 
@@ -78,11 +78,9 @@ class Logger(Protocol):
 # ---- the loggers -----------------------------------------------------------------------------------------------------------------------
 
 
-class TensorBoard:
+class TensorBoard(Logger):
     """Event files in `tensorboard/`. A resume tells TensorBoard to forget the steps after the checkpoint. The settings shown are those that
     the run began with, because TensorBoard reads only the first."""
-
-    id: str | None = None
 
     def __init__(self, opening: Opening) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -115,16 +113,25 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id."""
+class Wandb(Logger):
+    """A run of Weights & Biases, with its files in `wandb/`. A resume continues the run of the same id and logs every step again: wandb may
+    have kept the last numbers in memory for a long time, and drops by itself the steps that its server already has."""
 
-    # It may keep the last numbers in memory for a long time, and drops by itself the steps that its server already has.
-    has = NOTHING
+    @staticmethod
+    def mistake() -> str | None:
+        """It would ask for an API key, which must never happen in the middle of a job."""
+        import wandb
+
+        settings = wandb.setup(wandb.Settings(silent=True)).settings
+        if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
+            return None
+        remedy = "Set WANDB_API_KEY (or run `wandb login`), or set WANDB_MODE=offline to log into the run folder only"
+        return f"log.to: wandb has no API key. {remedy}"
 
     def __init__(self, opening: Opening) -> None:
         import wandb
 
-        if mistake := wandb_mistake():
+        if mistake := self.mistake():
             raise UserError(mistake)
         self._table = wandb.Table
         self._run = wandb.init(
@@ -152,10 +159,11 @@ class Wandb:
         self._run.finish(exit_code=0 if finished else 1)
 
 
-class MLflow:
+class MLflow(Logger):
     """A run of MLflow, at MLFLOW_TRACKING_URI or in `mlflow/`. A resume continues the run of the same id; where a step was logged twice,
     the later value counts."""
 
+    also_needs = ("sqlalchemy", "alembic")
     MOST_METRICS, MOST_PARAMETERS, LONGEST_PARAMETER = 1000, 100, 6000  # limits of one request
 
     def __init__(self, opening: Opening) -> None:
@@ -207,21 +215,25 @@ class MLflow:
         self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
 
 
-class Trackio:
+class Trackio(Logger):
     """A run of Trackio, in TRACKIO_DIR or in `trackio/`. A resume continues the run of the same name, without the steps after the
     checkpoint."""
 
     def __init__(self, opening: Opening) -> None:
-        folder = Path(os.environ.get("TRACKIO_DIR") or opening.folder / "trackio").absolute()
-        with environment(TRACKIO_DIR=str(folder)):
-            import trackio
+        given = os.environ.get("TRACKIO_DIR")
+        folder = Path(given or opening.folder / "trackio").absolute()
+        os.environ["TRACKIO_DIR"] = str(folder)  # Trackio reads it once, at the import
+        import trackio
         from trackio.utils import TRACKIO_DIR
 
+        if not given:
+            del os.environ["TRACKIO_DIR"]
         if Path(TRACKIO_DIR).absolute() != folder:
             raise UserError(f"log.to: trackio already logs to {TRACKIO_DIR} in this process. Use one process per run, or set TRACKIO_DIR")
         self.has = self._forget(opening) if opening.known else NOTHING
         self._table = trackio.Table
-        with silence():
+        # Standard output belongs to `--json`. The thread that started the logger waits meanwhile.
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run = trackio.init(
                 opening.project, opening.name, config=dict(opening.settings), resume="allow" if opening.known else "never",
                 embed=False, auto_log_gpu=False, auto_log_cpu=False,
@@ -252,36 +264,13 @@ class Trackio:
         self._run.log({name: self._table(columns=list(columns), data=[list(row) for row in rows])}, step=step)
 
     def close(self, finished: bool) -> None:
-        with silence():
+        with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()
 
 
-def wandb_mistake() -> str | None:
-    """Why Weights & Biases would ask for an API key, which must never happen in the middle of a job."""
-    import wandb
-
-    settings = wandb.setup(wandb.Settings(silent=True)).settings
-    if settings.mode in ("offline", "dryrun", "disabled") or wandb.login(prompt=False, verify=False):
-        return None
-    return (
-        "log.to: wandb has no API key. Set WANDB_API_KEY (or run `wandb login`), or set WANDB_MODE=offline to log into the run folder only"
-    )
-
-
-class LoggerKind(NamedTuple):
-    """A value of `log.to`: how to make the logger, the modules it needs, and a check for anything else that would stop it."""
-
-    make: Callable[[Opening], Logger]
-    modules: tuple[str, ...]
-    mistake: Callable[[], str | None] = lambda: None
-
-
-KINDS: Mapping[str, LoggerKind] = {
-    "tensorboard": LoggerKind(TensorBoard, ("tensorboard",)),
-    "wandb": LoggerKind(Wandb, ("wandb",), wandb_mistake),
-    "mlflow": LoggerKind(MLflow, ("mlflow", "sqlalchemy", "alembic")),
-    "trackio": LoggerKind(Trackio, ("trackio",)),
-}
+KINDS: Mapping[str, type[TensorBoard | Wandb | MLflow | Trackio]] = {
+    "tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow, "trackio": Trackio,
+}  # fmt: skip
 
 
 # ---- all of them ---------------------------------------------------------------------------------------------------------------------
@@ -292,7 +281,7 @@ def check(config: LogConfig) -> list[str]:
     mistakes = [f"log.to: {name} is named twice. Remove one" for name in dict.fromkeys(config.to) if config.to.count(name) > 1]
     for name in dict.fromkeys(config.to):
         remedy = f'Install it with pip install "fulltilt[{name}]", or remove {name}'
-        missing = [module for module in KINDS[name].modules if not _installed(module)]
+        missing = [module for module in (name, *KINDS[name].also_needs) if not _installed(module)]
         if missing:
             mistakes.append(f"log.to: {name} needs {' and '.join(missing)}. {remedy}")
             continue
@@ -318,47 +307,31 @@ def open_loggers(
     """Start every logger of `log.to`. `settings` is the flat configuration; `step` is that of the checkpoint which the run resumes from, or
     0 for a new run. A logger that does not start is an error in a new run, and is switched off with a warning in a resumed one."""
     folder = run_dir.absolute()
-    ids = _read_ids(folder)
+    ids_file, metrics = folder / IDS_FILE, folder / "metrics.jsonl"
+    ids: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        ids |= json.loads(ids_file.read_text(encoding="utf-8"))
+    history = [line for line in read_lines(metrics) if line["step"] <= step] if step and config.to and metrics.is_file() else []
     opened = Loggers(warn)
     try:
         for name in config.to:
             known = ids.get(name) if step else None
             opening = Opening(config.project, config.name or folder.resolve().name, folder, settings, step, known)
-            logger = opened.add(name, partial(KINDS[name].make, opening), required=step == 0)
-            if logger:
-                ids |= {name: logger.id} if logger.id else {}
-                _write_ids(folder, ids)
-                opened.catch_up(name, [line for line in _history(folder, step) if line[0] > logger.has])
+            logger = opened.add(name, partial(KINDS[name], opening), history, required=step == 0)
+            if logger and logger.id:
+                ids[name] = logger.id
+                write_whole(ids_file, json.dumps(ids, indent=1) + "\n")
     except BaseException:
         opened.close(finished=False)
         raise
     return opened
 
 
-def _history(folder: Path, step: int) -> list[tuple[int, dict[str, Number]]]:
-    """The numbers of metrics.jsonl up to a step."""
-    path = folder / "metrics.jsonl"
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if step and path.is_file() else []
-    return [(line.pop("step"), _numbers(line)) for line in lines if line["step"] <= step]
-
-
 def _numbers(line: Mapping[str, Any]) -> dict[str, Number]:
     return {name: value for name, value in line.items() if name not in ("step", "nonfinite") and value is not None}
 
 
-def _read_ids(folder: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads((folder / IDS_FILE).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
-    if ids:
-        write_whole(folder / IDS_FILE, json.dumps(ids, indent=1) + "\n")
-
-
-class Loggers:
+class Loggers(contextlib.AbstractContextManager["Loggers"]):
     """All loggers of a run; there may be none.
 
     with open_loggers(config.log, folder, settings, step=0, warn=console.warn) as loggers:
@@ -375,8 +348,10 @@ class Loggers:
         """How to look at what each of them logged."""
         return [worker.logger.hint for worker in self._workers if worker.logger]
 
-    def add(self, name: str, make: Callable[[], Logger], *, required: bool) -> Logger | None:
-        worker = _Worker(name, make)
+    def add(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]] = (), *, required: bool) -> Logger | None:
+        """Start a logger. It is given those steps of `history`, lines of metrics.jsonl, that it does not have: the run was killed before
+        they left its memory, or it was not used yet."""
+        worker = _Worker(name, make, history)
         if not worker.opened.wait(OPEN_S) or worker.failure:
             cause = _cause(worker.failure) if worker.failure else f"it did not start within {OPEN_S:.0f} s"
             if required:
@@ -385,15 +360,6 @@ class Loggers:
             return None
         self._workers.append(worker)
         return worker.logger
-
-    def catch_up(self, name: str, lines: Sequence[tuple[int, Mapping[str, Number]]]) -> None:
-        """Log steps that the logger does not have: the run was killed before they left its memory, or it was not used yet."""
-
-        def job(logger: Logger) -> None:
-            for step, numbers in lines:
-                logger.log(step, numbers)
-
-        next(worker for worker in self._workers if worker.name == name).give(job)
 
     def log(self, step: int, metrics: Mapping[str, Number]) -> None:
         """Log the numbers of a step, after its tables. Returns at once."""
@@ -421,15 +387,13 @@ class Loggers:
         for worker in self._workers:
             worker.close(finished)
         for worker in self._workers:
-            if not worker.done.wait(max(0.0, deadline - time.monotonic())):
+            worker.join(max(0.0, deadline - time.monotonic()))
+            if worker.is_alive():
                 self._warn(f"log.to: {worker.name} did not finish within {CLOSE_S:.0f} s; metrics.jsonl has what it did not send")
         self._report()
         self._workers = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self.close(finished=kind is None)
 
     def _give(self, job: Callable[[Logger], None]) -> None:
@@ -444,28 +408,30 @@ class Loggers:
             self._warn(f"log.to: {worker.name} failed and is switched off: {_cause(worker.failure)}. metrics.jsonl has every number")
 
 
-class _Worker:
+class _Worker(threading.Thread):
     """A logger and its thread. After a failure it takes no more jobs."""
 
-    def __init__(self, name: str, make: Callable[[], Logger]) -> None:
-        self.name = name
+    def __init__(self, name: str, make: Callable[[], Logger], history: Sequence[Mapping[str, Any]]) -> None:
+        super().__init__(name=name, daemon=True)  # a logger that hangs must not keep the program from ending
+        self._make, self._history = make, history
         self.logger: Logger | None = None
         self.failure: BaseException | None = None
         self._jobs: queue.SimpleQueue[Callable[[Logger], None] | None] = queue.SimpleQueue()
-        self.opened, self.done = threading.Event(), threading.Event()  # `opened` is set after a failed start, too
-        # A daemon: a logger that hangs must not keep the program from ending.
-        threading.Thread(target=self._work, args=(make,), name=f"log to {name}", daemon=True).start()
+        self.opened = threading.Event()  # set after a failed start, too
+        self.start()
 
-    def _work(self, make: Callable[[], Logger]) -> None:
+    def run(self) -> None:
         try:
-            self.logger = logger = make()
+            self.logger = logger = self._make()
             self.opened.set()
+            for line in self._history:
+                if line["step"] > logger.has:
+                    logger.log(line["step"], _numbers(line))
             while (job := self._jobs.get()) is not None:
                 job(logger)
         except BaseException as error:  # of any kind: nothing above this thread would see it
             self.failure = error
         self.opened.set()
-        self.done.set()
 
     def give(self, job: Callable[[Logger], None]) -> None:
         if self._jobs.qsize() >= MOST_BEHIND and self.failure is None:
@@ -476,7 +442,7 @@ class _Worker:
     def flush(self, deadline: float) -> None:
         reached = threading.Event()
         self._jobs.put(lambda logger: reached.set())
-        while not (reached.wait(0.02) or self.done.is_set()):
+        while self.is_alive() and not reached.wait(0.02):
             if time.monotonic() > deadline:
                 self.failure = self.failure or TimeoutError("it accepts no more numbers, and checkpoints would have to wait for it")
                 return
@@ -523,21 +489,3 @@ def mlflow_name(name: str) -> str:
     escaped = _ESCAPED.sub(lambda found: f":{ord(found[0]):x}:", name).replace("@", "_at_")
     # MLflow also refuses names that change when they are normalised as paths.
     return "/".join("::" if not part else part.replace(".", ":2e:") if part.startswith(".") else part for part in escaped.split("/"))
-
-
-@contextlib.contextmanager
-def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for the duration of the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            os.environ.update({name: value} if value is not None else {})
-
-
-def silence() -> contextlib.redirect_stdout[io.StringIO]:
-    """Nothing on standard output, which belongs to `--json`. The thread that started the logger waits meanwhile."""
-    return contextlib.redirect_stdout(io.StringIO())

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,8 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(
-            f"{path}: cannot be written: {error.strerror}. Free some space or correct the permissions, then resume the run."
-        ) from error
+        remedy = "Free some space or correct the permissions, then resume the run."
+        raise UserError(f"{path}: cannot be written: {error.strerror}. {remedy}") from error
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -116,10 +115,15 @@ class MetricsFile:
             self._file.close()
 
 
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The steps of a metrics file. The file of a run that is still running, or was killed, may end in half a line, which is left out."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def read_values(path: Path, name: str) -> list[float]:
     """The values of one metric, in the order of the steps that have it."""
-    lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
-    return [line[name] for line in lines if line.get(name) is not None]
+    return [line[name] for line in read_lines(path) if line.get(name) is not None]
 
 
 class RolloutFiles:
@@ -183,7 +187,7 @@ def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, exclud
     return {
         **_spread("critic/score", [score.value for score in good]),
         **{f"reward/parts/{name}": float(np.mean(values)) for name, values in parts.items()},
-        **_share("reward/groups_with_variance", [len({score.value for score in each if score.error is None}) > 1 for each in scores]),
+        **mean_of("reward/groups_with_variance", [len({score.value for score in each if score.error is None}) > 1 for each in scores]),
         "reward/samples": len(flat),
         "reward/errors": len(flat) - len(good),
         "reward/timeouts": timeouts,
@@ -219,9 +223,9 @@ def summarise_lengths(groups: Sequence[Group], max_prompt_tokens: int) -> dict[s
     prompts = [len(group.prompt.ids) for group in groups for _ in group.samples]
     return {
         **_spread("response_length", [len(sample.ids) for sample in samples]),
-        **_share("response_length/clip_ratio", [sample.finish == "length" for sample in samples]),
+        **mean_of("response_length/clip_ratio", [sample.finish == "length" for sample in samples]),
         **_spread("prompt_length", prompts),
-        **_share("prompt_length/clip_ratio", [length >= max_prompt_tokens for length in prompts]),
+        **mean_of("prompt_length/clip_ratio", [length >= max_prompt_tokens for length in prompts]),
     }
 
 
@@ -257,5 +261,6 @@ def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, Number
     return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
 
 
-def _share(name: str, flags: Sequence[bool]) -> dict[str, Number]:
-    return {name: float(np.mean(flags))} if flags else {}
+def mean_of(name: str, values: Iterable[float]) -> dict[str, float]:
+    listed = list(values)
+    return {name: float(np.mean(listed))} if listed else {}

@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from fulltilt.observe.metrics import read_lines
 from fulltilt.records import UserError
 from fulltilt.words import listed
 
@@ -26,8 +27,6 @@ PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint"
 AGAINST = ("step", "seconds")
 MARKED = 20  # curves with at most this many points have markers
 NAMED = 6  # at most this many metrics are named in an error
-
-Line = Mapping[str, Any]  # one line of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,6 @@ class Curve:
     seconds: tuple[float, ...]  # since the start, at the end of these steps
     values: tuple[float, ...]
 
-    def places(self, against: str) -> tuple[float, ...]:
-        return self.steps if against == "step" else self.seconds
-
 
 # -- reading ------------------------------------------------------------------------------------------------------------------------------
 
@@ -54,10 +50,8 @@ def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
     drawn = {curve.metric for curve in found}
     for source, curves in zip(sources, of_each, strict=True):
         if drawn.isdisjoint(there := dict.fromkeys(curve.metric for curve in curves)):
-            instead = (
-                f"Plot it alone, or give --metric with one that it has: {listed(list(there), NAMED)}" if there else "It has no step yet"
-            )
-            raise UserError(f"{source}: has no values of {', '.join(drawn)}. {instead}")
+            others = f"Plot it alone, or give --metric with one that it has: {listed(list(there), NAMED)}"
+            raise UserError(f"{source}: has no values of {', '.join(drawn)}. {others if there else 'It has no step yet'}")
     return found
 
 
@@ -78,9 +72,8 @@ def chosen(known: Sequence[Curve], metrics: Sequence[str]) -> list[Curve]:
     unknown = [name for name in wanted if name not in there]
     if unknown:
         near = difflib.get_close_matches(unknown[0], there, n=3, cutoff=0.3)
-        raise UserError(
-            f"--metric {unknown[0]}: no run has it. {'Similar: ' + ', '.join(near) if near else 'docs/metrics.md lists all metrics'}"
-        )
+        instead = f"Similar: {', '.join(near)}" if near else "docs/metrics.md lists all metrics"
+        raise UserError(f"--metric {unknown[0]}: no run has it. {instead}")
     if not wanted:
         raise UserError("nothing to plot: no step has finished yet")
     return [curve for name in wanted for curve in known if curve.metric == name]
@@ -97,37 +90,23 @@ def labels(sources: Sequence[Path]) -> list[str]:
 
 
 def of_source(source: Path, label: str) -> list[Curve]:
-    if source.is_dir():
-        return of_run(read_lines(source / METRICS), label)
+    path, damage = (source / METRICS, "is damaged: a line is not JSON") if source.is_dir() else (source, "has no curves")
+    remedy = "Give the folder of a run, or a JSON file that `fulltilt plot` or `fulltilt bench learn` wrote"
     try:
-        found = json.loads(source.read_text(encoding="utf-8"))
-        return [
-            Curve(each["label"], each["metric"], tuple(each["steps"]), tuple(each["seconds"]), tuple(each["values"]))
-            for each in found["curves"]
-        ]
+        if source.is_dir():
+            return of_run(read_lines(path), label)
+        known = json.loads(path.read_text(encoding="utf-8"))["curves"]
+        return [Curve(each["label"], each["metric"], *(tuple(each[name]) for name in ("steps", "seconds", "values"))) for each in known]
     except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error.strerror}). Give the folder of a run, or a JSON file with curves") from error
+        raise UserError(f"{path}: cannot be read ({error.strerror}). {remedy}") from error
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{source}: has no curves. Give the folder of a run, or what `fulltilt plot` or `fulltilt bench learn` wrote"
-        ) from None
+        raise UserError(f"{path}: {damage}. {remedy}") from None
 
 
-def read_lines(path: Path) -> list[Line]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}). Give the folder of a run, which holds {METRICS}") from error
-    # The file of a run that is still running, or was killed, may end in half a line.
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    try:
-        return [json.loads(line) for line in whole]
-    except ValueError:
-        raise UserError(f"{path}: is damaged: a line is not JSON. Give the folder of a run") from None
-
-
-def of_run(lines: Sequence[Line], label: str) -> list[Curve]:
-    ends = seconds(lines)
+def of_run(lines: Sequence[Mapping[str, Any]], label: str) -> list[Curve]:
+    """Seconds are those of all steps, validations and saves so far. Start-up, and work that was lost when the run was killed, are not
+    included; a save is included in the next line."""
+    ends = list(accumulate(sum(line.get(name) or 0.0 for name in PARTS_OF_TIME) for line in lines))
     names = dict.fromkeys(name for line in lines for name in line if name not in ("step", "nonfinite"))
     return [curve_of([(line["step"], end, line.get(name)) for line, end in zip(lines, ends, strict=True)], label, name) for name in names]
 
@@ -139,12 +118,6 @@ def curve_of(points: Iterable[tuple[float, float, float | None]], label: str, me
     return Curve(label, metric, steps, ends, values)
 
 
-def seconds(lines: Iterable[Line]) -> list[float]:
-    """Seconds at the end of each line's step: all steps, validations and saves so far. Start-up, and work that was lost when the run was
-    killed, are not included; a save is included in the next line."""
-    return list(accumulate(sum(line.get(name) or 0.0 for name in PARTS_OF_TIME) for line in lines))
-
-
 # -- writing ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -153,15 +126,11 @@ def files(out: Path) -> tuple[Path | None, Path]:
     if out.suffix not in (".png", ".json"):
         raise UserError(f"--out {out}: give a name that ends in .png, or in .json for the numbers alone")
     numbers = out.with_suffix(".json")
-    if out.suffix == ".png" and not can_draw():
+    if out.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
         raise UserError(
             f'--out {out}: a PNG needs matplotlib. Install it (pip install "fulltilt[plot]"), or write the numbers alone: --out {numbers}'
         )
     return (out if out.suffix == ".png" else None), numbers
-
-
-def can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def write(
@@ -196,7 +165,7 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
         figure.suptitle(title)
     for panel, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
         for curve in (curve for curve in curves if curve.metric == metric):
-            x, y = curve.places(against), trailing_means(curve.steps, curve.values, smooth)
+            x, y = curve.steps if against == "step" else curve.seconds, trailing_means(curve.steps, curve.values, smooth)
             # The few points of validations get markers; those of many training steps would hide the line.
             panel.plot(
                 x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= MARKED else None, markersize=3

@@ -8,13 +8,14 @@ left out. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import comb
 from typing import Any
 
 import numpy as np
 
+from fulltilt.observe.metrics import mean_of
 from fulltilt.records import Group, Score
 
 # Variables whose statistics over all N samples go to `val-core`, as in verl: the reward and, if the reward function returns it, accuracy.
@@ -36,10 +37,10 @@ def summarise(groups: Sequence[Group], scores: Sequence[Sequence[Score]], sample
         of_source.setdefault(group.prompt.data_source, []).append(of_group)
     lengths = [len(sample.ids) for group in groups for sample in group.samples]
     return {
-        **_mean("val/reward/mean", (score.value for of_group in good for score in of_group)),
+        **mean_of("val/reward/mean", (score.value for of_group in good for score in of_group)),
         **{name: value for source, prompts in of_source.items() for name, value in _source(source, prompts, samples).items()},
         "val/prompts": len(groups),
-        **_mean("val/response_length/mean", lengths),
+        **mean_of("val/response_length/mean", lengths),
         "val/reward_errors": sum(score.error is not None for of_group in scores for score in of_group),
     }
 
@@ -72,7 +73,7 @@ def _source(source: str, prompts: Sequence[Sequence[Score]], samples: int) -> di
     whole = tuple(f"{what}@{samples}" for what in ("mean", "best", "maj"))
     for variable in (REWARD, *parts):
         values = [_values(prompt, variable) for prompt in prompts]
-        for name, value in (_statistics if variable in CORE else _means)(values, samples).items():
+        for name, value in _statistics(values, samples, only_mean=variable not in CORE).items():
             section = "val-core" if variable in CORE and name.partition("/")[0] in whole else "val-aux"
             found[f"{section}/{source}/{variable}/{name}"] = value
     return found
@@ -84,35 +85,25 @@ def _values(prompt: Sequence[Score], variable: str) -> Values:
     return [score.value if variable == REWARD else score.parts[variable] for score in with_it], [score.answer for score in with_it]
 
 
-def _means(prompts: Sequence[Values], samples: int) -> dict[str, float]:
-    return _mean(f"mean@{samples}", (_average(values) for values, _ in prompts if values))
-
-
-def _statistics(prompts: Sequence[Values], samples: int) -> dict[str, float]:
+def _statistics(prompts: Sequence[Values], samples: int, *, only_mean: bool) -> dict[str, float]:
     """Means over prompts. A prompt with fewer than K successfully scored samples is left out of the statistics of K."""
-    found = _means(prompts, samples)
-    if samples == 1:
+    found = mean_of(f"mean@{samples}", (_average(values) for values, _ in prompts if values))
+    if samples == 1 or only_mean:
         return found
-    found |= _mean(f"std@{samples}", (float(np.std(values)) for values, _ in prompts if values))
+    found |= mean_of(f"std@{samples}", (float(np.std(values)) for values, _ in prompts if values))
     answered = any(answer is not None for _, answers in prompts for answer in answers)
     for size in sizes(samples):
         enough = [(values, answers) for values, answers in prompts if len(values) >= size]
-        found |= _mean(f"best@{size}/mean", (best_of(values, size) for values, _ in enough))
-        found |= _mean(f"worst@{size}/mean", (-best_of([-value for value in values], size) for values, _ in enough))
+        found |= mean_of(f"best@{size}/mean", (best_of(values, size) for values, _ in enough))
+        found |= mean_of(f"worst@{size}/mean", (-best_of([-value for value in values], size) for values, _ in enough))
         if answered and (size == samples or samples <= MOST_VOTERS):
-            found |= _mean(f"maj@{size}/mean", (majority_of(values, answers, size) for values, answers in enough))
+            found |= mean_of(f"maj@{size}/mean", (majority_of(values, answers, size) for values, answers in enough))
     return found
 
 
 def sizes(samples: int) -> list[int]:
     """The K of best@K: powers of two below N, and N itself."""
     return [*(2**power for power in range(1, samples.bit_length()) if 2**power < samples), *([samples] if samples > 1 else [])]
-
-
-def _mean(name: str, values: Iterable[float]) -> dict[str, float]:
-    # Nothing has no mean: the name is left out instead of being written with a meaningless number.
-    listed = list(values)
-    return {name: _average(listed)} if listed else {}
 
 
 def _average(values: Sequence[float]) -> float:
@@ -163,19 +154,10 @@ def win_share(count: int, counts: tuple[int, ...], blank: int, size: int) -> flo
         ways = np.zeros((size // votes + 1, size - votes + 1))
         ways[0] = [comb(blank, drawn) for drawn in range(size - votes + 1)]
         for other in others:
-            ways = _with(ways, other, votes)
+            before = ways.copy()
+            for drawn in range(1, min(other, votes, size - votes) + 1):
+                tied = int(drawn == votes)
+                added = float(comb(other, drawn)) * before[: len(ways) - tied, : size - votes + 1 - drawn]
+                ways[tied:, drawn:] += added
         share += comb(count, votes) * float(np.sum(ways[:, -1] / np.arange(1, len(ways) + 1)))
     return share / comb(sum(counts) + blank, size)
-
-
-def _with(ways: np.ndarray, other: int, votes: int) -> np.ndarray:
-    """`ways` with one more answer among the others."""
-    most = ways.shape[1] - 1
-    found = ways.copy()
-    for drawn in range(1, min(other, votes, most) + 1):
-        added = float(comb(other, drawn)) * ways[:, : most + 1 - drawn]
-        if drawn < votes:
-            found[:, drawn:] += added
-        else:
-            found[1:, drawn:] += added[:-1]
-    return found

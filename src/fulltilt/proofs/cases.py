@@ -1,18 +1,22 @@
-"""Every proof of every knob.
+"""Every proof of every knob, as data.
 
-Enters: the setup that the proofs run in. Leaves: the cases, in the order of the ledger. The proof of a knob is one entry here: the knob,
+Enters: the setup that the proofs run in. Leaves: `ProofCase`s, in the order of the ledger. The proof of a knob is one entry here: the knob,
 the role, the measurement (`measure.py`), the two settings, and how the measurement must change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
 
 from fulltilt import knobs
+from fulltilt.observe.metrics import Number
 from fulltilt.proofs import measure
-from fulltilt.proofs.record import REFUSED, ProofCase, Settings, from_zero, more, to_less_than_half, to_zero, within
-from fulltilt.proofs.setup import ProofSetup
+from fulltilt.proofs.measure import Measurement
+from fulltilt.proofs.setup import ProofSetup, Settings, StepKey, StepKind, step_key
 
 # Passes of each role through its model, and whether they are part of an update.
 PASSES = (
@@ -26,7 +30,63 @@ HEAD_AGAIN: Settings = {"train.head_recompute": True}
 # transformers computes norms in float32 whatever the model's dtype, and a compiler sums them in another order. With norms in float64,
 # the difference is 1e-15.
 COMPILED = 4e-6
+GRADIENT_TOLERANCE = 1e-9  # in float64, relative to the norm of the gradient
+REFUSED = "a run on the CPU refuses the setting"
 NO_KERNELS = "a CPU launches no kernels: fused layers run torch's own operations there, with merged matrix products"
+
+
+# How the measurement must change from the first step to the second. A limit: each step keeps its own, and uses more than the lower one.
+CHANGES: Mapping[str, Callable[[Number, Number], bool]] = {
+    "less": operator.gt,
+    "more": operator.lt,
+    "to zero": lambda off, on: on == 0 < off,
+    "from zero": lambda off, on: off == 0 < on,
+    "to less than half": lambda off, on: 2 * on < off,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ProofCase:
+    """Two steps that differ in one knob: the measurement must change between them, and all that the role computes must stay equal.
+
+    Example: ProofCase("rollout.max_seqs", "rollout", measure.MOST_RUNNING, off=4, on=16, change="limit")
+    """
+
+    knob: str
+    role: str  # actor, critic, ref or reward_model of a PPO step; "sft", the actor of an SFT step; "rollout", the engine
+    measurement: Measurement
+    off: Any = False  # the knob's value in the first step, or a mapping of several settings
+    on: Any = True
+    both: Settings = field(default_factory=dict)  # further settings of both steps
+    change: str = "less"  # one of CHANGES; "limit": the knob's value is a limit on the measurement
+    needs_cuda: str | None = None  # why a CPU cannot show it; REFUSED: a run there must refuse the setting, and its message says why
+    tolerance: float = GRADIENT_TOLERANCE
+    off_is_refused: bool = False  # every run refuses the first setting: its measurement counts as 0
+
+    @property
+    def kind(self) -> StepKind:
+        return "sft" if self.role == "sft" else "rollout" if self.role == "rollout" else "ppo"
+
+    @property
+    def model_role(self) -> str:
+        """The role of the run whose model is measured and whose gradients or outputs are compared."""
+        return "actor" if self.role in ("sft", "rollout") else self.role
+
+    @property
+    def learns(self) -> bool:
+        return self.role not in ("ref", "reward_model")
+
+    @property
+    def steps(self) -> tuple[StepKey, StepKey]:
+        off, on = (value if isinstance(value, Mapping) else {self.knob: value} for value in (self.off, self.on))
+        return step_key(self.kind, self.both, off), step_key(self.kind, self.both, on)
+
+    def changed(self, off: Number, on: Number) -> bool:
+        """Whether these measurements of the two steps differ as they must."""
+        if self.change != "limit":
+            return CHANGES[self.change](off, on)
+        low, high = sorted((self.off, self.on))
+        return bool(min(off, on) <= low < max(off, on) <= high and (off < on) == (self.off < self.on))
 
 
 def all_cases(setup: ProofSetup) -> list[ProofCase]:
@@ -41,24 +101,24 @@ def rollout(setup: ProofSetup) -> Iterator[ProofCase]:
         ("rollout.kv_bytes", scarce, ample),
         ("rollout.memory_fraction", setup.share_of_free(scarce), setup.share_of_free(ample)),
     ):
-        yield ProofCase(knob, "rollout", measure.KV_CACHE, low, high, changes=more)
-        yield ProofCase(knob, "rollout", measure.MOST_RUNNING, low, high, changes=more)
+        yield ProofCase(knob, "rollout", measure.KV_CACHE, low, high, change="more")
+        yield ProofCase(knob, "rollout", measure.MOST_RUNNING, low, high, change="more")
     # Equal gradients show that preempted samples end as they would have. Small blocks, so that samples ask for one often.
     much, little = {"rollout.kv_bytes": ample}, {"rollout.kv_bytes": scarce}
-    yield ProofCase("rollout.preemption", "rollout", measure.PREEMPTIONS, much, little, {"rollout.block_tokens": 4}, from_zero)
-    yield ProofCase("rollout.release_memory", "rollout", measure.held("kv", "update-actor"), changes=to_zero)
-    yield ProofCase("rollout.block_tokens", "rollout", measure.MOST_RUNNING, 32, 4, {"rollout.kv_bytes": scarce}, more)
-    yield ProofCase("rollout.max_seqs", "rollout", measure.MOST_RUNNING, 4, 16, changes=within(4, 16))
-    yield ProofCase("rollout.max_batched_tokens", "rollout", measure.LARGEST_PREFILL, 32, 128, changes=within(32, 128))
+    yield ProofCase("rollout.preemption", "rollout", measure.PREEMPTIONS, much, little, {"rollout.block_tokens": 4}, "from zero")
+    yield ProofCase("rollout.release_memory", "rollout", measure.held("kv", "update-actor"), change="to zero")
+    yield ProofCase("rollout.block_tokens", "rollout", measure.MOST_RUNNING, 32, 4, {"rollout.kv_bytes": scarce}, "more")
+    yield ProofCase("rollout.max_seqs", "rollout", measure.MOST_RUNNING, 4, 16, change="limit")
+    yield ProofCase("rollout.max_batched_tokens", "rollout", measure.LARGEST_PREFILL, 32, 128, change="limit")
     # Without prefix sharing, samples start one by one, whenever another one ends.
     few_seats: Settings = {"rollout.max_seqs": 6, "rollout.max_batched_tokens": 16, "rollout.prefix_sharing": False}
     yield ProofCase("rollout.chunked_prefill", "rollout", measure.LONGEST_STALL, both=few_seats)
     yield ProofCase("rollout.prefix_sharing", "rollout", measure.PREFILLED)
-    yield ProofCase("rollout.prefix_sharing", "rollout", measure.HIT_RATE, changes=more)
-    yield ProofCase("rollout.cuda_graphs", "rollout", measure.LAUNCHES, changes=to_less_than_half, needs_cuda=REFUSED)
-    yield ProofCase("rollout.log_stats", "rollout", measure.LOG_LINES, changes=more)
-    yield ProofCase("rollout.log_stats", "rollout", measure.ROLLOUT_METRICS, changes=more)
-    yield ProofCase("rollout.engine", "rollout", measure.NATIVE_SAMPLES, "vllm", "native", changes=more, off_is_refused=True)
+    yield ProofCase("rollout.prefix_sharing", "rollout", measure.HIT_RATE, change="more")
+    yield ProofCase("rollout.cuda_graphs", "rollout", measure.LAUNCHES, change="to less than half", needs_cuda=REFUSED)
+    yield ProofCase("rollout.log_stats", "rollout", measure.LOG_LINES, change="more")
+    yield ProofCase("rollout.log_stats", "rollout", measure.ROLLOUT_METRICS, change="more")
+    yield ProofCase("rollout.engine", "rollout", measure.NATIVE_SAMPLES, "vllm", "native", change="more", off_is_refused=True)
 
 
 def batches(setup: ProofSetup) -> Iterator[ProofCase]:
@@ -67,13 +127,13 @@ def batches(setup: ProofSetup) -> Iterator[ProofCase]:
         section = "actor" if role == "sft" else role
         micro, dynamic = f"{section}.micro_batch", f"{section}.dynamic_batch"
         yield ProofCase(micro, role, measure.MICRO_BATCHES[learns], 1, 3, {dynamic: False})
-        yield ProofCase(micro, role, measure.MOST_SAMPLES[learns], 1, 3, {dynamic: False}, within(1, 3))
+        yield ProofCase(micro, role, measure.MOST_SAMPLES[learns], 1, 3, {dynamic: False}, "limit")
 
         budget = f"{section}.token_budget" if learns else f"{section}.forward_token_budget"
         fixed, by_tokens = {dynamic: False, micro: 3}, {dynamic: True, budget: small}
-        yield ProofCase(dynamic, role, measure.SAMPLE_COUNTS[learns], fixed, by_tokens, changes=more)
-        yield ProofCase(budget, role, measure.MICRO_BATCHES[learns], large, small, changes=more)
-        yield ProofCase(budget, role, measure.MOST_TOKENS[learns], large, small, changes=within(large, small))
+        yield ProofCase(dynamic, role, measure.SAMPLE_COUNTS[learns], fixed, by_tokens, change="more")
+        yield ProofCase(budget, role, measure.MICRO_BATCHES[learns], large, small, change="more")
+        yield ProofCase(budget, role, measure.MOST_TOKENS[learns], large, small, change="limit")
         if learns:
             yield ProofCase(budget, role, measure.ACTIVATIONS, large, small)
 
@@ -81,7 +141,7 @@ def batches(setup: ProofSetup) -> Iterator[ProofCase]:
 def packing_and_recompute() -> Iterator[ProofCase]:
     for role, learns in PASSES:
         knob = f"{role}.packing" if role in ("critic", "reward_model") else "train.packing"
-        yield ProofCase(knob, role, measure.PAD_TOKENS[learns], changes=to_zero)
+        yield ProofCase(knob, role, measure.PAD_TOKENS[learns], change="to zero")
     layers, method = "train.recompute_layers", "train.recompute_method"  # the critic has no such keys of its own
     for role, section in LEARNERS.items():
         knob = f"{section}.recompute"
@@ -97,7 +157,7 @@ def offload(setup: ProofSetup) -> Iterator[ProofCase]:
         knob, left = f"{section}.offload_activations", measure.BETWEEN_PASSES
         yield ProofCase(knob, role, left, both=HEAD_AGAIN, needs_cuda=REFUSED)
         yield ProofCase(knob, role, left.where("with full recompute"), both={f"{section}.recompute": "full"}, needs_cuda=REFUSED)
-        yield ProofCase("train.offload_grads", role, measure.GRADIENTS, changes=to_zero, needs_cuda=REFUSED)  # also for the critic
+        yield ProofCase("train.offload_grads", role, measure.GRADIENTS, change="to zero", needs_cuda=REFUSED)  # also for the critic
     for role, section in ROLES.items():
         if role != "sft":  # there is no phase in which another model works
             # Parameters of all roles together, in a phase in which this role does not work.

@@ -6,10 +6,11 @@ through a model takes is measured on a pass of the role itself, with everything 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,14 +19,25 @@ from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.loop.experience import training_sampling
 from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
-from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.proofs.record import Measurement
+from fulltilt.observe.metrics import TIMING_NAMES, Number
 from fulltilt.proofs.step import ModelPass, WatchedStep
-from fulltilt.rollout.engines.native import NativeEngine
-from fulltilt.train.trainer import Trainer
+from fulltilt.records import Prompt
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A number, and how to read it from a step that has just run, for one of its roles."""
+
+    metric: str
+    unit: str  # "bytes" and "share" are formatted as such, all others as plain numbers
+    read: Callable[[WatchedStep, str], Number]
+
+    def where(self, words: str) -> Measurement:
+        """The same measurement with its circumstances named: "micro-batches" -> "micro-batches, fused"."""
+        return replace(self, metric=f"{self.metric}, {words}")
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------------------------
@@ -35,7 +47,7 @@ def of_passes(name: str, unit: str, count: Callable[[list[ModelPass]], int]) -> 
     """The same count for the passes of updates (True) and for those without gradient (False)."""
 
     def read(step: WatchedStep, role: str, *, learns: bool) -> int:
-        return count(step.passes_of(role, learns=learns))
+        return count(step.passes[role, learns])
 
     words = {True: "update", False: "without gradient"}
     return {learns: Measurement(f"{name}, {words[learns]}", unit, partial(read, learns=learns)) for learns in words}
@@ -45,7 +57,9 @@ MICRO_BATCHES = of_passes("micro-batches", "micro-batches", len)
 MOST_TOKENS = of_passes("most tokens in a micro-batch", "tokens", lambda passes: max(seen.tokens for seen in passes))
 MOST_SAMPLES = of_passes("most samples in a micro-batch", "samples", lambda passes: max(seen.samples for seen in passes))
 SAMPLE_COUNTS = of_passes("different numbers of samples in micro-batches", "samples", lambda passes: len({seen.samples for seen in passes}))
-PAD_TOKENS = of_passes("pad tokens computed", "tokens", lambda passes: sum(seen.tokens - seen.sample_tokens for seen in passes))
+PAD_TOKENS = of_passes(
+    "pad tokens computed", "tokens", lambda passes: sum(seen.tokens - len(seen.micro.ids) + seen.micro.pad_tokens for seen in passes)
+)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------------------
@@ -72,24 +86,15 @@ def count_activations(step: WatchedStep, role: str) -> int:
 def count_between_passes(step: WatchedStep, role: str) -> int:
     """Bytes on a CUDA device that the forward pass of the largest micro-batch leaves there for its backward pass."""
     micro, trainer = step.largest(role, learns=True), step.worker_for(role).trainers[role]
-    with gradients_dropped(trainer):
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        loss = trainer.loss(trainer.role.terms(micro)).loss
-        torch.cuda.synchronize()
-        left = torch.cuda.memory_allocated() - before
-        loss.backward()  # type: ignore[no-untyped-call]
-    return left
-
-
-@contextlib.contextmanager
-def gradients_dropped(trainer: Trainer) -> Iterator[None]:
-    """Around a backward pass whose gradients are used by no update."""
     trainer.optimizer.prepare()
-    try:
-        yield
-    finally:
-        trainer.optimizer.zero_grad()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    loss = trainer.loss(trainer.role.terms(micro)).loss
+    torch.cuda.synchronize()
+    left = torch.cuda.memory_allocated() - before
+    loss.backward()  # type: ignore[no-untyped-call]
+    trainer.optimizer.zero_grad()  # they are used by no update
+    return left
 
 
 GRADIENTS = Measurement("gradients on the device, outside the update", "bytes", count_gradients)
@@ -131,20 +136,20 @@ class LargestVocabularyTensor(TorchDispatchMode):
 
 def watched_head(step: WatchedStep, role: str) -> LargestVocabularyTensor:
     """On the largest micro-batch: forward and backward where the role learns."""
-    model = step.models()[role]
+    worker, model = step.worker_for(role), step.models()[role]
+    trainer = worker.trainers.get(role)
+    micro = step.largest(role, learns=trainer is not None)
     seen = LargestVocabularyTensor(model)
     hook = model.base_model.register_forward_hook(seen.enter)
-    try:
-        worker = step.worker_for(role)
-        micro, trainer = step.largest(role, learns=role in worker.trainers), worker.trainers.get(role)
-        if trainer is None:
-            with seen:
-                worker.roles[role].annotate(micro)
-        else:
-            with gradients_dropped(trainer), seen:
-                trainer.loss(trainer.role.terms(micro)).loss.backward()  # type: ignore[no-untyped-call]
-    finally:
-        hook.remove()
+    if trainer is None:
+        with seen:
+            worker.roles[role].annotate(micro)
+    else:
+        trainer.optimizer.prepare()
+        with seen:
+            trainer.loss(trainer.role.terms(micro)).loss.backward()  # type: ignore[no-untyped-call]
+        trainer.optimizer.zero_grad()
+    hook.remove()
     return seen
 
 
@@ -160,7 +165,7 @@ def per_layer(name: str, unit: str, chosen: Callable[[str], bool]) -> Measuremen
 
     def read(step: WatchedStep, role: str) -> float:
         annotator, model = step.worker_for(role).roles[role], step.models()[role]
-        micro = next(found for (name, _), found in step.micro_batches.items() if name == role)[0]
+        micro = next(passes for (name, _), passes in step.passes.items() if name == role)[0].micro
         annotator.annotate(micro)  # what is made at the first call is not counted
         seen = kernels_of(lambda: annotator.annotate(micro), model.device)
         return sum(entry["calls"] for entry in seen if chosen(entry["kernel"])) / model.config.get_text_config().num_hidden_layers
@@ -176,24 +181,19 @@ OPERATIONS = per_layer("operations per layer", "operations", lambda name: name.s
 # ---- rollout ---------------------------------------------------------------------------------------------------------------------------
 
 
-def native(step: WatchedStep) -> NativeEngine:
-    assert isinstance(step.parts.worker.engine, NativeEngine)
-    return step.parts.worker.engine
-
-
 def count_stall(step: WatchedStep, role: str) -> int:
     """The most tokens that are prefilled while samples wait for their next token."""
     longest = stalled = 0
-    for seen in step.engine_passes:
-        stalled = stalled + seen.prefill_tokens if seen.begun and not seen.decode_tokens else 0
+    for seen, begun in step.engine_passes:
+        stalled = stalled + seen.prefill_tokens if begun and not seen.decode_tokens else 0
         longest = max(longest, stalled)
     return longest
 
 
 def count_launches(step: WatchedStep, role: str) -> float:
     """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
-    engine, sampling = native(step), training_sampling(step.config)
-    prompts = step.parts.train_data.prompts  # type: ignore[union-attr]
+    engine, sampling = step.engine, training_sampling(step.parts.worker.config)
+    prompts = cast("Sequence[Prompt]", step.parts.train_data.items)
     step.worker_for("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step did not use are captured by now
         pass
@@ -205,17 +205,19 @@ def count_launches(step: WatchedStep, role: str) -> float:
 
 
 KV_CACHE = Measurement("KV cache", "bytes", lambda step, role: step.kv_bytes)
-MOST_RUNNING = Measurement("most samples decoded at once", "samples", lambda step, role: native(step).stats().most_running)
-PREEMPTIONS = Measurement("samples preempted and finished later", "samples", lambda step, role: native(step).stats().preemptions)
-PREFILLED = Measurement("prompt tokens prefilled", "tokens", lambda step, role: native(step).stats().prefill_tokens)
-HIT_RATE = Measurement("prefix cache hit rate", "share", lambda step, role: native(step).stats().prefix_hit_rate)
+MOST_RUNNING = Measurement("most samples decoded at once", "samples", lambda step, role: step.engine.stats().most_running)
+PREEMPTIONS = Measurement("samples preempted and finished later", "samples", lambda step, role: step.engine.stats().preemptions)
+PREFILLED = Measurement("prompt tokens prefilled", "tokens", lambda step, role: step.engine.stats().prefill_tokens)
+HIT_RATE = Measurement("prefix cache hit rate", "share", lambda step, role: step.engine.stats().prefix_hit_rate)
 LARGEST_PREFILL = Measurement(
-    "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen in step.engine_passes)
+    "most tokens in a prefill pass", "tokens", lambda step, role: max(seen.prefill_tokens for seen, _ in step.engine_passes)
 )
 LONGEST_STALL = Measurement("longest decode stall, in tokens prefilled during it", "tokens", count_stall)
 LAUNCHES = Measurement("launches by the host per decode step", "launches", count_launches)
-LOG_LINES = Measurement("lines about the rollout in the log", "lines", lambda step, role: len(step.lines))
+LOG_LINES = Measurement(
+    "lines about the rollout in the log", "lines", lambda step, role: len(re.findall("^rollout: ", step.log.getvalue(), re.MULTILINE))
+)
 ROLLOUT_METRICS = Measurement(
     "metrics of the rollout", "metrics", lambda step, role: sum(name.startswith("rollout/") for name in step.metrics)
 )
-NATIVE_SAMPLES = Measurement("samples drawn by the native engine", "samples", lambda step, role: len(step.samples) if native(step) else 0)
+NATIVE_SAMPLES = Measurement("samples drawn by the native engine", "samples", lambda step, role: len(step.samples) if step.engine else 0)

@@ -5,15 +5,15 @@ Enters: results. Leaves: a table on standard output, grouped by section of the l
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from fulltilt import knobs
-from fulltilt.proofs.record import Number, ProofResult
+from fulltilt.observe.metrics import Number
+from fulltilt.proofs.run import ProofResult
 from fulltilt.words import in_bytes, many
 
 VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("needs a GPU", "yellow")}
@@ -27,31 +27,27 @@ def show(results: Sequence[ProofResult]) -> None:
 
 def table(results: Sequence[ProofResult]) -> Group:
     """Below each knob stands what it must change."""
-    parts: list[Any] = []
-    for section in dict.fromkeys(knob.section for knob in knobs.LEDGER):
-        must_change = {knob.name: knob.must_change for knob in knobs.LEDGER if knob.section == section}
-        if chosen := [result for result in results if result.knob in must_change]:
-            parts += [section_table(section, must_change, chosen), ""]
-    counts = {value: sum(result.holds is value for result in results) for value in VERDICTS}
-    parts.append(f"{many(len(results), 'proof')}: {counts[True]} hold, {counts[False]} do not hold, {counts[None]} need a GPU")
-    return Group(*parts)
-
-
-def section_table(section: str, must_change: Mapping[str, str], results: Iterable[ProofResult]) -> Table:
-    found = Table(title=section, title_justify="left", show_edge=False, pad_edge=False)
+    found = Table(show_edge=False, pad_edge=False)
     for name in ("knob", "role", "measurement", "off", "on", "gradients", ""):
         found.add_column(name, justify="right" if name in ("off", "on") else "left", overflow="fold")
-    before = ""
-    for result in results:
-        verdict, style = VERDICTS[result.holds]
-        if result.knob != before:
-            found.add_row(Text(result.knob, "bold"), "", Text(f"must change: {must_change[result.knob]}", "dim"))
-        before = result.knob
-        numbers = (shown(result.off, result.unit), shown(result.on, result.unit))
-        found.add_row("", result.role, result.metric, *numbers, EQUAL[result.gradients_equal], Text(verdict, style))
-        if result.holds is not True:
-            found.add_row("", "", Text(result.reason, style))
-    return found
+    section = ""
+    for knob in knobs.LEDGER:
+        chosen = [result for result in results if result.knob == knob.name]
+        if chosen and knob.section != section:
+            section = knob.section
+            found.add_section()
+            found.add_row(Text(section, "italic"))
+        if chosen:
+            found.add_row(Text(knob.name, "bold"), "", Text(f"must change: {knob.must_change}", "dim"))
+        for result in chosen:
+            verdict, style = VERDICTS[result.holds]
+            numbers = (shown(result.off, result.unit), shown(result.on, result.unit))
+            found.add_row("", result.role, result.metric, *numbers, EQUAL[result.gradients_equal], Text(verdict, style))
+            if result.holds is not True:
+                found.add_row("", "", Text(result.reason, style))
+    counts = {value: sum(result.holds is value for result in results) for value in VERDICTS}
+    words = f"{many(len(results), 'proof')}: {counts[True]} hold, {counts[False]} do not hold, {counts[None]} need a GPU"
+    return Group(found, "", words)
 
 
 def shown(number: Number | None, unit: str) -> str:

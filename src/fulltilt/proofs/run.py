@@ -11,27 +11,40 @@ import difflib
 import gc
 import math
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from fulltilt import knobs
-from fulltilt.bench.rollout import choose_device
-from fulltilt.cluster.assembly import assemble
+from fulltilt.bench.device import choose_device
+from fulltilt.bench.report import Say
 from fulltilt.model.fuse import ROUNDING
-from fulltilt.proofs.cases import all_cases
-from fulltilt.proofs.record import REFUSED, Number, ProofCase, ProofResult
+from fulltilt.observe.metrics import Number
+from fulltilt.proofs.cases import REFUSED, ProofCase, all_cases
 from fulltilt.proofs.setup import ORIGIN, ProofSetup, StepKey, StepKind, step_key
 from fulltilt.proofs.step import watched_step
 from fulltilt.records import UserError
 
-Say = Callable[[str], None]
 OUTPUT_TOLERANCE = 1e-6  # outputs are float32; relative to their norm
 TIMES_SPREAD = 4  # on CUDA a difference may be this many times what re-runs of a step differ by
 ROLES = {"ppo": ("actor", "critic", "ref", "reward_model"), "sft": ("actor",), "rollout": ("actor", "reward_model")}
+
+
+@dataclass(frozen=True)
+class ProofResult:
+    """The outcome of a proof, as `--json` prints it."""
+
+    knob: str
+    role: str
+    metric: str
+    unit: str
+    off: Number | None
+    on: Number | None
+    gradients_equal: bool | None  # null: the role has no gradient and its outputs were compared, or nothing could run here
+    holds: bool | None  # null: this machine cannot tell
+    reason: str
 
 
 def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambda text: None) -> Iterator[ProofResult]:
@@ -40,12 +53,7 @@ def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambd
     where = choose_device(device)
     with tempfile.TemporaryDirectory(prefix="fulltilt-prove-", ignore_cleanup_errors=True) as folder:
         setup = ProofSetup(where, Path(folder))
-        yield from run([case for case in all_cases(setup) if case.knob in chosen], setup, say)
-
-
-def run(cases: Sequence[ProofCase], setup: ProofSetup, say: Say = lambda text: None) -> Iterator[ProofResult]:
-    runner = ProofRunner(setup, cases, say)
-    return (runner.result(case) for case in cases)
+        yield from ProofRunner(setup, [case for case in all_cases(setup) if case.knob in chosen], say).results()
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------------------------
@@ -60,11 +68,11 @@ def choose(names: Sequence[str]) -> set[str]:
     """The knobs that names in any of the three spellings mean; without names, all. UserError for all that cannot be proved."""
     mistakes, chosen = [], set()
     for name in names:
-        found = [knob for knob, _ in knobs.find_all(name) or knobs.find_by_end(name)]
+        found = [knob for knob, _ in knobs.find(name)]
         if can_be := {knob.name for knob in found if provable(knob)}:
             chosen |= can_be
         else:
-            mistakes += [f"{name}: {why_not(knob)}" for knob in found] or [f"{name}: unknown knob{similar(name)}"]
+            mistakes += [f"{name}: {knob.name} {why_not(knob)}" for knob in found] or [f"{name}: unknown knob{similar(name)}"]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return chosen or {knob.name for knob in knobs.LEDGER if provable(knob)}
@@ -72,8 +80,8 @@ def choose(names: Sequence[str]) -> set[str]:
 
 def why_not(knob: knobs.Knob) -> str:
     if knob.name.startswith("algorithm."):
-        return f"{knob.name} is part of the algorithm: it is meant to change what is learned, so there is nothing to prove"
-    return f"{knob.name} is not built in this version, and setting it is an error"
+        return "is part of the algorithm: it is meant to change what is learned, so there is nothing to prove"
+    return "is not built in this version, and setting it is an error"
 
 
 def similar(name: str) -> str:
@@ -100,26 +108,24 @@ class StepEvidence:
 
 
 class ProofRunner:
-    def __init__(self, setup: ProofSetup, cases: Sequence[ProofCase], say: Say) -> None:
-        self.setup, self.say = setup, say
+    def __init__(self, setup: ProofSetup, cases: Sequence[ProofCase], say: Say = lambda text: None) -> None:
+        self.setup, self.cases, self.say = setup, cases, say
         self._on_cuda = setup.device.type == "cuda"
         self._evidence: dict[StepKey, StepEvidence] = {}
-        self._readers: dict[StepKey, list[ProofCase]] = {}
+        self._readers: dict[StepKey, list[ProofCase]] = {}  # those that still need the step
         for case in cases:
             for step in case.steps if self._can_run(case) else ():
                 self._readers.setdefault(step, []).append(case)
-        self._left = Counter({step: len(readers) for step, readers in self._readers.items()})
         self._spreads: dict[StepKind, dict[str, float]] = {}  # what re-runs differ by, for each role
 
-    def result(self, case: ProofCase) -> ProofResult:
-        if not self._can_run(case):
-            return case.result(*self._without_cuda(case))
-        found = self._judge(case)
-        self._left.subtract(case.steps)
-        for step in case.steps:  # gradients of a large model are kept no longer than they are needed; the default step is used again
-            if self._left[step] <= 0 and step[1]:
-                self._evidence.pop(step, None)
-        return found
+    def results(self) -> Iterator[ProofResult]:
+        for case in self.cases:
+            yield self._judge(case) if self._can_run(case) else self._without_cuda(case)
+            for step in case.steps if self._can_run(case) else ():
+                self._readers[step].remove(case)
+                # Gradients of a large model are kept no longer than they are needed; the default step is used again.
+                if not self._readers[step] and step[1]:
+                    self._evidence.pop(step, None)
 
     def evidence(self, step: StepKey) -> StepEvidence:
         if step not in self._evidence:
@@ -129,40 +135,37 @@ class ProofRunner:
     def _can_run(self, case: ProofCase) -> bool:
         return self._on_cuda or case.needs_cuda is None
 
-    def _without_cuda(self, case: ProofCase) -> tuple[bool | None, str]:
+    def _without_cuda(self, case: ProofCase) -> ProofResult:
         """A setting that has no effect on a CPU must be refused there."""
         if case.needs_cuda != REFUSED:
-            return None, case.needs_cuda or ""
-        try:
-            assemble(self.setup.config(case.steps[1])).close()
-        except UserError as refusal:
-            return None, one_line(refusal)
-        return False, "a run on a CPU accepts the setting, although it has no effect there"
+            return result(case, None, case.needs_cuda or "")
+        on = self.evidence(case.steps[1])
+        if not on.refused:
+            return result(case, False, on.failure or "a run on a CPU accepts the setting, although it has no effect there")
+        return result(case, None, on.failure or "")
 
     def _judge(self, case: ProofCase) -> ProofResult:
         off, on = (self.evidence(step) for step in case.steps)
         if case.off_is_refused:
             if on.failure is not None or not off.refused:
-                return case.result(False, on.failure or "the other value is accepted, although it must be refused")
+                return result(case, False, on.failure or "the other value is accepted, although it must be refused")
             number = on.numbers[case]
-            return case.result(case.changes(0, number), f"there is no second step to compare with: {off.failure}", 0, number)
+            return result(case, case.changed(0, number), f"there is no second step to compare with: {off.failure}", 0, number)
         if (failure := off.failure or on.failure) is not None:
-            return case.result(False, failure)
+            return result(case, False, failure)
         before, after = off.numbers[case], on.numbers[case]
         equal, words = self._compare(case, off, on)
-        changed = case.changes(before, after)
+        changed = case.changed(before, after)
         if not changed:
             must = next(knob.must_change for knob in knobs.LEDGER if knob.name == case.knob)
             words = f"the knob must change this: {must}; {words}"
-        return case.result(changed and equal, words, before, after, None if case.role in ("ref", "reward_model") else equal)
-
-    # -- running ------------------------------------------------------------------------------------------------------------------------
+        return result(case, changed and equal, words, before, after, equal if case.learns else None)
 
     def _run(self, step: StepKey, readers: Sequence[ProofCase] = ()) -> StepEvidence:
         kind, settings = step
         self.say(f"running a {kind} step with {', '.join(f'{key} = {value}' for key, value in settings) or 'default settings'}")
         try:
-            with watched_step(self.setup.config(step), None if kind == "rollout" else self.setup.model.response) as seen:
+            with watched_step(self.setup.config(step), None if kind == "rollout" else self.setup.response) as seen:
                 numbers = {case: case.measurement.read(seen, case.model_role) for case in readers}
                 return StepEvidence(numbers=numbers, results=seen.results, samples=seen.samples)
         except UserError as refusal:
@@ -174,17 +177,15 @@ class ProofRunner:
             if self._on_cuda:
                 torch.cuda.empty_cache()
 
-    # -- comparing ----------------------------------------------------------------------------------------------------------------------
-
     def _compare(self, case: ProofCase, off: StepEvidence, on: StepEvidence) -> tuple[bool, str]:
         """Whether all that must be equal is equal, and in words how large the difference is."""
-        role, learns = case.model_role, case.role not in ("ref", "reward_model")
-        if learns and off.samples != on.samples:
+        role = case.model_role
+        if case.learns and off.samples != on.samples:
             unlike = sum(one != other for one, other in zip(off.samples, on.samples, strict=False))
             return False, f"{unlike} of {len(on.samples)} samples have different tokens"
         found = difference(off, on, role)
-        allowed = self._allowed(case.kind, role) if self._on_cuda else case.tolerance if learns else OUTPUT_TOLERANCE
-        what = "gradients" if learns else "the role has no gradient; its outputs"
+        allowed = self._allowed(case.kind, role) if self._on_cuda else case.tolerance if case.learns else OUTPUT_TOLERANCE
+        what = "gradients" if case.learns else "the role has no gradient; its outputs"
         return found <= allowed, f"{what} differ by {found:.1g} relative to their norm; {allowed:.1g} is allowed"
 
     def _allowed(self, kind: StepKind, role: str) -> float:
@@ -200,6 +201,12 @@ class ProofRunner:
             }
         dtype = torch.float32 if kind == "rollout" else torch.bfloat16
         return max(TIMES_SPREAD * self._spreads[kind].get(role, 0.0), ROUNDING[dtype])
+
+
+def result(
+    case: ProofCase, holds: bool | None, reason: str, off: Number | None = None, on: Number | None = None, equal: bool | None = None
+) -> ProofResult:
+    return ProofResult(case.knob, case.role, case.measurement.metric, case.measurement.unit, off, on, equal, holds, reason)
 
 
 def one_line(refusal: UserError) -> str:

@@ -8,27 +8,25 @@ to bfloat16 would now and then draw another token.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config
 from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
-from fulltilt.algo import presets
 from fulltilt.cluster.sizes import free_bytes
-from fulltilt.config import Config, toml_value
+from fulltilt.demo import save_tokenizer, write_lines
+from fulltilt.schema import Config, keys, toml_value
 
 StepKind = Literal["ppo", "sft", "rollout"]  # all four roles on given samples; the actor alone on SFT rows; sampling and an update
 Settings = Mapping[str, Any]  # dotted key -> value
 StepKey = tuple[StepKind, tuple[tuple[str, Any], ...]]  # a step and those of its settings that are not defaults
-DEFAULTS = {key: known.default for key, known in configuration.keys().items()}
+DEFAULTS = {key: known.default for key, known in keys().items()}
 
 DIGITS = "0123456789"
 FIRST_DIGIT = 3  # the token of "0"
@@ -44,62 +42,49 @@ def step_key(kind: StepKind, *settings: Settings) -> StepKey:
     return kind, tuple(sorted((key, value) for key, value in merged.items() if value != DEFAULTS[key]))
 
 
-@dataclass(frozen=True)
-class ProofModel:
-    """The shape of the models, and the lengths of the samples that an update is made from."""
-
-    width: int
-    inner: int
-    layers: int
-    heads: int
-    vocabulary: int
-    prompt: tuple[int, int]  # fewest and most tokens
-    response: tuple[int, int]
-
-    def config(self, **more: Any) -> Qwen2Config:
-        return Qwen2Config(
-            vocab_size=self.vocabulary, hidden_size=self.width, intermediate_size=self.inner, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0,
-            eos_token_id=[1, *range(32, self.vocabulary, 32)],  # so many that samples have different lengths
-            pad_token_id=None, initializer_range=0.15 if self.width < 64 else 0.05, tie_word_embeddings=False, **more,
-        )  # fmt: skip
+def shape(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, pad_token_id=None, num_labels=1, tie_word_embeddings=False,
+        eos_token_id=[1, *range(32, vocabulary, 32)],  # so many that samples have different lengths
+        initializer_range=0.15 if width < 64 else 0.05,
+    )  # fmt: skip
 
 
 # On CUDA the activations that a layer keeps must be large enough to be worth a copy to the host (memory/activations.py).
-MODELS = {
-    "cpu": ProofModel(32, 48, 4, 4, 160, (6, 20), (8, 60)),
-    "cuda": ProofModel(256, 512, 4, 4, 2048, (64, 256), (128, 1024)),
-}
+SHAPES = {"cpu": shape(32, 48, 4, 4, 160), "cuda": shape(256, 512, 4, 4, 2048)}
 # Its optimizer is larger than the buckets that pass through the device in a step (memory/offload.py).
-LARGE = ProofModel(768, 3072, 10, 12, 2048, (64, 256), (128, 1024))
+LARGE = shape(768, 3072, 10, 12, 2048)
+# Fewest and most tokens of an update's prompts, and of its responses.
+LENGTHS = {"cpu": ((6, 20), (8, 60)), "cuda": ((64, 256), (128, 1024))}
 
 
 class ProofSetup:
     def __init__(self, device: torch.device, folder: Path) -> None:
-        self.device, self.folder, self.model = device, folder, MODELS[device.type]
+        self.device, self.folder, self.shape = device, folder, SHAPES[device.type]
+        self.prompt, self.response = LENGTHS[device.type]
         # Made when a configuration names them.
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
-        self._configs = 0
         transformers_logging.disable_progress_bar()
-        make_model(self.model, folder / "model")
-        make_model(self.model, folder / "scalar-model", scalar=True)
+        make_model(self.shape, folder / "model")
+        make_model(self.shape, folder / "scalar-model", scalar=True)
         random = np.random.default_rng(0)
-        for name, count, lengths in (("ppo", PROMPTS, self.model.prompt), ("rollout", ROLLOUT_PROMPTS, ROLLOUT_LENGTHS)):
+        for name, count, lengths in (("ppo", PROMPTS, self.prompt), ("rollout", ROLLOUT_PROMPTS, ROLLOUT_LENGTHS)):
             rows = [{"prompt": digits(random, size), "ground_truth": ""} for size in spread_evenly(lengths, count)]
-            write_rows(folder / f"{name}.jsonl", rows)
-        prompts, responses = (spread_evenly(lengths, PROMPTS * SAMPLES) for lengths in (self.model.prompt, self.model.response))
-        pairs = zip(prompts, responses, strict=True)
-        write_rows(folder / "sft.jsonl", [{"prompt": digits(random, one), "response": digits(random, other)} for one, other in pairs])
+            write_lines(folder / f"{name}.jsonl", rows)
+        pairs = zip(*(spread_evenly(lengths, PROMPTS * SAMPLES) for lengths in (self.prompt, self.response)), strict=True)
+        write_lines(folder / "sft.jsonl", [{"prompt": digits(random, one), "response": digits(random, other)} for one, other in pairs])
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sample of an update."""
-        return self.model.prompt[1] + self.model.response[1] + 1  # an end token
+        return self.prompt[1] + self.response[1] + 1  # an end token
 
     def block_bytes(self) -> int:
         """Bytes of one block of the KV cache in a rollout."""
-        model, itemsize = self.model, 8 if self.device.type == "cpu" else 4
-        return BLOCK_TOKENS * model.layers * 2 * 2 * (model.width // model.heads) * itemsize
+        shape, itemsize = self.shape, 8 if self.device.type == "cpu" else 4
+        head = shape.hidden_size // shape.num_attention_heads
+        return BLOCK_TOKENS * shape.num_hidden_layers * 2 * shape.num_key_value_heads * head * itemsize
 
     def share_of_free(self, count: int) -> float:
         """So many bytes, as a share of the memory that is free now."""
@@ -108,12 +93,11 @@ class ProofSetup:
     def config(self, step: StepKey) -> Config:
         """The configuration of a run with a new folder. UserError where a setting is refused."""
         kind, settings = step
-        self._configs += 1
         for path in {self.large_model, self.large_scalar_model} & {value for _, value in settings if isinstance(value, str)}:
             if not Path(path).exists():
                 make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
-        given = {**self._base(kind), "run.dir": str(self.folder / "runs" / str(self._configs)), **dict(settings)}
-        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN, [presets.mistakes])
+        given = {**self._base(kind), "run.dir": tempfile.mkdtemp(dir=self.folder), **dict(settings)}
+        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN)
 
     def _base(self, kind: StepKind) -> Settings:
         """The settings of every step of this kind."""
@@ -125,40 +109,31 @@ class ProofSetup:
             "train.lr": 1e-12,  # an update changes the weights by no more than rounding does: gradients of the second one are compared too
             "run.steps": 1, "run.device": self.device.type, "run.seed": 1,
         }  # fmt: skip
-        if kind == "sft":
-            return {**common, "algorithm.prompts_per_step": PROMPTS * SAMPLES, "algorithm.minibatches_per_step": 2}
         judged: Settings = {
             "reward.function": "reward_model", "reward_model.path": scalar_model,
             "algorithm.importance_cap": 0.0,  # it would use rollout log-probs, which are float32 and change with the last bits of a batch
         }  # fmt: skip
-        if kind == "rollout":
-            return {
-                **common, **judged, "data.shuffle": False, "algorithm.prompts_per_step": ROLLOUT_PROMPTS, "algorithm.samples_per_prompt": 4,
+        own: dict[StepKind, Settings] = {
+            "sft": {"algorithm.prompts_per_step": PROMPTS * SAMPLES, "algorithm.minibatches_per_step": 2},
+            "rollout": {
+                **judged, "data.shuffle": False, "algorithm.prompts_per_step": ROLLOUT_PROMPTS, "algorithm.samples_per_prompt": 4,
                 "rollout.max_new_tokens": 40, "rollout.block_tokens": BLOCK_TOKENS,
-            }  # fmt: skip
-        return {
-            **common, **judged, "algorithm.prompts_per_step": PROMPTS, "algorithm.samples_per_prompt": SAMPLES,
-            "algorithm.minibatches_per_step": 2, "algorithm.kl_coef": 0.05, "algorithm.entropy_coef": 0.1,
-            "rollout.max_new_tokens": self.model.response[1], "critic.lr": 1e-12,
-            "critic.path": scalar_model,  # a new head is all zeros, and would hide the gradient of the body
+            },
+            "ppo": {
+                **judged, "algorithm.prompts_per_step": PROMPTS, "algorithm.samples_per_prompt": SAMPLES,
+                "algorithm.minibatches_per_step": 2, "algorithm.kl_coef": 0.05, "algorithm.entropy_coef": 0.1,
+                "rollout.max_new_tokens": self.response[1], "critic.lr": 1e-12,
+                "critic.path": scalar_model,  # a new head is all zeros, and would hide the gradient of the body
+            },
         }  # fmt: skip
+        return {**common, **own[kind]}
 
 
-def save_tokenizer(folder: Path) -> None:
-    """One token per digit."""
-    tokens = ["<s>", "</s>", "<unk>", *DIGITS]
-    inner = Tokenizer(models.WordLevel({token: number for number, token in enumerate(tokens)}, unk_token="<unk>"))
-    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    inner.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(folder)
-
-
-def make_model(model: ProofModel, folder: Path, *, scalar: bool = False) -> None:
+def make_model(shape: Qwen2Config, folder: Path, *, scalar: bool = False) -> None:
     """A language model, or with `scalar` the reward model, which the critic starts from too."""
     torch.manual_seed(1 if scalar else 0)
-    kind, config = (AutoModelForSequenceClassification, {"num_labels": 1}) if scalar else (AutoModelForCausalLM, {})
-    kind.from_config(model.config(**config)).save_pretrained(folder)
-    save_tokenizer(folder)
+    (AutoModelForSequenceClassification if scalar else AutoModelForCausalLM).from_config(shape).save_pretrained(folder)
+    save_tokenizer(folder, DIGITS, begins=False)
 
 
 def spread_evenly(lengths: tuple[int, int], count: int) -> list[int]:
@@ -169,7 +144,3 @@ def spread_evenly(lengths: tuple[int, int], count: int) -> list[int]:
 
 def digits(random: np.random.Generator, count: int) -> str:
     return "".join(DIGITS[place] for place in random.integers(0, len(DIGITS), count))
-
-
-def write_rows(path: Path, rows: Sequence[Mapping[str, str]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -26,18 +26,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to
-from fulltilt.kernels.paged_attention import workspace_numbers
-from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, Workspace, finish, sample
+from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to, workspace_numbers
+from fulltilt.kernels.paged_attention import processors_of
+from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, finish, sample
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Decode
 from fulltilt.model.experts import used_by_a_token, why_not_captured
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
-from fulltilt.model.load import first_line
 from fulltilt.records import UserError
 from fulltilt.rollout.engine import EngineContext
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.words import first_line
 
 SHORTEST = 4  # fewest steps before the host looks at the results
 # Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the steps before.
@@ -79,7 +79,6 @@ class Decoder:
         self._table = zeros(rows, 0, dtype=torch.int32)
         self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
         self._workspace: torch.Tensor | None = None
-        self._space: Workspace | None = None
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.captures = 0
         self.eager_reason: str | None = None  # why there are no graphs although they were asked for
@@ -185,12 +184,8 @@ class Decoder:
         progress, block = self._progress, self.block_tokens
         running, positions, table = progress.states[rows] == RUNNING, progress.positions[rows], self._table[rows]
         place = table.gather(1, (positions // block)[:, None])[:, 0].long() * block + positions % block
-        keys, values = self._caches
         context = Decode(
-            keys=keys,
-            values=values,
-            key_bases=[base[0] for base in self._bases],
-            value_bases=[base[1] for base in self._bases],
+            caches=[(key, value, *bases) for key, value, bases in zip(*self._caches, self._bases, strict=True)],
             slots=torch.where(running, place, -1),
             table=table,
             lengths=torch.where(running, positions + 1, 0).int(),
@@ -201,9 +196,8 @@ class Decoder:
         hidden = hidden_states(self.model, progress.inputs[rows], positions, context)
         shape = self.head.shape
         tokens, logprobs = sample(
-            self.head.product(hidden), self._seeds[rows], progress.lengths[rows], scale=shape.scale, cap=shape.cap,
-            workspace=self._space, **sampling,
-        )  # fmt: skip
+            self.head.product(hidden), self._seeds[rows], progress.lengths[rows], scale=shape.scale, cap=shape.cap, **sampling
+        )
         finish(tokens, logprobs, self._ends, progress, numbers)
 
     def _graph(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph | None:
@@ -271,23 +265,23 @@ class Decoder:
             )
         self.graphs, self.eager_reason = False, reason
         self._captured.clear()
-        self._workspace = self._space = None
+        self._workspace = None
         torch.cuda.empty_cache()  # memory that only graphs used
         warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", stacklevel=2)
 
     def _prepare(self) -> None:
-        """Allocate what all graphs share: a pool for their temporaries, and the kernels' workspaces."""
+        """Allocate what all graphs share: a pool for their temporaries, and attention's workspace."""
         if self._workspace is not None:
             return
         longest, itemsize = self._table.shape[1] * self.block_tokens, self.model.dtype.itemsize
         heads = self.model.config.get_text_config().num_attention_heads
+        processors = processors_of(self.model.device)
         numbers = max(
-            workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest)
+            workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest, processors)
             for size in self._sizes
             for shape in set(self.layers)
         )
         self._workspace = torch.empty(max(1, numbers), dtype=torch.float32, device=self.model.device)
-        self._space = Workspace.make(self.rows, len(self.head.weight), self.model.device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def _results(self) -> list[Callable[[], np.ndarray]]:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from fulltilt.config import Config
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Group, Prompt
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats, Recorder
+from fulltilt.schema import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.model.arrays import to_device
-from fulltilt.model.attention import LayerShape, Paged
+from fulltilt.model.attention import LayerShape, Packed, Paged
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
 from fulltilt.rollout.scheduler import Pass
@@ -115,15 +115,11 @@ class Runner:
         place = np.arange(slots.shape[1])
         new = (place >= (lengths - counts)[:, None]) & (place < lengths[:, None])
         old = place < lengths[:, None]
-        move = lambda array, dtype=np.int64: to_device(array.astype(dtype), device)  # noqa: E731
         return Paged(
             keys=self.keys,
             values=self.values,
-            slots=move(slots[new]),
-            query_lengths=tuple(counts.tolist()),
-            key_lengths=tuple(lengths.tolist()),
-            read=move(slots[:, : int(lengths.max())]),
-            read_flat=move(slots[old]),
-            cu_queries=move(np.concatenate([[0], np.cumsum(counts)]), np.int32),
-            cu_keys=move(np.concatenate([[0], np.cumsum(lengths)]), np.int32),
+            slots=to_device(slots[new], device),
+            new=Packed.of(np.cumsum([0, *counts]), device),
+            whole=Packed.of(np.cumsum([0, *lengths]), device),
+            read=to_device(slots[old], device),
         )

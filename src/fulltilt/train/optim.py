@@ -18,9 +18,9 @@ from itertools import chain
 import torch
 from torch.optim.adamw import adamw
 
-from fulltilt.config import TrainConfig
 from fulltilt.memory.offload import ON_DEVICE, Entry, Layout, OffloadSetting, Part, States, absent, aligned
 from fulltilt.records import UserError
+from fulltilt.schema import TrainConfig
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -170,7 +170,7 @@ class Optimizer:
 
     def _require_presence(self) -> None:
         away = [name for name, parameter in self._parameters.items() if absent(parameter)]
-        assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.needed)"
+        assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.to_device)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that a checkpoint needs in addition to the model, and the trained parameters too with `keeps_parameters`. They are no

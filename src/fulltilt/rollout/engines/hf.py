@@ -27,12 +27,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import Config
 from fulltilt.records import Group, Prompt, Sample
 from fulltilt.rollout.engine import Engine, EngineContext, Lengths, Weights
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.rollout.stop_strings import StopStrings
+from fulltilt.schema import Config
 
 OBEYS = frozenset({"max_seqs", "log_stats"})
 PAD = 0
