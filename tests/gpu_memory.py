@@ -171,7 +171,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     roles = {"actor": role_facts(setup.model, learns=True)}
     facts = Facts(settings.device, 0, 0, roles, longest - config.rollout.max_new_tokens, steps_per_epoch=1)
     planned = decode_bytes(config, facts, setup.engine.limits.max_seqs)
-    setup.engine.close()
+    setup.engine.release()
     later = rounds[1:] or rounds
     grown = rounds[-1]["reserved_bytes"] - later[0]["reserved_bytes"] if settings.device == "cuda" else None
     return {

@@ -265,7 +265,7 @@ class Worker:
 
     def close(self) -> None:
         if self.engine:
-            self.engine.close()
+            self.engine.release()
 
 
 def mean_of(found: Sequence[Metrics]) -> Metrics:
