@@ -27,7 +27,7 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.functions import load, locate
 
 if TYPE_CHECKING:
-    from fulltilt.config import Config
+    from fulltilt.schema import Config
 
 # What only fulltilt's process needs is imported inside functions: the start of TRL's process is part of what is measured.
 
@@ -158,12 +158,12 @@ def one_setting(given: Sequence[str], samples: int, device: str, generation: str
 
 def refused(config: Config) -> Iterator[str]:
     """Settings of a run file with which TRL would not compute the same."""
-    from fulltilt.algo import presets
-    from fulltilt.config import AlgorithmConfig, uses_reward_model
+    from fulltilt.schema import AlgorithmConfig, uses_reward_model
+    from fulltilt.settings import algorithm_settings
 
     algorithm = config.algorithm
     plain = AlgorithmConfig(**{key: getattr(algorithm, key) for key in ("prompts_per_step", "samples_per_prompt", "entropy_coef")})
-    compared = presets.offered(config.model_copy(update={"algorithm": plain}))
+    compared = algorithm_settings(config.model_copy(update={"algorithm": plain}))
     for key, value in algorithm.model_dump().items():
         if value is not None and value != compared.get(key):
             instead = f", or set it to {compared[key]}" if key in compared else ""

@@ -22,8 +22,15 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests, those with a time limit of their own: at the end, all cores but one would wait for them."""
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+    """Begin with the longest tests, those with a time limit of their own, dealt out among the test processes: at the end, all cores but one
+    would wait for them. Tests that share the demo come last, when one process has run it."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return "warm" in getattr(item, "fixturenames", ()), item.get_closest_marker("timeout") is None
+
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    items.sort(key=place)
+    items[:] = [item for number in range(processes) for item in items[number::processes]]
 
 
 def device_of_kernels() -> str | None:
@@ -52,10 +59,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if not item.get_closest_marker("kernels") or device_of_kernels() == "cuda":
         return (yield)
-    from fulltilt.kernels.dispatch import interpreted
+    from fulltilt.kernels import dispatch
 
-    with interpreted():
+    token = dispatch.interpreting.set(True)
+    try:
         return (yield)
+    finally:
+        dispatch.interpreting.reset(token)
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from fulltilt.bench import shapes
-from fulltilt.config import ModelConfig
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.fuse import fuse, unfuse
 from fulltilt.model.heads import Head, token_logprobs
-from fulltilt.shape import Recomputing, Shape
+from fulltilt.schema import ModelConfig
+from fulltilt.shape import Recompute, Shape
 
 KINDS = ("none", "selective", "full")
 
@@ -62,7 +62,7 @@ def one(model, shape: Shape, device: torch.device, tokens: int, documents: int, 
         del logprobs, entropy
         found.append((layers, kept, peak_forward, peak))
     handle.remove()
-    predicted = tokens * shape.kept_bytes(itemsize, fused=fused, recompute=Recomputing(kind))
+    predicted = tokens * shape.kept_bytes(itemsize, fused=fused, recompute=Recompute(kind))
     layers, kept, peak_forward, peak = found[-1]
     return {
         "recompute": kind, "tokens": tokens, "documents": documents, "fused": fused, "predicted_bytes": predicted,

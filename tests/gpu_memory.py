@@ -29,7 +29,6 @@ from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.assembly import take_workspaces
 from fulltilt.cluster.sizes import role_facts
-from fulltilt.config import Config, TrainConfig
 from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.verify import verify
@@ -39,6 +38,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -63,7 +63,7 @@ class Settings:
 class Setup:
     model: PreTrainedModel
     engine: NativeEngine
-    trainer: Trainer[Any]
+    trainer: Trainer
     prompts: list[Prompt]
     lengths: dict[tuple[int, int], int]  # of every sample
 
@@ -138,13 +138,13 @@ def one_round(setup: Setup, settings: Settings, number: int) -> dict[str, Any]:
     }
 
 
-def make_step(trainer: Trainer[Any], groups: list[Group], token_budget: int) -> float:
+def make_step(trainer: Trainer, groups: list[Group], token_budget: int) -> float:
     rows = []
     for group in groups:
         for sample in group.samples:
             ids = np.concatenate([group.prompt.ids, sample.ids])
             rows.append(Row(ids=ids, mask=np.arange(len(ids)) >= len(group.prompt.ids), group=group.prompt.uid))
-    metrics = trainer.accumulate(minibatch(rows, "token-mean", 1, MicroSizing(True, token_budget)))
+    metrics = trainer.accumulate(minibatch(rows, "token-mean", 1, MicroSizing(token_budget)))
     trainer.apply()
     return metrics["train/loss"]
 

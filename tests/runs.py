@@ -31,9 +31,8 @@ from safetensors.torch import load_file
 
 from fulltilt import cli, loop
 from fulltilt import config as configuration
-from fulltilt.algo import presets
-from fulltilt.config import Config
 from fulltilt.observe.console import Console
+from fulltilt.schema import Config, toml_value
 
 SOURCE = Path(__file__).parents[1] / "src"
 PROMPTS = 18  # an epoch is 4 steps of 4 and leaves 2 out, so that a run of a few steps crosses from one epoch to the next
@@ -118,7 +117,7 @@ def make(folder: Path, model: Path, tables: Mapping[str, Mapping[str, Any]] = GR
     (folder / "reward.py").write_text(REWARDS)
     lines = []
     for section, keys in tables.items():
-        lines += [f"[{section}]", *(f"{key} = {configuration.toml_value(value)}" for key, value in keys.items())]
+        lines += [f"[{section}]", *(f"{key} = {toml_value(value)}" for key, value in keys.items())]
     (folder / "run.toml").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -269,7 +268,7 @@ class Trained:
 
 def read_config(folder: Path, *overrides: str) -> Config:
     with contextlib.chdir(folder):
-        return configuration.load("run.toml", overrides, extra_checks=[presets.mistakes])
+        return configuration.load("run.toml", overrides)
 
 
 def train(folder: Path, *overrides: str) -> Trained:

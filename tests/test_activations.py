@@ -5,6 +5,7 @@ On a CUDA device (`-m gpu`) also: streams, memory between the passes, and bits u
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,15 @@ from test_recompute import (
 )
 from torch.autograd.graph import saved_tensors_hooks
 
-from fulltilt.config import ModelConfig
-from fulltilt.memory.activations import ActivationOffload, offload_activations, saved_bytes
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory import activations
+from fulltilt.memory.activations import ActivationOffload, saved_bytes
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model.fuse import fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.lora import add_adapters
 from fulltilt.model.scalar import load_scalar
+from fulltilt.schema import ModelConfig
+from fulltilt.shape import Recompute
 
 __all__ = ["deterministic"]  # a fixture of test_recompute
 SMALL: dict[str, Any] = {"smallest": 1, "page": 512}  # everything goes, and nearly everything lies on several pages
@@ -54,7 +57,41 @@ def without_collector() -> Iterator[None]:
     gc.enable()
 
 
-def assert_nothing_left(handle: ActivationOffload) -> None:
+class Watched:
+    """An offload with counts of saved tensors: those that it has sent so far, and those that are on the device and on the host now."""
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        self.offload, self.sent_bytes, self._close = offload, 0, offload.close
+        self._saved: weakref.WeakSet[Any] = weakref.WeakSet()
+        offload.close = self._count  # type: ignore[method-assign]
+
+    def _count(self, saved: Any) -> None:
+        self._close(saved)
+        self._saved.add(saved)
+        self.sent_bytes += sum(parcel.span for parcel in saved.parcels.values() if parcel.place is not None)
+
+    @property
+    def device_bytes(self) -> int:
+        parcels = [parcel for saved in self._saved for parcel in saved.parcels.values()]
+        return sum(parcel.storage.nbytes() for parcel in parcels if parcel.storage is not None)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(page.nbytes for saved in self._saved for page in saved._pages)
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(memory.nbytes for memory in self.offload.pages.memory())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.offload, name)
+
+
+def offload_activations(model: torch.nn.Module, **given: Any) -> Watched:
+    return Watched(activations.offload_activations(model, **given))
+
+
+def assert_nothing_left(handle: Watched) -> None:
     assert handle.device_bytes == handle.host_bytes == 0
 
 
@@ -99,13 +136,12 @@ def test_a_critics_gradients_keep_their_bits(model_folders) -> None:
     assert handle.sent_bytes > 0
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("setting", [Recompute(), Recompute("full", 2, "uniform"), Recompute("selective", 3)], ids=str)
-def test_a_deeper_model(setting: Recompute, ahead: int, tmp_path: Path) -> None:
+def test_a_deeper_model(setting: Recompute, tmp_path: Path) -> None:
     model = deep(tmp_path)
     own = gradients(model)
     apply_recompute(model, setting)
-    handle = offload_activations(model, ahead=ahead, **SMALL)
+    handle = offload_activations(model, **SMALL)
     assert_same(gradients(model), own)
     assert_nothing_left(handle)
     assert handle.sent_bytes > 0
@@ -146,13 +182,13 @@ def test_parameters_and_what_all_layers_are_given_stay(model_folders) -> None:
             lambda _, args, kwargs, given=given: given.extend(kwargs["position_embeddings"]), with_kwargs=True
         )
         went: set[int] = set()
-        close = handle.close
+        close = handle.offload.close
 
         def spy(saved: Any, went: set[int] = went, close: Any = close) -> None:
             went.update(parcel.storage.data_ptr() for parcel in saved.parcels.values())
             close(saved)
 
-        handle.close = spy  # type: ignore[method-assign]
+        handle.offload.close = spy  # type: ignore[method-assign]
         out = states(model)
         stay = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *given)}
         assert went and given and not went & stay
@@ -171,11 +207,11 @@ def test_small_tensors_stay(model_folders) -> None:
     handle.remove()
     handle = offload_activations(model)
     gradients(model)
-    assert handle.sent_bytes == 0 and handle.pages.allocated_bytes == 0
+    assert handle.sent_bytes == 0 and handle.allocated_bytes == 0
 
 
 def test_views_of_one_storage_go_once_and_come_back_as_they_were() -> None:
-    offload = ActivationOffload(CPU, smallest=1, ahead=0, page=1024)
+    offload = Watched(ActivationOffload(CPU, smallest=1, page=1024))
     weight = torch.randn(6, 4, 50, dtype=torch.float64, requires_grad=True)
     whole = weight * 3.0
     left, right, turned = whole[:, :, :20], whole[:, :, 20:], whole.transpose(0, 2)[7:9]
@@ -196,7 +232,7 @@ def test_views_of_one_storage_go_once_and_come_back_as_they_were() -> None:
 
 
 def test_only_the_bytes_that_views_cover_go() -> None:
-    offload = ActivationOffload(CPU, smallest=1, ahead=0, page=1024)
+    offload = Watched(ActivationOffload(CPU, smallest=1, page=1024))
     base = torch.randn(4096, dtype=torch.float64)
     part = base[1000:1100].requires_grad_()
     saved = offload.begin([], [], first=True, last=False)
@@ -211,7 +247,7 @@ def test_only_the_bytes_that_views_cover_go() -> None:
 
 
 def test_what_a_backward_pass_has_begun_to_use_stays() -> None:
-    offload = ActivationOffload(CPU, smallest=1, ahead=1, page=1024)
+    offload = Watched(ActivationOffload(CPU, smallest=1, page=1024))
     x = torch.randn(300, dtype=torch.float64, requires_grad=True)
     saved = offload.begin([], [], first=True, last=False)
     with saved_tensors_hooks(saved.put, saved.take):
@@ -230,30 +266,23 @@ def test_what_a_backward_pass_has_begun_to_use_stays() -> None:
 
 def test_device_memory_is_bounded_in_both_passes(tmp_path: Path) -> None:
     model = deep(tmp_path, layers=6)
-    layer = 0
-    for ahead in (0, 1, 2):
-        handle = offload_activations(model, ahead=ahead, **SMALL)
-        forward: list[int] = []
-        of_backward: list[int] = []
+    handle = offload_activations(model, **SMALL)
+    forward: list[int] = []
+    of_backward: list[int] = []
 
-        def watch(
-            _: Any, args: Any, out: torch.Tensor, handle: Any = handle, forward: list[int] = forward, of_backward: list[int] = of_backward
-        ) -> None:
-            forward.append(handle.device_bytes)
-            out.register_hook(lambda gradient: of_backward.append(handle.device_bytes))
+    def watch(_: Any, args: Any, out: torch.Tensor) -> None:
+        forward.append(handle.device_bytes)
+        out.register_hook(lambda gradient: of_backward.append(handle.device_bytes))
 
-        hooks = [module.register_forward_hook(watch) for module in model.base_model.layers]
-        out = states(model)
-        layer = handle.device_bytes
-        assert forward == [min(place, ahead) * layer for place in range(1, 6)] + [layer]
-        backward(out)
-        # As the gradient enters a layer, the one behind it is done and this one has been fetched; the first to enter is the last layer's.
-        assert of_backward == [layer, *[layer] * 5]
-        assert_nothing_left(handle)
-        for hook in hooks:
-            hook.remove()
-        handle.remove()
-    assert layer > 0
+    for module in model.base_model.layers:
+        module.register_forward_hook(watch)
+    out = states(model)
+    layer = handle.device_bytes
+    assert forward == [layer] * 6 and layer > 0
+    backward(out)
+    # As the gradient enters a layer, the one behind it is done and this one has been fetched; the first to enter is the last layer's.
+    assert of_backward == [layer] * 6
+    assert_nothing_left(handle)
 
 
 def test_host_memory_is_taken_once_for_micro_batches_of_any_size(tmp_path: Path) -> None:
@@ -265,10 +294,10 @@ def test_host_memory_is_taken_once_for_micro_batches_of_any_size(tmp_path: Path)
         owns.append(gradients(model, pack))
         assert handle.host_bytes == 0
         if pack == packs[0]:
-            most = handle.pages.allocated_bytes
-    assert handle.pages.allocated_bytes == most > 0
+            most = handle.allocated_bytes
+    assert handle.allocated_bytes == most > 0
     states(model, (70,))
-    assert handle.pages.allocated_bytes > most
+    assert handle.allocated_bytes > most
     handle.remove()
     for pack, own in zip(packs, owns, strict=True):
         assert_same(gradients(model, pack), own)
@@ -323,7 +352,7 @@ def test_without_a_gradient_nothing_goes(model_folders) -> None:
         own = states(model)
         handle = offload_activations(model, **SMALL)
         assert torch.equal(states(model), own)
-    assert handle.sent_bytes == 0 and handle.pages.allocated_bytes == 0
+    assert handle.sent_bytes == 0 and handle.allocated_bytes == 0
 
 
 def test_offload_comes_last_and_goes_first(model_folders) -> None:
@@ -357,15 +386,14 @@ def test_saved_bytes_counts_storages_once_and_no_parameters() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("setting", RECOMPUTES, ids=str)
-def test_gradients_keep_their_bits_on_the_device(setting: Recompute, ahead: int, deterministic) -> None:
+def test_gradients_keep_their_bits_on_the_device(setting: Recompute, deterministic) -> None:
     model = on_gpu()
     packs = [LONG, (1500, 600), (2048, 1999), (100,) * 30]
     owns = [gradients(model, pack) for pack in packs]
     assert_same(gradients(model, packs[0]), owns[0])  # else the kernels are not deterministic, and nothing is shown
     apply_recompute(model, setting)
-    handle = offload_activations(model, ahead=ahead)
+    handle = offload_activations(model)
     for _ in range(3):  # memory that was given too early to another is written by later passes
         for pack, own in zip(packs, owns, strict=True):
             assert_same(gradients(model, pack), own)
@@ -413,11 +441,11 @@ def test_pinned_pages_are_reused_for_micro_batches_of_different_sizes() -> None:
     model = on_gpu()
     handle = offload_activations(model)
     gradients(model, LONG)
-    most = handle.pages.allocated_bytes
+    most = handle.allocated_bytes
     assert most >= handle.sent_bytes > 0
     for pack in ((1500, 600), (2048, 1999), (100,) * 30):
         gradients(model, pack)
-    assert handle.pages.allocated_bytes == most
+    assert handle.allocated_bytes == most
     assert all(page.is_pinned() for page in handle.pages.take(most))
 
 

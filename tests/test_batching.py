@@ -20,15 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.batching import schedule
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.plan import make_plan
 from fulltilt.records import MicroBatch, Row
+from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, Scorer, annotate_all
 from fulltilt.train.trainer import Trainer
@@ -180,8 +180,8 @@ def test_weights_are_the_plain_ones(aggregation: str) -> None:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_nothing_trained_is_defined(aggregation: str) -> None:
     with np.errstate(all="raise"):
-        batch = minibatch(make_rows(0, [[0, 0], [0], [0, 0, 0]]), aggregation, 7, MicroSizing(True, 4))
-        assert minibatch([], aggregation, 7, MicroSizing(True, 4)).micro_batches == ()
+        batch = minibatch(make_rows(0, [[0, 0], [0], [0, 0, 0]]), aggregation, 7, MicroSizing(4))
+        assert minibatch([], aggregation, 7, MicroSizing(4)).micro_batches == ()
     assert batch.trained_tokens == 0
     assert sorted(row for micro in batch.micro_batches for row in micro.rows) == [0, 1, 2]
     assert all(len(micro.weights) == len(micro.trained) == 0 for micro in batch.micro_batches)
@@ -216,8 +216,6 @@ def test_pack_refuses_what_cannot_be() -> None:
         pack([rows[0], replace(rows[1], advantages=None)], [0, 1], [1.0, 1.0])
     with pytest.raises(AssertionError, match="first token"):
         pack([replace(rows[0], mask=np.array([True, True]))], [0], [1.0])
-    with pytest.raises(AssertionError, match="micro_batch must be given"):
-        MicroSizing(dynamic=False, token_budget=8)
 
 
 def plain_total(rows: list[Row], aggregation: str, length_norm: int) -> float:
@@ -241,13 +239,13 @@ def test_weighted_sum_does_not_depend_on_the_cut_or_the_order(aggregation: str, 
     shuffled = list(rows)
     shuffle.shuffle(shuffled)
     for order in (rows, shuffled):
-        for sizing in (MicroSizing(True, budget), MicroSizing(True, 1), MicroSizing(True, 10_000), MicroSizing(False, 1, samples)):
+        for sizing in (MicroSizing(budget), MicroSizing(1), MicroSizing(10_000), MicroSizing(1, samples)):
             batch = minibatch(order, aggregation, 13, sizing)
             assert sorted(row for micro in batch.micro_batches for row in micro.rows) == list(range(len(rows)))
             assert batch.trained_tokens == sum(int(row.mask.sum()) for row in rows)
             total = 0.0
             for micro in batch.micro_batches:
-                if sizing.dynamic:
+                if sizing.micro_batch is None:
                     assert len(micro.ids) <= sizing.token_budget or len(micro.rows) == 1
                 assert micro.advantages is not None and micro.rollout_logprobs is not None
                 total += float(np.sum(micro.weights * micro.advantages.astype(np.float64) * micro.rollout_logprobs.astype(np.float64)))
@@ -258,7 +256,7 @@ def test_weighted_sum_does_not_depend_on_the_cut_or_the_order(aggregation: str, 
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 60), samples=st.one_of(st.none(), st.integers(1, 5)))
 def test_scatter_undoes_packing(seed: int, budget: int, samples: int | None) -> None:
     rows = make_rows(seed)
-    micro_batches = forward_micro_batches(rows, MicroSizing(samples is None, budget, samples))
+    micro_batches = forward_micro_batches(rows, MicroSizing(budget, samples))
     assert all((micro.weights == 0).all() for micro in micro_batches)
     values = [micro.rollout_logprobs for micro in micro_batches if micro.rollout_logprobs is not None]
     back = scatter(rows, micro_batches, values, "old_logprobs")
@@ -270,7 +268,7 @@ def test_scatter_undoes_packing(seed: int, budget: int, samples: int | None) -> 
 
 def test_scatter_refuses_lost_and_repeated_rows() -> None:
     rows = make_rows(0, [[0, 1], [0, 1, 1]])
-    micro_batches = forward_micro_batches(rows, MicroSizing(True, 1))
+    micro_batches = forward_micro_batches(rows, MicroSizing(1))
     values = [np.zeros(len(micro.trained)) for micro in micro_batches]
     with pytest.raises(AssertionError, match="1 of 2 rows"):
         scatter(rows, micro_batches[:1], values[:1], "ref_logprobs")
@@ -297,7 +295,7 @@ def computed(micro: MicroBatch) -> int:
 @given(lengths_and_budget, st.one_of(st.none(), st.integers(1, 6)))
 def test_a_padded_schedule_obeys_the_cap_and_loses_nothing(case: tuple[list[int], int], samples: int | None) -> None:
     lengths, budget = case
-    micro_batches = MicroSizing(samples is None, budget, samples, packing=False).schedule(lengths)
+    micro_batches = MicroSizing(budget, samples, packing=False).schedule(lengths)
     assert sorted(flat(micro_batches)) == list(range(len(lengths)))
     padded = [len(rows) * max(lengths[row] for row in rows) for rows in micro_batches]
     assert padded == sorted(padded, reverse=True)
@@ -317,8 +315,8 @@ def test_a_padded_schedule_puts_like_lengths_together() -> None:
     ]
     assert schedule.fill_padded([], 8) == []
     # 2 x 9 tokens are more than 4 + 9, which alone would say otherwise.
-    assert MicroSizing(False, 0, 2, packing=False).schedule([7, 7, 4, 9]) == [[2, 3], [0, 1]]
-    assert MicroSizing(False, 0, 2).schedule([7, 7, 4, 9]) == [[0, 1], [2, 3]]
+    assert MicroSizing(0, 2, packing=False).schedule([7, 7, 4, 9]) == [[2, 3], [0, 1]]
+    assert MicroSizing(0, 2).schedule([7, 7, 4, 9]) == [[0, 1], [2, 3]]
 
 
 def test_padding_is_a_tail_of_each_row() -> None:
@@ -338,7 +336,7 @@ def test_padding_is_a_tail_of_each_row() -> None:
 @given(seed=st.integers(0, 10_000), budget=st.integers(1, 60), samples=st.one_of(st.none(), st.integers(1, 5)))
 def test_padded_rows_are_the_same_rows(seed: int, budget: int, samples: int | None) -> None:
     rows = make_rows(seed)
-    micro_batches = forward_micro_batches(rows, MicroSizing(samples is None, budget, samples, packing=False))
+    micro_batches = forward_micro_batches(rows, MicroSizing(budget, samples, packing=False))
     assert sum(computed(micro) - micro.pad_tokens for micro in micro_batches) == sum(row.tokens for row in rows)
     for micro in micro_batches:
         assert len(micro.ids) == len(micro.positions) == computed(micro)
@@ -362,14 +360,14 @@ def trained_rows(count: int = 9) -> list[Row]:
 
         per_token = {name: numbers() for name in ("values", "returns")} | {"rollout_logprobs": (numbers() - 5) * mask}
         rows.append(Row(random.integers(0, models.VOCABULARY, tokens), mask, number // 3, float(random.normal()), **per_token))
-    return presets.build(grpo()).advantage(rows)
+    return build(grpo()).advantage(rows)
 
 
 def grpo(**sections: dict[str, Any]) -> Config:
     return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, **sections})
 
 
-def gradients(trainer: Trainer[Any], model: torch.nn.Module, rows: list[Row], sizing: MicroSizing) -> tuple[torch.Tensor, int]:
+def gradients(trainer: Trainer, model: torch.nn.Module, rows: list[Row], sizing: MicroSizing) -> tuple[torch.Tensor, int]:
     """Of the whole mini-batch, and the pads that were computed for it."""
     trainer.optimizer.zero_grad()
     batch = minibatch(rows, "token-mean", 1, sizing)
@@ -378,10 +376,10 @@ def gradients(trainer: Trainer[Any], model: torch.nn.Module, rows: list[Row], si
     return found, sum(micro.pad_tokens for micro in batch.micro_batches)
 
 
-def assert_same_gradients(trainer: Trainer[Any], model: torch.nn.Module, rows: list[Row], tolerance: float = 1e-9) -> None:
-    whole, none = gradients(trainer, model, rows, MicroSizing(True, 10_000))
+def assert_same_gradients(trainer: Trainer, model: torch.nn.Module, rows: list[Row], tolerance: float = 1e-9) -> None:
+    whole, none = gradients(trainer, model, rows, MicroSizing(10_000))
     assert none == 0 and whole.abs().max() > 1e-4
-    for sizing in (MicroSizing(True, 10_000, packing=False), MicroSizing(True, 90, packing=False), MicroSizing(False, 0, 4, packing=False)):
+    for sizing in (MicroSizing(10_000, packing=False), MicroSizing(90, packing=False), MicroSizing(0, 4, packing=False)):
         padded, pads = gradients(trainer, model, rows, sizing)
         assert pads > 0
         assert (padded - whole).abs().max() < tolerance * whole.abs().max()
@@ -397,7 +395,7 @@ def test_padding_changes_neither_logprobs_nor_gradients(family: str, tolerance: 
     found = []
     for packing in (True, False):
         with torch.no_grad():
-            micro_batches = forward_micro_batches(rows, MicroSizing(True, 100, packing=packing))
+            micro_batches = forward_micro_batches(rows, MicroSizing(100, packing=packing))
             logprobs = [policy.run(micro)[0].numpy() for micro in micro_batches]
         by_row = {
             row: numbers[micro.trained_row == place]
@@ -406,7 +404,7 @@ def test_padding_changes_neither_logprobs_nor_gradients(family: str, tolerance: 
         }
         found.append(np.concatenate([by_row[row] for row in range(len(rows))]))
     np.testing.assert_allclose(found[1], found[0], atol=1e-9, rtol=0)
-    assert_same_gradients(Trainer(policy, presets.build(grpo(algorithm={"entropy_coef": 0.05})).loss), model, rows, tolerance)
+    assert_same_gradients(Trainer(policy, build(grpo(algorithm={"entropy_coef": 0.05})).loss), model, rows, tolerance)
 
 
 def scalar_model(folder: Path) -> ScalarModel:
@@ -418,14 +416,14 @@ def scalar_model(folder: Path) -> ScalarModel:
 
 def test_padding_changes_no_gradient_of_a_critic_and_no_score_of_a_reward_model(model_folders: ModelFolders) -> None:
     model = scalar_model(model_folders("llama"))
-    value_loss = presets.build(grpo(algorithm={"name": "ppo"})).value_loss
+    value_loss = build(grpo(algorithm={"name": "ppo"})).value_loss
     assert value_loss is not None
     rows = trained_rows()
     assert_same_gradients(Trainer(Critic("critic", model, Optimizer(model, TrainConfig(), 10)), value_loss), model, rows)
     texts = [replace(row, mask=np.arange(row.tokens) == row.tokens - 1, values=None) for row in rows]  # read at its last token
     role, scores = Scorer("reward_model", model), []
     for packing in (True, False):
-        micro_batches = forward_micro_batches(texts, MicroSizing(True, 10_000, packing=packing))
+        micro_batches = forward_micro_batches(texts, MicroSizing(10_000, packing=packing))
         judged = scatter(texts, micro_batches, list(annotate_all(role, micro_batches)), "values")
         scores.append([float(row.values[-1]) for row in judged if row.values is not None])
     assert scores[0] == pytest.approx(scores[1], abs=1e-6) and len(set(scores[0])) == len(rows)  # annotate gives float32
@@ -451,7 +449,7 @@ def test_every_role_has_its_budgets_with_gradient_and_without() -> None:
     assert {name: size.token_budget for name, size in given.items()} == {
         "update actor": 11, "update critic": 14, "forward actor": 12, "forward ref": 13, "forward critic": 15, "forward reward_model": 16,
     }  # fmt: skip
-    assert all(size.dynamic and size.packing for size in given.values())
+    assert all(size.micro_batch is None and size.packing for size in given.values())
     # Without gradient more fits, and so it does without a vocabulary head.
     auto = {name: size.token_budget for name, size in sizes(actor={"token_budget": 100}).items()}
     assert auto == {
@@ -465,7 +463,7 @@ def test_a_role_without_dynamic_batching_counts_samples(role: str) -> None:
     found = sizes(**{role: {"dynamic_batch": False, "micro_batch": 3}})
     for name, size in found.items():
         own = name.split()[1] == role
-        assert size.dynamic != own and size.micro_batch == (3 if own else None)
+        assert size.micro_batch == (3 if own else None)
         if own:
             assert size.schedule([5, 1, 1, 900, 900]) == [[3, 4], [0, 1, 2]]
 

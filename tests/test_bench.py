@@ -165,18 +165,20 @@ def test_time_per_token_leaves_prefill_out() -> None:
 # -- peers --------------------------------------------------------------------------------------------------------------------------------
 
 
-def hf_engine(batch: int | None = None, ends: frozenset[int] = frozenset()) -> HfEngine:
-    engine = HfEngine(shapes.theirs(TINY, CPU), NO_TEXT, ends)
-    engine.batch = batch
-    return engine
+def hf_engine(max_seqs: int = 100, ends: frozenset[int] = frozenset()) -> HfEngine:
+    return HfEngine(shapes.theirs(TINY, CPU), NO_TEXT, ends, max_seqs)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_transformers_gives_the_logprobs_of_what_it_sampled_and_every_length(temperature: float) -> None:
-    requests, engine = tiny_requests(), hf_engine(batch=2)
+    requests, engine = tiny_requests(), hf_engine(max_seqs=5)
     sampling = Sampling(samples=2, max_new_tokens=12, temperature=temperature)
+    said: list[str] = []
+    engine.report(said.append, 0.0)
     groups = list(engine.generate(requests.prompts, sampling, 0, requests.lengths))
-    assert [group.prompt.uid for group in groups] == [0, 1, 2]  # in batches of two prompts and one
+    assert [group.prompt.uid for group in groups] == [group.place for group in groups] == [0, 1, 2]  # in batches of two prompts and one
+    assert [line.split(" after ")[0] for line in said] == ["rollout: 2 of 3 prompts", "rollout: 3 of 3 prompts"]
+    assert engine.stats().decode_tokens == sum(requests.lengths.values()) - len(requests.lengths)
     assert {(group.prompt.uid, sample.index): len(sample.ids) for group in groups for sample in group.samples} == requests.lengths
     for prompt, sample in ((group.prompt.ids, sample) for group in groups for sample in group.samples):
         with torch.no_grad():

@@ -19,12 +19,12 @@ from fulltilt.bench import flops, shapes, update
 from fulltilt.bench.flops import AttentionLayer, Flops, ModelSize, pairs, update_flops, verl_flops
 from fulltilt.bench.job import BenchOptions
 from fulltilt.bench.workload import WORKLOADS, make_requests
-from fulltilt.config import ModelConfig
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import verify
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 
 CPU = torch.device("cpu")
 PAGE = (Path(__file__).parents[1] / "docs" / "bench.md").read_text(encoding="utf-8")

@@ -68,7 +68,7 @@ def assert_holds(found: Checkpoint | None, step: int) -> None:
     assert found is not None
     assert found.step == step
     assert found.state() == {"step": step, "learning_rate": 0.1 + 0.2, "cursor": [1, 2]}
-    loaded = found.tensors("cpu")
+    loaded = found.tensors()
     assert loaded.keys() == tensors(step).keys()
     for name, tensor in tensors(step).items():
         assert loaded[name].dtype == tensor.dtype
@@ -264,7 +264,7 @@ def test_no_tensors_is_a_checkpoint_too(tmp_path: Path) -> None:
     put(store, 1, {}, {}, export, export_bytes=4096)
     latest = store.latest()
     assert latest is not None
-    assert (latest.tensors("cpu"), latest.state()) == ({}, {})
+    assert (latest.tensors(), latest.state()) == ({}, {})
 
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:

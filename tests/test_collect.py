@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,27 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
-from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
+from fulltilt.rollout.collect import ScoredGroup, StepGroups, collect, fill
+from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.surplus import pack, unpack
+
+# -- one round --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_told_apart_by_their_place() -> None:
+    """A row may come twice in a round, and a worker in another process answers with copies of the prompts."""
+    prompts = [Prompt(uid=uid, ids=np.array([uid]), text="") for uid in (3, 3, 5)]
+
+    def generate(asked: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
+        for place in (2, 0, 1):
+            yield pickle.loads(pickle.dumps(Group(asked[place], (), place)))
+
+    seen: list[Group] = []
+    groups = collect(generate, prompts, Sampling(), 0, seen.append)
+    assert [group.place for group in groups] == [0, 1, 2] and [group.place for group in seen] == [2, 0, 1]
+    assert all(group.prompt is prompt for group, prompt in zip(groups, prompts, strict=True))
+    assert all(group is groups[group.place] for group in seen)
+
 
 # -- filling ----------------------------------------------------------------------------------------------------------------------------
 

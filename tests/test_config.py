@@ -14,12 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from fulltilt import config as configuration
-from fulltilt import reference
-from fulltilt.algo import presets
-from fulltilt.config import Config, differences, flatten, load, parse, snapshot, to_toml, warnings
+from fulltilt import reference, schema
+from fulltilt.config import differences, load, parse, snapshot, warnings
 from fulltilt.records import UserError
 from fulltilt.reward import functions
-from fulltilt.schema import REWARDS
+from fulltilt.schema import REWARDS, Config, flatten, to_toml
 
 ROOT = Path(__file__).parents[1]
 
@@ -213,7 +212,10 @@ SPELLINGS = [
 @pytest.mark.parametrize(("key", "theirs", "ours"), SPELLINGS)
 def test_verls_spelling_of_a_value_becomes_ours(run: dict[str, dict[str, Any]], key: str, theirs: str, ours: str) -> None:
     section, _, name = key.partition(".")
-    in_a_file, on_the_command_line = parse({**run, section: {name: theirs}}), parse(run, [f"{key}={theirs}"])
+    if name.endswith("kl_estimator"):
+        run[section] = {name.replace("estimator", "coef"): 0.1}
+    in_a_file = parse({**run, section: {**run.get(section, {}), name: theirs}})
+    on_the_command_line = parse(run, [f"{key}={theirs}"])
     assert in_a_file == on_the_command_line == parse(run, [f"{key}={ours}"])
     assert flatten(in_a_file)[key] == snapshot(in_a_file)[key] == ours
     assert f'\n{name} = "{ours}"\n' in to_toml(in_a_file) and theirs not in to_toml(in_a_file).split('"')
@@ -222,7 +224,7 @@ def test_verls_spelling_of_a_value_becomes_ours(run: dict[str, dict[str, Any]], 
 
 
 def test_accepted_spellings_are_all_tested_and_on_the_page() -> None:
-    rows = {key: configuration.row_of(field).spellings for key, field in configuration.keys().items()}
+    rows = {key: schema.row_of(field).spellings for key, field in schema.keys().items()}
     assert {(key, theirs, ours) for key, table in rows.items() for theirs, ours in table.items()} == set(SPELLINGS)
     page = reference.page()
     for key, theirs, ours in SPELLINGS:
@@ -315,8 +317,8 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
             ["actor.dynamic_batch=false", "actor.micro_batch=2", "actor.token_budget=64"],
             "actor.token_budget: 64 has no effect while actor.dynamic_batch is false. Remove it, or set actor.dynamic_batch = true",
         ),
-        (["ref.micro_batch=2"], "ref.micro_batch: 2 has no effect while ref.dynamic_batch is true."),
-        (["ref.dynamic_batch=false"], "ref.micro_batch: missing, but ref.dynamic_batch is false."),
+        (["algorithm.kl_coef=0.1", "ref.micro_batch=2"], "ref.micro_batch: 2 has no effect while ref.dynamic_batch is true."),
+        (["algorithm.kl_coef=0.1", "ref.dynamic_batch=false"], "ref.micro_batch: missing, but ref.dynamic_batch is false."),
         (
             ["algorithm.prompts_per_step=4", "algorithm.minibatches_per_step=5"],
             "algorithm.minibatches_per_step: 5 is more than algorithm.prompts_per_step (4)",
@@ -330,7 +332,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
             ["model.revision=main"],
             'model.revision: "main" has no effect while model.path is "model". Remove it, or give a hub name as model.path',
         ),
-        (["ref.path=gone"], 'ref.path: no such folder: "gone".'),
+        (["algorithm.kl_coef=0.1", "ref.path=gone"], 'ref.path: no such folder: "gone".'),
         (["data.train=gone.jsonl"], 'data.train: no such file or folder: "gone.jsonl". Paths are relative to the current directory'),
         (['data.train=["train.jsonl", "gone.jsonl"]'], 'data.train: no such file or folder: "gone.jsonl"'),
         (["data.val=gone"], 'data.val: no such file or folder: "gone"'),
@@ -355,8 +357,8 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
             'reward.timeout_s: 1.0 has no effect while reward.function is "reward_model" and reward.sources is {}. Remove it, or name',
         ),
         (["reward_model.path=gone", "reward.function=reward_model"], 'reward_model.path: no such folder: "gone".'),
-        (["critic.path=gone"], 'critic.path: no such folder: "gone".'),
-        (["critic.micro_batch=2"], "critic.micro_batch: 2 has no effect while critic.dynamic_batch is true."),
+        (["algorithm.name=ppo", "critic.path=gone"], 'critic.path: no such folder: "gone".'),
+        (["algorithm.name=ppo", "critic.micro_batch=2"], "critic.micro_batch: 2 has no effect while critic.dynamic_batch is true."),
         (["lora.alpha=8.0"], "lora.alpha: 8.0 has no effect while lora.rank is 0. Remove it, or set lora.rank, for example to 16"),
         (["lora.rank=4", "lora.path=model"], 'lora.path: "model" has no adapter_config.json.'),
         (["eval.temperature=1.0"], "eval.temperature: 1.0 has no effect while data.val is not set. Remove it, or set data.val"),
@@ -388,7 +390,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
             'train.recompute_method: "uniform" has no effect while train.recompute_layers is "auto". Remove it, or set',
         ),
         (
-            ["train.fused_head=false", "ref.entropy_chunk=8"],
+            ["train.fused_head=false", "algorithm.kl_coef=0.1", "ref.entropy_chunk=8"],
             "ref.entropy_chunk: 8 has no effect while train.fused_head is false. Remove it, or set",
         ),
         (
@@ -414,11 +416,10 @@ def test_rules(run: dict[str, dict[str, Any]], overrides: list[str], begins: str
     [
         ["rollout.kv_bytes=1000000"],
         ["rollout.memory_fraction=0.5"],
-        ["rollout.temperature=0"],
         ["rollout.temperature=0.0001", "data.val=train.jsonl", "eval.temperature=10000"],
         ["rollout.temperature=1e4", "data.val=train.jsonl", "eval.temperature=1e-4"],
         ["actor.dynamic_batch=false", "actor.micro_batch=2"],
-        ["critic.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform"],
+        ["algorithm.name=ppo", "critic.recompute=full", "train.recompute_layers=2", "train.recompute_method=uniform"],
         ["train.fused_head=false", "train.entropy_chunk=8"],
         ["run.eval_every=5", "data.val=train.jsonl"],
         ["algorithm.prompts_per_step=4", "algorithm.minibatches_per_step=4"],
@@ -434,7 +435,7 @@ def test_what_the_rules_allow(run: dict[str, dict[str, Any]], tmp_path: Path, ov
 
 def test_rules_read_known_keys() -> None:
     for rule in configuration.RULES:
-        assert set(rule.keys) <= set(configuration.keys())
+        assert set(rule.keys) <= set(schema.keys())
 
 
 @pytest.mark.parametrize("key", ["rollout.max_seqs", "train.recompute_layers", "actor.token_budget", "reward.workers"])
@@ -482,7 +483,7 @@ def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs
     (mistake,) = mistakes_of(run, f"{theirs}=1")
     assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for {ours}: ")
     for key in ours.split(" and "):  # what it means here, for the value may have to be another
-        assert configuration.words(configuration.keys()[key]).meaning in mistake
+        assert schema.words(schema.keys()[key]).meaning in mistake
 
 
 def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
@@ -493,7 +494,9 @@ def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) 
 
 
 def test_built_in_rewards_are_those_of_the_reward_room() -> None:
-    assert set(configuration.REWARDS) == {*functions.BUILT_IN, configuration.REWARD_MODEL}
+    names = set(schema.REWARDS) - {schema.REWARD_MODEL}
+    assert {"dapo", "exact_match", "gsm8k", "gsm8k_flexible", "math"} <= names
+    assert [functions.locate(name).path for name in names] == [""] * len(names)
 
 
 # ---- all at once
@@ -527,34 +530,35 @@ def test_every_mistake_is_reported_at_once(run: dict[str, dict[str, Any]]) -> No
     assert all(mistake.startswith(begin) for mistake, begin in zip(found, begins, strict=True))
 
 
-def test_extra_checks_join_the_list_once_every_value_is_legal(run: dict[str, dict[str, Any]]) -> None:
+def test_rules_of_other_rooms_join_the_list_where_the_values_that_they_read_are_legal(run: dict[str, dict[str, Any]]) -> None:
     def check(config: Config) -> list[str]:
         assert isinstance(config, Config)
-        return ["algorithm.name: too plain"]
+        return ["run.seed: too plain"]
 
-    assert mistakes_of(run, extra_checks=[check]) == ["algorithm.name: too plain"]
-    assert len(mistakes_of(run, "run.epochs=1", "a.b=1", extra_checks=[check])) == 3
-    assert len(mistakes_of(run, "run.seed=-1", extra_checks=[check])) == 1
+    rules = [configuration.ConfigRule(("run.seed",), check)]
+    assert mistakes_of(run, rules=rules) == ["run.seed: too plain"]
+    assert len(mistakes_of(run, "run.epochs=1", "a.b=1", rules=rules)) == 3
+    assert len(mistakes_of(run, "run.seed=-1", rules=rules)) == 1
 
 
 def test_the_algorithms_own_mistakes_join_the_list(run: dict[str, dict[str, Any]]) -> None:
-    found = mistakes_of(run, "algorithm.samples_per_prompt=1", "run.epochs=1", extra_checks=[presets.mistakes])
+    found = mistakes_of(run, "algorithm.samples_per_prompt=1", "run.epochs=1")
     assert [mistake.partition(" ")[0].rstrip(":") for mistake in found] == ["run.steps", "algorithm.samples_per_prompt"]
 
 
 def test_the_algorithms_own_mistakes_are_told_beside_wrong_values(run: dict[str, dict[str, Any]]) -> None:
     """Each rule is asked unless a key that it reads is wrong itself: its stand-in would be judged."""
     beside = ["run.seed=-1", "algorithm.gae_lambda=0.9", "algorithm.samples_per_prompt=1", "ref.path=model"]
-    found = mistakes_of(run, *beside, extra_checks=presets.RULES)
+    found = mistakes_of(run, *beside)
     assert [mistake.partition(" ")[0].rstrip(":") for mistake in found] == [
         "run.seed",
+        "ref.path",
         "algorithm.gae_lambda",
         "algorithm.samples_per_prompt",
-        "ref.path",
     ]
-    found = mistakes_of(run, "algorithm.kl_coef=none", "ref.path=model", "algorithm.gae_lambda=0.9", extra_checks=presets.RULES)
+    found = mistakes_of(run, "algorithm.kl_coef=none", "ref.path=model", "algorithm.gae_lambda=0.9")
     assert [mistake.partition(":")[0] for mistake in found] == ["algorithm.kl_coef", "algorithm.gae_lambda"]
-    found = mistakes_of(run, "algorithm.name=pppo", "algorithm.gae_lambda=0.9", "critic.lr=1.0", extra_checks=presets.RULES)
+    found = mistakes_of(run, "algorithm.name=pppo", "algorithm.gae_lambda=0.9", "critic.lr=1.0")
     assert [mistake.partition(":")[0] for mistake in found] == ["algorithm.name"]
 
 
@@ -583,7 +587,7 @@ def test_toml_round_trip_keeps_values_and_what_was_set(run: dict[str, dict[str, 
 
 def test_flatten_holds_every_key(run: dict[str, dict[str, Any]]) -> None:
     flat = flatten(parse(run))
-    assert list(flat) == list(configuration.keys())
+    assert list(flat) == list(schema.keys())
     assert flat["run.steps"] == 3 and flat["rollout.max_seqs"] == "auto" and flat["ref.path"] is None
 
 
@@ -597,9 +601,10 @@ def test_differences_leave_out_what_may_change(run: dict[str, dict[str, Any]]) -
     run["data"]["val"] = run["data"]["train"]
     assert changed("eval.temperature=1", "eval.max_prompts=3") == []
     assert changed("reward.timeout_s=1", "reward.workers=1", "rollout.log_stats=false") == []
-    assert changed("train.recompute=full", "train.offload_optimizer=true", "critic.offload_params=true") == []
     assert changed("train.packing=false", "train.entropy_chunk=4") == ["train.packing", "train.entropy_chunk"]  # other roundings
-    assert set(configuration.FREE_ON_RESUME) <= set(configuration.keys())
+    run["algorithm"] = {"name": "ppo"}
+    assert changed("train.recompute=full", "train.offload_optimizer=true", "critic.offload_params=true") == []
+    assert set(configuration.FREE_ON_RESUME) <= set(schema.keys())
 
 
 def test_differences_from_what_a_checkpoint_kept(run: dict[str, dict[str, Any]]) -> None:
@@ -621,14 +626,14 @@ def test_reference_page_is_up_to_date() -> None:
 
 def test_every_key_is_on_the_page_with_its_meaning() -> None:
     page = reference.page()
-    for key, field in configuration.keys().items():
-        said = configuration.words(field)
+    for key, field in schema.keys().items():
+        said = schema.words(field)
         assert said.meaning and f"| `{key}` |" in page and said.meaning in page and said.note in page
 
 
 def test_torch_is_not_imported() -> None:
     code = (
-        "import sys, fulltilt.config, fulltilt.knobs, fulltilt.reference, fulltilt.records, fulltilt.algo.presets\n"
+        "import sys, fulltilt.config, fulltilt.knobs, fulltilt.reference, fulltilt.records, fulltilt.algo.build\n"
         "import fulltilt.observe.metrics, fulltilt.observe.console\n"
         "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
     )

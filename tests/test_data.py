@@ -20,9 +20,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fulltilt.config import DataConfig
-from fulltilt.data import Cursor, PromptEncoder, PromptSet, load_prompts, load_sft, read_rows
+from fulltilt.data.files import read_rows
+from fulltilt.data.order import Cursor
+from fulltilt.data.prompts import PromptSet, load_prompts
+from fulltilt.data.sft import load_sft
+from fulltilt.data.template import PromptEncoder
 from fulltilt.records import Prompt, UserError
+from fulltilt.schema import DataConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>
@@ -137,8 +141,8 @@ def refused(path: str | Path) -> str:
 @pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "saved-splits", "hub"])
 def test_every_format_gives_the_same_prompts(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = load_prompts(write_format(kind, tmp_path, ROWS), tokenizer, data())
-    assert loaded.rows_read == len(ROWS)
-    for number, prompt in enumerate(loaded.prompts):
+    assert f"{len(ROWS)} rows read" in loaded.describe() and len(loaded) == len(ROWS)
+    for number, prompt in enumerate(loaded.items):
         assert prompt.uid == number
         assert prompt.text == f"<s>[system]Add.</s>\n[user]{number}+1=</s>\n[assistant]"
         assert prompt.ids.tolist() == [BOS, *plain(tokenizer, prompt.text.removeprefix("<s>"))]
@@ -372,7 +376,7 @@ def test_columns_other_than_verls(tmp_path: Path, tokenizer: PreTrainedTokenizer
         },
         {"text": "d"},
     ]
-    prompts = load_prompts(write_lines(tmp_path / "a.jsonl", rows), tokenizer, data(prompt_key="text")).prompts
+    prompts = load_prompts(write_lines(tmp_path / "a.jsonl", rows), tokenizer, data(prompt_key="text")).items
     assert [prompt.ground_truth for prompt in prompts] == ["1", "2", 0, None]
     assert [prompt.extra_info for prompt in prompts] == [{}, {}, {"ability": "own"}, {}]
     assert {prompt.data_source for prompt in prompts} == {"unknown"}
@@ -380,8 +384,8 @@ def test_columns_other_than_verls(tmp_path: Path, tokenizer: PreTrainedTokenizer
 
 def test_a_prompts_source_is_what_its_ids_were_made_from(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "2+3="}])
-    assert load_prompts(path, tokenizer, data()).prompts[0].source == "2+3="
-    prompt = load_prompts(path, tokenizer, data(apply_template="always", system="Add.")).prompts[0]
+    assert load_prompts(path, tokenizer, data()).items[0].source == "2+3="
+    prompt = load_prompts(path, tokenizer, data(apply_template="always", system="Add.")).items[0]
     assert prompt.source == ({"role": "system", "content": "Add."}, *USER)
     assert tokenizer.apply_chat_template(list(prompt.source), add_generation_prompt=True, return_dict=False) == prompt.ids.tolist()
 
@@ -394,8 +398,7 @@ def test_the_length_filter_counts_final_ids(tmp_path: Path, tokenizer: PreTraine
     second = write_lines(tmp_path / "b.jsonl", [{"prompt": "12345"}, {"prompt": "12"}])
     # "1234" is four characters and, with its beginning-of-sequence token, five tokens.
     loaded = load_prompts([first, second], tokenizer, data(max_prompt_tokens=4))
-    assert [(prompt.uid, prompt.text) for prompt in loaded.prompts] == [(1, "<s>123"), (3, "<s>12")]
-    assert (loaded.rows_read, loaded.too_long, loaded.longest) == (4, 2, 4)
+    assert [(prompt.uid, prompt.text) for prompt in loaded.items] == [(1, "<s>123"), (3, "<s>12")]
     assert loaded.describe() == "4 rows read, 2 left out with prompts of more than 4 tokens; the longest prompt kept has 4 tokens"
     assert "none with a prompt over 6 tokens" in load_prompts([first, second], tokenizer, data(max_prompt_tokens=6)).describe()
 
@@ -410,7 +413,7 @@ def test_all_prompts_too_long_names_limit_and_shortest(tmp_path: Path, tokenizer
 
 
 def numbered(count: int) -> PromptSet:
-    return PromptSet(tuple(Prompt(uid, np.array([uid]), str(uid)) for uid in range(count)), count, 0, 1)
+    return PromptSet(tuple(Prompt(uid, np.array([uid]), str(uid)) for uid in range(count)))
 
 
 def taken(
@@ -507,7 +510,7 @@ def test_a_digest_tells_data_sets_apart_by_tokens_order_and_mask(tmp_path: Path,
 def sft_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, Any]], **settings: Any) -> list[tuple[str, str]]:
     """Each row as (text not trained on, text trained on)."""
     split = []
-    for row in load_sft(write_lines(tmp_path / "sft.jsonl", rows), tokenizer, data(**settings)).rows:
+    for row in load_sft(write_lines(tmp_path / "sft.jsonl", rows), tokenizer, data(**settings)).items:
         assert row.ids.dtype == np.int64 and row.mask.dtype == np.bool_ and len(row.ids) == len(row.mask)
         start = int(row.mask.argmax())
         assert row.mask[start:].all() and start > 0
@@ -530,7 +533,7 @@ def test_sft_prompts_are_those_of_rollout(tmp_path: Path, tokenizer: PreTrainedT
     rows = [{"prompt": USER, "response": "5"}, {"prompt": [{"role": "system", "content": "Mine."}, *USER], "response": "5"}]
     path = write_lines(tmp_path / "a.jsonl", rows)
     config = data(system="Add.", template_args={"style": "brief"})
-    for row, prompt in zip(load_sft(path, tokenizer, config).rows, load_prompts(path, tokenizer, config).prompts, strict=True):
+    for row, prompt in zip(load_sft(path, tokenizer, config).items, load_prompts(path, tokenizer, config).items, strict=True):
         assert row.ids[~row.mask].tolist() == prompt.ids.tolist()
         # This template writes the style only before an answer that is still to come, so the answer is put there by itself.
         assert tokenizer.decode(row.ids[row.mask]) == "5</s>"
@@ -544,7 +547,7 @@ def test_sft_keeps_what_the_template_writes_around_the_answer(tmp_path: Path) ->
     turns = make_tokenizer(template=TEMPLATE.replace("{{ eos_token }}", "<|turn|>"))
     assert sft_rows(tmp_path, turns, rows)[0][1] == "5<|turn|>\n</s>"
     # Unless generation stops at the template's own end of turn.
-    row = load_sft(str(tmp_path / "sft.jsonl"), turns, data(), end_ids=[TURN]).rows[0]
+    row = load_sft(str(tmp_path / "sft.jsonl"), turns, data(), end_ids=[TURN]).items[0]
     assert turns.decode(row.ids[row.mask]) == "5<|turn|>"
 
 
@@ -604,7 +607,7 @@ def test_every_trained_token_stands_behind_what_rollout_reads(name: str, train_t
     turns = [place for place, message in enumerate(talk) if message["role"] == "assistant"]
     expected = [(encoder.encode(talk[:turn]).ids.tolist(), talk[turn]["content"]) for turn in turns][-1 if train_turns == "last" else 0 :]
     found = []
-    for row in loaded.rows:
+    for row in loaded.items:
         assert row.ids.dtype == np.int64 and row.mask.dtype == np.bool_ and row.mask[-1]
         edges = np.flatnonzero(np.diff(row.mask.astype(int), prepend=0, append=0))
         for start, end in edges.reshape(-1, 2).tolist():
@@ -613,14 +616,14 @@ def test_every_trained_token_stands_behind_what_rollout_reads(name: str, train_t
     assert [prompt for prompt, _ in found] == [prompt for prompt, _ in expected]
     for (_, written), (_, answer) in zip(found, expected, strict=True):
         assert answer.strip() in written and len(written) <= len(answer) + len("<think></think>\n")
-    assert len(loaded.rows) == (expected_rows if train_turns == "all" else 1)
-    assert ("1 conversation became 3 rows" in loaded.describe()) == (len(loaded.rows) == 3)
+    assert len(loaded.items) == (expected_rows if train_turns == "all" else 1)
+    assert ("1 conversation became 3 rows" in loaded.describe()) == (len(loaded.items) == 3)
 
 
 def test_sft_writes_a_conversation_in_one_row(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(template=CHATML)
     path = write_lines(tmp_path / "a.jsonl", [{"chat": said("2+3=", "5", "and 1?", "6"), "prompt": "ignored: there is no response"}])
-    (row,) = load_sft(path, tokenizer, data(messages_key="chat")).rows
+    (row,) = load_sft(path, tokenizer, data(messages_key="chat")).items
     text = "<|turn|>user\n2+3=</s>\n<|turn|>assistant\n5</s>\n<|turn|>user\nand 1?</s>\n<|turn|>assistant\n6</s>"
     assert tokenizer.decode(row.ids) == text and tokenizer.decode(row.ids[row.mask]) == "5</s>6</s>"
 
@@ -631,7 +634,7 @@ def test_sft_weighs_the_messages_of_the_assistant(tmp_path: Path, tokenizer: Pre
     rows: list[dict[str, Any]] = [{"messages": talk}, {"messages": said("a", "4")}]
     for write in ("jsonl", "parquet"):  # parquet gives every message a weight, mostly None
         path = write_format(write, tmp_path, rows)
-        all_turns, last_turn = (load_sft(path, tokenizer, data(train_turns=turns)).rows for turns in ("all", "last"))
+        all_turns, last_turn = (load_sft(path, tokenizer, data(train_turns=turns)).items for turns in ("all", "last"))
         assert [tokenizer.decode(row.ids[row.mask]) for row in all_turns] == ["1</s>2</s>", "4</s>"]
         assert [tokenizer.decode(row.ids[row.mask]) for row in last_turn] == ["2</s>", "4</s>"]
         assert tokenizer.decode(all_turns[0].ids).endswith("[user]b</s>\n[assistant]2</s>")
@@ -641,16 +644,16 @@ def test_sft_rows_of_a_split_conversation_are_limited_one_by_one(tmp_path: Path)
     tokenizer = make_tokenizer(template=FORGETS)
     path = write_lines(tmp_path / "a.jsonl", [{"messages": said("a", "1", "b", "2", "c", "3")}])
     whole = load_sft(path, tokenizer, data())
-    prompts = [int(row.mask.argmax()) for row in whole.rows]
+    prompts = [int(row.mask.argmax()) for row in whole.items]
     loaded = load_sft(path, tokenizer, data(max_prompt_tokens=prompts[1]))
-    assert [row.ids.tolist() for row in loaded.rows] == [row.ids.tolist() for row in whole.rows[:2]]
-    assert (loaded.rows_read, loaded.too_long, loaded.split) == (1, 1, (1, 3))
+    assert [row.ids.tolist() for row in loaded.items] == [row.ids.tolist() for row in whole.items[:2]]
+    assert "1 row read, 1 left out with prompts of more than" in loaded.describe() and "1 conversation became 3 rows" in loaded.describe()
 
 
 def test_sft_leaves_out_rows_beyond_max_tokens(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "1" * n, "response": "2" * m} for n, m in ((1, 1), (1, 9), (9, 1), (2, 2))])
     loaded = load_sft(path, tokenizer, data(max_prompt_tokens=8, max_tokens=6))
-    assert [row.tokens for row in loaded.rows] == [4, 6] and loaded.too_long == 2
+    assert [row.tokens for row in loaded.items] == [4, 6]
     assert loaded.describe() == (
         "4 rows read, 1 left out with prompts of more than 8 tokens, 1 left out with rows of more than 6 tokens; "
         "the longest row kept has 6 tokens"
@@ -667,7 +670,7 @@ def test_sft_trains_on_reasoning_and_tool_calls_or_refuses(tmp_path: Path) -> No
     answer = {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [{"name": "add"}]}
     path = write_lines(tmp_path / "a.jsonl", [{"messages": [*USER, answer]}])
     tokenizer = make_tokenizer(template=speaks)
-    (row,) = load_sft(path, tokenizer, data()).rows
+    (row,) = load_sft(path, tokenizer, data()).items
     assert tokenizer.decode(row.ids[row.mask]) == '<think>hm</think>[{"name": "add"}]</s>'
     for deaf in (speaks.replace("{{ m.reasoning_content }}", ""), speaks.replace(calls, "")):
         with pytest.raises(UserError, match=r"reasoning_content and tool_calls would be lost"):
@@ -678,7 +681,7 @@ def test_sft_ends_a_response_once(tmp_path: Path, tokenizer: PreTrainedTokenizer
     assert sft_rows(tmp_path, tokenizer, [{"prompt": "2+3=", "response": "5</s>"}]) == [("<s>2+3=", "5</s>")]
     # Here the template ends the turn and then the text, and sampling stops at either.
     twice = make_tokenizer(template=TEMPLATE.replace("{{ eos_token }}", "<|turn|>\n{{ eos_token }}"))
-    row = load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": USER, "response": "5</s>"}]), twice, data(), end_ids=[TURN]).rows[0]
+    row = load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": USER, "response": "5</s>"}]), twice, data(), end_ids=[TURN]).items[0]
     assert twice.decode(row.ids[row.mask]) == "5</s>"
 
 
@@ -686,11 +689,11 @@ def test_sft_leaves_out_over_long_prompts_and_goes_in_epochs(tmp_path: Path, tok
     rows = [{"question": "1" * length, "solution": "a long answer"} for length in (5, 3, 2, 1)]
     config = data(max_prompt_tokens=4, prompt_key="question", response_key="solution")
     loaded = load_sft(write_lines(tmp_path / "a.jsonl", rows), tokenizer, config)
-    assert (loaded.rows_read, loaded.too_long, loaded.longest, len(loaded)) == (4, 1, 4 + len("a long answer") + 1, 3)
-    assert "1 left out with prompts of more than 4 tokens" in loaded.describe()
+    assert (loaded.longest, len(loaded)) == (4 + len("a long answer") + 1, 3)
+    assert "4 rows read, 1 left out with prompts of more than 4 tokens" in loaded.describe()
     assert loaded.describe_epoch(2) == "an epoch is 1 step of 2 rows; each epoch leaves out 1 of its 3, too few for a full batch"
     batch, cursor = loaded.take(Cursor(0, 2), 2, seed=0, shuffle=False)
-    assert batch == loaded.rows[:2] and cursor == Cursor(1, 2)
+    assert batch == loaded.items[:2] and cursor == Cursor(1, 2)
 
 
 @pytest.mark.parametrize(
@@ -757,7 +760,7 @@ def test_gsm8k_is_prepared_for_rl_and_sft(tmp_path: Path, tokenizer: PreTrainedT
         "extra_info": {"split": "train", "index": 1, "question": "How many \u00e9 1?", "answer": answers[1]},
     }
     assert [row["reward_model"]["ground_truth"] for row in rows] == ["24", "1005", "-3"]
-    trained = load_sft(str(out / "train_sft.jsonl"), tokenizer, data()).rows[0]
+    trained = load_sft(str(out / "train_sft.jsonl"), tokenizer, data()).items[0]
     assert tokenizer.decode(trained.ids[trained.mask]) == "48/2 = 24 clips.\n#### 24</s>"
 
 
@@ -782,7 +785,7 @@ def test_problems_are_prepared_once_each_with_their_final_answer(tmp_path: Path,
     columns = ("--problem", "prompt", "--answer", "solution", "--name", "competition")
     result = prepare("--source", source, "--out", out, *columns, example="math")
     assert result.returncode == 0 and "2 problems; 1 left out that came with more than one answer" in result.stdout, result.stderr
-    prompts = load_prompts(str(out), tokenizer, data()).prompts
+    prompts = load_prompts(str(out), tokenizer, data()).items
     assert [(prompt.ground_truth, prompt.data_source) for prompt in prompts] == [("\\frac{1}{2}", "competition"), ("7", "competition")]
     assert 'a\n\nThink step by step. Write the final answer alone on the last line, after "Answer:".</s>' in prompts[0].text
     write_lines(tmp_path / "source.jsonl", [{"problem": "a", "answer": "\\boxed{1"}])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from test_kernels_attention import attended
 from test_rollout import make_engine, random_prompts
 
-from fulltilt.kernels.paged_attention import paged_attention_reference
 from fulltilt.model import attention
 from fulltilt.model.attention import Decode, Scoring, decode_batch
 from fulltilt.rollout.sampler import Sampling
@@ -23,7 +23,7 @@ def batch(lengths: list[int]) -> Decode:
     ends = torch.tensor(lengths)
     slots = table.long().gather(1, ((ends - 1) // BLOCK)[:, None])[:, 0] * BLOCK + (ends - 1) % BLOCK
     return Decode(
-        keys=[caches[0]], values=[caches[1]], key_bases=[], value_bases=[], slots=slots, table=table, lengths=ends.int(),
+        caches=[(*caches, *torch.zeros(2, 1, dtype=torch.int64))], slots=slots, table=table, lengths=ends.int(),
         longest=most * BLOCK, block_tokens=BLOCK,
     )  # fmt: skip
 
@@ -38,10 +38,9 @@ def test_bunches_attend_as_the_reference(
     context = batch(lengths)
     q, k, v = (torch.randn(len(lengths), heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
     found = decode_batch(q, k, v, context, 0, Scoring(0.3, window, softcap))
-    assert torch.equal(context.keys[0][context.slots], k) and torch.equal(context.values[0][context.slots], v)
-    expected = paged_attention_reference(
-        q, context.keys[0], context.values[0], context.table, context.lengths, scale=0.3, block_tokens=BLOCK, window=window, softcap=softcap
-    )
+    keys, values, *_ = context.caches[0]
+    assert torch.equal(keys[context.slots], k) and torch.equal(values[context.slots], v)
+    expected = attended(q, keys, values, context.table, context.lengths, scale=0.3, block_tokens=BLOCK, window=window, softcap=softcap)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     bunches = context.bunches[window]
     assert [bunch.rows.start for bunch in bunches[1:]] == [bunch.rows.stop for bunch in bunches[:-1]]

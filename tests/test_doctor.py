@@ -56,14 +56,14 @@ def test_this_computer(report: Report) -> None:
 
 
 def test_optional_packages(report: Report) -> None:
-    for extra in doctor.EXTRAS:
-        found = finding(report, extra.package)
+    for package in (package for package in doctor.PACKAGES if package.extra):
+        found = finding(report, package.name)
         assert not found.core
-        if importlib.util.find_spec(extra.module) is None:
+        if importlib.util.find_spec(package.module or package.name) is None:
             assert found.status == "missing"
-            assert f'pip install "fulltilt[{extra.extra}]"' in found.remedy or (extra.linux_only and sys.platform != "linux")
+            assert f'pip install "fulltilt[{package.extra}]"' in found.remedy or (package.linux_only and sys.platform != "linux")
         else:
-            assert found.detail.startswith(metadata.version(extra.package))
+            assert found.detail.startswith(metadata.version(package.name))
 
 
 def test_devices_as_torch_sees_them(report: Report) -> None:
@@ -175,16 +175,16 @@ def test_both_forms_say_the_same(report: Report) -> None:
 def test_the_ranges_and_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={doctor.PYTHON_RANGE[0]},<{doctor.PYTHON_RANGE[1]}"
-    assert sorted(project["dependencies"]) == sorted(doctor.requirement(package, limits) for package, limits in doctor.CORE.items())
+    assert sorted(project["dependencies"]) == sorted(package.requirement for package in doctor.PACKAGES if not package.extra)
     listed = {(extra, re.split(r"[ ;<>=]", entry)[0]) for extra, entries in project["optional-dependencies"].items() for entry in entries}
-    assert {pair for pair in listed if pair[0] != "dev"} == {(extra.extra, extra.package) for extra in doctor.EXTRAS}
+    assert {pair for pair in listed if pair[0] != "dev"} == {(package.extra, package.name) for package in doctor.PACKAGES if package.extra}
 
 
 def test_the_pinned_versions_are_in_the_ranges() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
-    for package, limits in doctor.CORE.items():
-        assert limits is None or in_range(pins[package], limits), package
+    for package in doctor.PACKAGES:
+        assert package.limits is None or in_range(pins[package.name], package.limits), package
     assert (pins["torch"], pins["transformers"]) == ("2.13.0", "5.17.0")
 
 

@@ -22,10 +22,9 @@ from transformers import AutoModelForSequenceClassification
 
 from fulltilt import config as configuration
 from fulltilt import demo, loop
-from fulltilt.algo import presets
 from fulltilt.cli import app
-from fulltilt.config import Config
 from fulltilt.observe.console import Console
+from fulltilt.schema import Config
 
 ROOT = Path(__file__).parents[1]
 RUN_FILES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("examples/**/*.toml"))
@@ -144,7 +143,7 @@ def there(place: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load(path: str | Path, *overrides: str) -> Config:
-    return configuration.load(path, overrides, extra_checks=[presets.mistakes])
+    return configuration.load(path, overrides)
 
 
 def test_there_is_something_to_test() -> None:
@@ -169,7 +168,7 @@ def test_every_toml_block_parses(block: Block, there: Path) -> None:
     """A block that shows some sections only is completed with what such a run needs."""
     needed = {"model": {"path": "models/mine"}, "data": {"train": "mine/train.jsonl"}, "run": {"steps": 1}}
     needed |= {"reward_model": {"path": "models/mine-reward"}} if "reward_model" in block.text else {}
-    configuration.parse(needed | tomllib.loads(block.text), origin=str(block), extra_checks=[presets.mistakes])
+    configuration.parse(needed | tomllib.loads(block.text), origin=str(block))
 
 
 @pytest.mark.parametrize("block", blocks("json"))

@@ -29,7 +29,6 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts, Mixtral
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeSparseMoeBlock
 
-from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.model import experts
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import add_adapters, run_with_experts
@@ -40,6 +39,7 @@ from fulltilt.rollout.decode import BURST, refuse_waits
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -383,7 +383,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def draw(engine: NativeEngine, sampling: Sampling, count: int = 8) -> tuple[Group, ...]:
-    return collect(engine, prompts(count), sampling, 5, lambda group: None)
+    return collect(engine.generate, prompts(count), sampling, 5, lambda group: None)
 
 
 def same(left: tuple[Group, ...], right: tuple[Group, ...]) -> None:

@@ -14,20 +14,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
-from fulltilt.config import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.model import fuse as fuse_file
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.fuse import BrokenFusion, check_fused, fuse, saved_tensors, unfuse
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.load import end_tokens, export, load_model
-from fulltilt.model.lora import adapted, add_adapters, export_merged, without_adapters
+from fulltilt.model.lora import adapted, add_adapters, merged_tensors, without_adapters
 from fulltilt.model.verify import packed_logprobs, run_packed, verify
 from fulltilt.records import Prompt
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 
 CPU = torch.device("cpu")
@@ -114,8 +114,8 @@ class TestEveryKnownFamily:
         layer = model.base_model.layers[1]
         for owner, group in ((layer.self_attn, fuse_file.QKV), (layer.mlp, fuse_file.GATE_UP)):
             assert len({getattr(owner, name).weight.untyped_storage().data_ptr() for name in group}) == 1
-        for joined in (joined for _, owner in fuse_file.owners(model.base_model) for joined in fuse_file.state_of(owner).joined):
-            joined.whole.fill_(7.0)
+        for whole in (whole for _, owner in fuse_file.owners(model.base_model) for whole in fuse_file.state_of(owner).joined):
+            whole.fill_(7.0)
         moved = [p for n, p in model.named_parameters() if any(part in n for part in PROJECTIONS)]
         assert len(moved) == (16 if family == "qwen2" else 10)  # of two layers, with biases of q, k and v or without
         assert all((parameter == 7.0).all() for parameter in moved)
@@ -164,7 +164,7 @@ class TestEveryKnownFamily:
         drawn = []
         for model in (fused, plain):
             engine = NativeEngine(EngineContext(model, models.tokenizer(), ends, verify(model), limits))
-            groups = collect(engine, prompts, Sampling(samples=1, max_new_tokens=10, temperature=0.0), 5, lambda group: None)
+            groups = collect(engine.generate, prompts, Sampling(samples=1, max_new_tokens=10, temperature=0.0), 5, lambda group: None)
             drawn.append([sample.ids.tolist() for group in groups for sample in group.samples])
             for group in groups:
                 for sample in group.samples:
@@ -498,8 +498,8 @@ def test_adapters(family: str, when: str, model_folders, tmp_path: Path) -> None
             torch.testing.assert_close(parameter.grad, expected[name].grad, rtol=1e-4, atol=1e-6)
     with without_adapters(fused), without_adapters(plain):
         equal(hidden(fused), hidden(plain), 1e-5)
-    export_merged(fused, models.tokenizer(), tmp_path / "fused")
-    export_merged(plain, models.tokenizer(), tmp_path / "plain")
+    export(fused, models.tokenizer(), tmp_path / "fused", merged_tensors(fused))
+    export(plain, models.tokenizer(), tmp_path / "plain", merged_tensors(plain))
     found, other = (load_file(tmp_path / name / "model.safetensors") for name in ("fused", "plain"))
     assert found.keys() == other.keys() and all(torch.equal(found[name], other[name]) for name in found)
     unfuse(fused)

@@ -26,13 +26,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts, assemble, take_workspaces
 from fulltilt.cluster.loading import Fusing
-from fulltilt.config import Config, ModelConfig
-from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sampling_bytes, sizes_up_to
+from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sizes_up_to
 from fulltilt.kernels import dispatch, sampling
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model import fuse as fuse_file
 from fulltilt.model.attention import LayerShape
-from fulltilt.model.fuse import WrongFusion, check_fused, fuse_and_compare
+from fulltilt.model.fuse import WrongLayers, check_fused, fuse_and_compare
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed, verify
 from fulltilt.observe.console import Console
@@ -44,6 +43,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, ModelConfig
 from fulltilt.train.checkpoint import CheckpointStore
 
 ModelFolders = Callable[[str], Path]
@@ -143,8 +143,9 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
         assert [check_fused(body).joined for body in bodies] == [4, 4, 4, 4]
         layer = parts.worker.actor.model.base_model.layers[0].self_attn
         assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.v_proj.weight.untyped_storage().data_ptr()
-        masters = {id(master) for master in parts.worker.trainers["actor"].optimizer._masters.values()}
-        assert {id(parameter) for parameter in parts.worker.actor.model.parameters()} == masters
+        optimizer = parts.worker.trainers["actor"].optimizer
+        assert {id(parameter) for parameter in parts.worker.actor.model.parameters()} == {id(own) for own in optimizer._parameters.values()}
+        assert not any(name.startswith("master/") for name in optimizer.tensors())
         assert isinstance(parts.worker.engine, NativeEngine) and parts.worker.engine.runner.model is parts.worker.actor.model
 
 
@@ -324,7 +325,7 @@ def test_a_failure_leaves_nothing_behind(model_folders: ModelFolders, monkeypatc
     model = model_of(model_folders("llama"))
     monkeypatch.setattr(fuse_file, "ROUNDING", dict.fromkeys(fuse_file.ROUNDING, 0.0))
     monkeypatch.setattr(fuse_file, "gaps", lambda own, found: {name: float("nan") for name in own})
-    with pytest.raises(WrongFusion, match="differ by nan"):
+    with pytest.raises(WrongLayers, match="differ by nan"):
         fuse_and_compare(model)
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
 
@@ -422,10 +423,9 @@ def test_bytes_of_decoding(folder: Path, model_folders: ModelFolders) -> None:
 
 
 def test_what_decoding_takes_is_what_its_records_hold() -> None:
-    for rows, vocabulary in ((1, 5), (7, 1024), (300, 151_936)):
-        progress, workspace = sampling.DecodeProgress.make(rows, BURST, "meta"), sampling.Workspace.make(rows, vocabulary, "meta")
+    for rows in (1, 7, 300):
+        progress = sampling.DecodeProgress.make(rows, BURST, "meta")
         assert progress_bytes(rows) == sum(tensor.nbytes for tensor in vars(progress).values())
-        assert sampling_bytes(rows, vocabulary) == sum(tensor.nbytes for tensor in vars(workspace).values())
 
 
 @pytest.mark.parametrize(("value", "held_during_update"), [("auto", False), ("true", False), ("false", True)])
@@ -461,7 +461,7 @@ def make_engine(folder: Path, dtype: str = "float32") -> NativeEngine:
 
 def sampled(engine: NativeEngine) -> list[list[int]]:
     prompts = [gpu_memory.Prompt(uid=uid, ids=torch.arange(5, 9 + 7 * uid).numpy(), text="") for uid in range(4)]
-    groups = collect(engine, prompts, Sampling(samples=3, max_new_tokens=12), 3, lambda group: None)
+    groups = collect(engine.generate, prompts, Sampling(samples=3, max_new_tokens=12), 3, lambda group: None)
     return [sample.ids.tolist() for group in groups for sample in group.samples]
 
 
@@ -469,23 +469,21 @@ def sampled(engine: NativeEngine) -> list[list[int]]:
 def test_the_cache_is_one_piece_that_goes_when_it_is_given_back(model_folders: ModelFolders, dtype: str) -> None:
     engine = make_engine(model_folders("llama"), dtype)
     sampled(engine)
-    keys, values = engine.runner.caches
-    caches = [*keys, *values]
+    caches = [*engine.runner.keys, *engine.runner.values]
     assert len({cache.untyped_storage().data_ptr() for cache in caches}) == 1
     assert all(cache.is_contiguous() and cache.data_ptr() % 16 == 0 for cache in caches)
     for number, cache in enumerate(caches):
         cache.fill_(number)
     assert [float(cache.float().mean()) for cache in caches] == [0, 1, 2, 3]  # none lies in another
     gone = [weakref.ref(cache) for cache in caches]
-    del keys, values, caches, cache
+    del caches, cache
     engine.release()  # the decoder has been handed the caches too
     gc.collect()
     assert [each() for each in gone] == [None] * 4
     odd = runner_file.Runner(engine.runner.model, {layer: LayerShape(1, 3, None) for layer in range(2)}, blocks=5, block_tokens=1)
     odd.acquire()
-    assert [cache.data_ptr() % 16 for caches in odd.caches for cache in caches] == [
-        0
-    ] * 4 and odd.held_bytes == 60 * odd.model.dtype.itemsize
+    assert [cache.data_ptr() % 16 for cache in (*odd.keys, *odd.values)] == [0] * 4
+    assert odd.held_bytes == 60 * odd.model.dtype.itemsize
 
 
 def test_what_lies_in_the_memory_does_not_matter(model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> None:

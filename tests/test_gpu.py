@@ -22,10 +22,9 @@ from test_lora import settings, stir
 from test_scalar import classifier
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from fulltilt.algo.build import build
 from fulltilt.algo.loss import sft_loss, value_loss
-from fulltilt.algo.presets import build
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import AlgorithmConfig, Config, DataConfig, ModelConfig, TrainConfig
 from fulltilt.model.arrays import to_host
 from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.load import end_tokens, load_model
@@ -37,6 +36,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer
@@ -87,7 +87,7 @@ def test_packed_log_probs_equal_the_cpus(family: str, dtype: str, model_folders)
 def test_gradients_equal_the_cpus(family: str, model_folders) -> None:
     folder = model_folders(family)
     rows = [Row(ids=document, mask=np.arange(len(document)) >= 2) for document in documents()]
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 120))
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(120))
     flat = []
     for device, dtype in ((GPU, "bfloat16"), (CPU, "float32")):
         model = load_model(ModelConfig(path=str(folder), dtype=dtype), device)
@@ -120,7 +120,7 @@ def agreement(model: Any, folder: Path, graphs: bool = True) -> tuple[float, flo
     sampling = Sampling(samples=4, max_new_tokens=64)
     engine = engine_on(model, folder, EngineLimits(1000, 16, 256, 4096, cuda_graphs=graphs))
     tight = engine_on(model, folder, EngineLimits(14, 16, 6, 40, cuda_graphs=graphs))
-    groups, others = (collect(each, prompts, sampling, 7, lambda group: None) for each in (engine, tight))
+    groups, others = (collect(each.generate, prompts, sampling, 7, lambda group: None) for each in (engine, tight))
     assert tight.stats().preemptions > 0
     assert all((each.decoder.captures > 0) == graphs and each.decoder.eager_reason is None for each in (engine, tight))
     gaps, same, total = [], 0, 0
@@ -155,7 +155,7 @@ def test_samples_decode_as_training_computes(hidden: int, inner: int, heads: int
     low, high = (500, 700) if rows < 64 else (20, 38)  # all prompts in one pass
     prompts = [Prompt(uid=i, ids=random.integers(3, 90, int(random.integers(low, high))), text="") for i in range(rows)]
     engine = engine_on(model, tmp_path, EngineLimits(6000, 16, 1024, 32768, cuda_graphs=True))
-    groups = collect(engine, prompts, Sampling(samples=1, max_new_tokens=40), 7, lambda group: None)
+    groups = collect(engine.generate, prompts, Sampling(samples=1, max_new_tokens=40), 7, lambda group: None)
     # Side by side, as in training: a product of some hundred rows, an odd number of them, may add up in another order than one of many.
     with torch.no_grad():
         trained, _ = packed_logprobs(model, [np.concatenate([group.prompt.ids, group.samples[0].ids]) for group in groups])
@@ -187,7 +187,7 @@ def test_a_micro_batch_never_waits_for_the_device(fused: bool, model_folders) ->
     config = Config(model=ModelConfig(path="-"), data=DataConfig(train="-"), algorithm=AlgorithmConfig(name="grpo", prompts_per_step=1))
     loss = build(config).loss
     trainer = Trainer(policy, loss)
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 120))
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(120))
     trainer.accumulate(batch)  # compiles
     trainer.optimizer.prepare()
     first, *_ = annotate_all(policy, batch.micro_batches)
@@ -215,7 +215,7 @@ def test_critics_values_and_gradients_equal_the_cpus(family: str, tmp_path: Path
         mask = np.arange(len(document)) >= 2
         returns, values = (random.normal(size=len(document)).astype(np.float32) * mask for _ in range(2))
         rows.append(Row(ids=document, mask=mask, values=values, returns=returns))
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 120))
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(120))
     numbers, flat = [], []
     for device, dtype in ((GPU, "bfloat16"), (CPU, "float32")):
         model = load_scalar(ModelConfig(path=str(tmp_path), dtype=dtype), device, key="critic.path", head="new")

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.algo import presets
 from fulltilt.algo.base import Algorithm
+from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch, with_advantage
-from fulltilt.config import Config, ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
+from fulltilt.presets import PRESETS
 from fulltilt.records import MiniBatch, Row
+from fulltilt.schema import Config, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Critic, Policy, annotate_all
 from fulltilt.train.trainer import Trainer
@@ -47,13 +48,13 @@ def mine(terms, clip_high):
 
 
 def build(name: str, folder: Path) -> Algorithm:
-    keys: dict[str, Any] = {"name": name, **OWN.get(name, {})} if name in presets.PRESETS else {"name": "grpo"}
+    keys: dict[str, Any] = {"name": name, **OWN.get(name, {})} if name in PRESETS else {"name": "grpo"}
     if name != "sft":
         keys |= EVERYTHING
-    if name not in presets.PRESETS:
+    if name not in PRESETS:
         (folder / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
         keys["loss"] = f"{folder / 'mine.py'}:mine"
-    return presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+    return build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
 
 
 def bare_rows() -> list[Row]:
@@ -73,7 +74,7 @@ def filled(rows: list[Row], policy: Policy) -> list[Row]:
     random = np.random.default_rng(2)
     found = []
     for row in rows:
-        (micro,) = minibatch([row], "token-mean", 1, MicroSizing(True, 1)).micro_batches
+        (micro,) = minibatch([row], "token-mean", 1, MicroSizing(1)).micro_batches
         (own,) = annotate_all(policy, [micro])
         fields: dict[str, Any] = {name: np.zeros(row.tokens, np.float32) for name in ("rollout", "old", "ref")}
         for array, spread in zip(fields.values(), (0.3, 0.3, 0.5), strict=True):
@@ -104,15 +105,15 @@ def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row])
         return minibatch(algorithm.advantage(shaped), algorithm.aggregation, algorithm.length_norm, micro)
 
     everything = sum(row.tokens for row in rows)
-    whole, metrics = gradient(trainer, make(rows, MicroSizing(True, everything)))
+    whole, metrics = gradient(trainer, make(rows, MicroSizing(everything)))
     size = float(whole.abs().max())
     assert size > 1e-4
-    sizings = [MicroSizing(True, budget) for budget in (1, 40, 60, everything // 2)] + [MicroSizing(False, 0, 4)]
+    sizings = [MicroSizing(budget) for budget in (1, 40, 60, everything // 2)] + [MicroSizing(0, 4)]
     cuts = [make(rows, sizing) for sizing in sizings]
     assert len(cuts[0].micro_batches) == len(rows) and len({len(cut.micro_batches) for cut in cuts}) >= 4
     for seed in range(2):
         order = np.random.default_rng(seed).permutation(len(rows))
-        cuts.append(make([rows[index] for index in order], MicroSizing(True, 70 + 40 * seed)))
+        cuts.append(make([rows[index] for index in order], MicroSizing(70 + 40 * seed)))
     for cut in cuts:
         other, its_metrics = gradient(trainer, cut)
         assert float((other - whole).abs().max()) < 1e-9 * size
@@ -123,7 +124,7 @@ def assert_one_gradient(trainer: Trainer, algorithm: Algorithm, rows: list[Row])
     return metrics
 
 
-@pytest.mark.parametrize("name", [*presets.PRESETS, "a loss of your own"])
+@pytest.mark.parametrize("name", [*PRESETS, "a loss of your own"])
 def test_the_gradient_of_an_algorithm_is_one(name: str, model_folders, tmp_path: Path) -> None:
     algorithm = build(name, tmp_path)
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=algorithm.entropy_gradient)
@@ -131,11 +132,11 @@ def test_the_gradient_of_an_algorithm_is_one(name: str, model_folders, tmp_path:
     if name == "sft":
         return
     assert {"actor/pg_loss", "actor/kl_loss", "actor/entropy", "rollout_corr/logprob_abs_gap"} <= metrics.keys()
-    if name in presets.PRESETS:  # some tokens are clipped, and not all: both branches took part
+    if name in PRESETS:  # some tokens are clipped, and not all: both branches took part
         assert 0 < metrics["actor/pg_clipfrac"] < 0.9
 
 
-@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.critic])
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.critic])
 def test_the_gradient_of_a_critic_is_one(name: str, model_folders, tmp_path: Path) -> None:
     algorithm = build(name, tmp_path)
     model = load_scalar(ModelConfig(path=str(model_folders("llama")), dtype="float64"), CPU, key="critic.path", head="new")
@@ -149,11 +150,11 @@ def test_the_gradient_of_a_critic_is_one(name: str, model_folders, tmp_path: Pat
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
-@pytest.mark.parametrize("name", [name for name, preset in presets.PRESETS.items() if preset.rollout and not preset.critic])
+@pytest.mark.parametrize("name", [name for name, preset in PRESETS.items() if preset.rollout and not preset.critic])
 def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: str, model_folders) -> None:
     """Off policy, so that ratios and clips are in it. A carried-over row and one with holes are among those left out."""
     keys = {"name": name, **OWN.get(name, {}), "minibatches_per_step": 2, "aggregation": aggregation}
-    algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+    algorithm = build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
     assert algorithm.advantage_alone
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=False)
     rows = algorithm.advantage(filled(bare_rows(), policy))
@@ -162,7 +163,7 @@ def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: st
     assert 0 < len(needed) < len(rows) and {silent[place].group for place in needed} == {1, 2}
 
     trainer = Trainer(policy, algorithm.loss)
-    sizing = MicroSizing(True, 60)
+    sizing = MicroSizing(60)
     whole, all_metrics = gradient(trainer, minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing))
     part = minibatch(silent, algorithm.aggregation, algorithm.length_norm, sizing, advantage_alone=True)
     less, metrics = gradient(trainer, part)
@@ -175,11 +176,11 @@ def test_samples_without_an_advantage_can_be_left_out(name: str, aggregation: st
 
 def test_a_mini_batch_without_any_advantage_has_a_gradient_of_zero(model_folders) -> None:
     policy = make_policy(model_folders("llama-tied"), entropy_gradient=False)
-    algorithm = presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo"}}))
+    algorithm = build_algorithm(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo"}}))
     rows = [replace(row, reward=1.0, lag=0) for row in filled(bare_rows(), policy)]
     rows = algorithm.advantage(rows)
     assert with_advantage(rows) == []
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 60), advantage_alone=True)
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(60), advantage_alone=True)
     (micro,) = batch.micro_batches
     assert batch.silent and micro.rows == (min(range(len(rows)), key=lambda place: rows[place].tokens),)
     found, metrics = gradient(Trainer(policy, algorithm.loss), batch)
@@ -194,4 +195,4 @@ def test_where_more_than_the_advantage_teaches_nothing_is_left_out(keys: dict[st
         (tmp_path / "mine.py").write_text(USERS_LOSS, encoding="utf-8")
         keys = {"loss": f"{tmp_path / 'mine.py'}:mine", "minibatches_per_step": 2}
     tables = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": "grpo", **keys}}
-    assert not presets.build(Config.model_validate(tables)).advantage_alone
+    assert not build_algorithm(Config.model_validate(tables)).advantage_alone

@@ -167,7 +167,7 @@ def test_a_stage_has_its_run_file_its_places_and_its_overrides(downloaded: Path)
 def test_a_key_that_a_stage_has_no_use_for_can_be_given_to_another(downloaded: Path) -> None:
     model = str(recipe.small.model(downloaded, downloaded.parent / "model"))
     recipe.prepare.prepare(downloaded, downloaded.parent / "made" / "data")
-    with pytest.raises(UserError, match=r"(?s)'sft' samples nothing.*for one alone, put its name before: grpo.KEY=VALUE"):
+    with pytest.raises(UserError, match=r"(?s)algorithm.name is \"sft\".*for one alone, put its name before: grpo.KEY=VALUE"):
         made(downloaded, overrides=["eval.max_prompts=4"]).config("sft", model, "sft")
     named = made(downloaded, overrides=["grpo.eval.max_prompts=4"])
     assert named.config("grpo", model, "grpo").eval.max_prompts == 4

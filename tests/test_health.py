@@ -15,9 +15,9 @@ import pytest
 import runs
 from safetensors.torch import load_file, save_file
 
-from fulltilt.config import HealthConfig, toml_value
 from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
 from fulltilt.records import UserError
+from fulltilt.schema import HealthConfig, toml_value
 
 # A step of a run that is well, under the names of docs/metrics.md.
 WELL: Mapping[str, float] = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from typing import Any
 
 import models
@@ -13,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fulltilt.model.attention as attention
-from fulltilt.config import ModelConfig
-from fulltilt.kernels import dispatch
 from fulltilt.kernels.packed_backward import TILE, packed_backward, parts_of
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model.attention import Packed, Scoring, flash, packed
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import run_packed
+from fulltilt.schema import ModelConfig
+from fulltilt.shape import Recompute
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -50,8 +49,7 @@ def documents(lengths: Sequence[int], heads: int, key_heads: int, width: int, dt
 
 
 def run(states: Sequence[torch.Tensor], lengths: Sequence[int], **scoring: Any) -> tuple[torch.Tensor, ...]:
-    with nullcontext() if DEVICE.type == "cuda" else dispatch.interpreted():
-        return packed_backward(*states, torch.from_numpy(parts_of(lengths)).to(DEVICE), **scoring)
+    return packed_backward(*states, torch.from_numpy(parts_of(lengths)).to(DEVICE), **scoring)
 
 
 @pytest.mark.kernels
@@ -128,15 +126,13 @@ def test_it_is_as_near_to_the_truth_as_flash_is(heads: int, key_heads: int, widt
 
 
 @pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, norms = packed_attention_reference(q, k, v, bounds.diff().tolist(), scale=others[-1].scale, window=others[-1].window)
         return out.contiguous(), norms.float().contiguous()
 
     monkeypatch.setattr(attention, "flash", flash)
     monkeypatch.setattr(attention, "flash_runs", lambda q, scoring: scoring.softcap is None)
-    with dispatch.interpreted():
-        yield
 
 
 @pytest.mark.kernels

@@ -54,7 +54,7 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
     heads, seeds, slots = x[:, None], torch.arange(3, device=device), torch.tensor([2, -1, 0], device=device)
     keys, values = torch.zeros(2, 16, 1, 8, device=device).unbind()
     attention = files["paged_attention"]
-    caches = keys, values, attention.base_of(keys), attention.base_of(values)
+    caches = keys, values, *(torch.tensor([cache.data_ptr()], device=device) for cache in (keys, values))
     table, lengths = torch.zeros(3, 1, dtype=torch.int32, device=device), torch.tensor([3, 0, 9], dtype=torch.int32, device=device)
 
     def write() -> torch.Tensor:
@@ -64,7 +64,7 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
     def finish() -> torch.Tensor:
         progress = files["sampling"].DecodeProgress.make(3, 2, device)
         progress.states.zero_()
-        files["sampling"].finish(seeds, x[:, 0], seeds[:2], progress)
+        files["sampling"].finish(seeds, x[:, 0], seeds[:2].repeat(3, 1), progress, seeds)
         return progress.states
 
     return {
@@ -78,6 +78,9 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
         "sample": lambda: files["sampling"].sample(x, seeds, seeds, top_k=3)[0],
         "finish": finish,
     }
+
+
+CUDA_ONLY = {"paged_attention", "write_kv", "rotate_and_write"}  # on CPU decoding takes another way: tests/test_decode_cpu.py
 
 
 class Launched(Exception):
@@ -102,7 +105,7 @@ def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
                 monkeypatch.setattr(file, name, Launch())
 
 
-@pytest.mark.parametrize("name", calls(FILES))
+@pytest.mark.parametrize("name", sorted(calls(FILES).keys() - CUDA_ONLY))
 def test_on_cpu_the_reference_runs(name: str, no_kernels: None) -> None:
     assert calls(FILES)[name]().numel()
 
@@ -116,11 +119,11 @@ def test_every_op_has_a_kernel_that_runs(name: str, no_kernels: None) -> None:
 
 
 def test_without_triton_everything_runs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = {name: call() for name, call in calls(FILES).items()}
+    expected = {name: call() for name, call in calls(FILES).items() if name not in CUDA_ONLY}
     bare, *files = anew(monkeypatch, FILES, installed=False, cuda=True, interpret=True)
     assert bare.triton is None
-    for name, call in calls(dict(zip(FILES, files, strict=True))).items():
-        assert torch.equal(call(), expected[name]), name
+    found = calls(dict(zip(FILES, files, strict=True)))
+    assert all(torch.equal(found[name](), result) for name, result in expected.items())
 
 
 def test_cuda_without_triton_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,24 +149,12 @@ def test_triton_is_imported_only_where_a_kernel_could_run(monkeypatch: pytest.Mo
         assert anew(monkeypatch, **reason)[0].triton is not None
 
 
-def test_interpreted_is_a_matter_of_the_block_and_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreting_is_a_matter_of_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     (ours,) = anew(monkeypatch, interpret=True)
     x = torch.empty(1)
-    with pytest.raises(ZeroDivisionError), ours.interpreted():
-        with ours.interpreted():
-            assert ours.runs_triton(x)
-        assert ours.runs_triton(x) and not ours.runs_triton(torch.empty(1, device="meta"))
-        with ThreadPoolExecutor(1) as pool:
-            assert not pool.submit(ours.runs_triton, x).result()
-        raise ZeroDivisionError
+    token = ours.interpreting.set(True)
+    assert ours.runs_triton(x) and not ours.runs_triton(torch.empty(1, device="meta"))
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(ours.runs_triton, x).result()
+    ours.interpreting.reset(token)
     assert not ours.runs_triton(x)
-
-
-@pytest.mark.parametrize(
-    ("state", "remedy"),
-    [({"cuda": True}, "set TRITON_INTERPRET=1 before"), ({"interpret": True, "installed": False}, r'pip install "fulltilt\[gpu\]"')],
-)
-def test_interpreting_what_cannot_be_interpreted_is_refused(state: dict[str, bool], remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (ours,) = anew(monkeypatch, **state)
-    with pytest.raises(RuntimeError, match=remedy), ours.interpreted():
-        pytest.fail("it went on")

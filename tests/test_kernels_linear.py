@@ -10,14 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from fulltilt.kernels import linear as module
-from fulltilt.kernels.dispatch import INTERPRETED, interpreted, triton
 from fulltilt.kernels.linear import COUNTS, MANY, TILES, Tile, among, few_rows, linear, with_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_kernels = pytest.mark.skipif(triton is None or (DEVICE == "cpu" and not INTERPRETED), reason="triton is not installed")
 
 
-@needs_kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize(("rows", "outer", "inner"), [(1, 5, 100), (3, 40, 256), (17, 33, 300), (70, 16, 128)])
 @pytest.mark.parametrize(("biased", "tile"), [(False, tile) for tile in TILES] + [(True, TILES[0])])
 def test_kernel_is_the_product(rows: int, outer: int, inner: int, biased: bool, tile: Tile) -> None:
@@ -25,11 +23,7 @@ def test_kernel_is_the_product(rows: int, outer: int, inner: int, biased: bool, 
     x, weight, bias = torch.randn(rows, inner), torch.randn(outer, inner), torch.randn(outer) if biased else None
     want = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     moved = [None if tensor is None else tensor.to(DEVICE) for tensor in (x, weight, bias)]
-    if DEVICE == "cuda":
-        got = few_rows(*moved, tile=tile)
-    else:
-        with interpreted():
-            got = few_rows(*moved, tile=tile)
+    got = few_rows(*moved, tile=tile)
     torch.testing.assert_close(got.cpu().double(), want, rtol=1e-5, atol=1e-4)
 
 
@@ -91,7 +85,7 @@ def test_every_count_has_ways_and_others_are_padded() -> None:
     assert COUNTS[-1] == MANY and all(list(module.ways(rows))[-1] == f"cuBLAS, {module.JUDGES} rows" for rows in COUNTS)
 
 
-@needs_kernels
+@pytest.mark.kernels
 @pytest.mark.skipif(DEVICE == "cuda", reason="below, for real")
 @pytest.mark.parametrize("capturing", [False, True])
 def test_any_number_of_rows_finds_a_way(capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +95,7 @@ def test_any_number_of_rows_finds_a_way(capturing: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(module, "unsplit_product", F.linear)  # a setting of cuBLAS
     weight, bias = torch.randn(24, 160).bfloat16(), torch.randn(24).bfloat16()
-    with interpreted(), torch.no_grad():
+    with torch.no_grad():
         for rows in (1, 3, 17, 130, 500, MANY + 1):
             x = torch.randn(1, rows, 160).bfloat16()
             found = linear(x, weight, bias)

@@ -5,7 +5,6 @@ Kernels run on a GPU when there is one, else in Triton's interpreter; the rest t
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from fulltilt.footprint import sampling_bytes
 from fulltilt.kernels import dispatch, sampling
 from fulltilt.kernels.dispatch import jit, tl
 from fulltilt.kernels.sampling import (
@@ -25,7 +26,6 @@ from fulltilt.kernels.sampling import (
     RUNNING,
     STOPPED,
     DecodeProgress,
-    Workspace,
     _gumbel,
     _key,
     finish,
@@ -209,13 +209,15 @@ def test_what_is_kept_is_what_sorting_keeps(vocabulary: int, levels: int, top_k:
 def test_log_probs_are_of_the_full_softmax_at_the_temperature(dtype: torch.dtype) -> None:
     logits = random_logits(40, 2500, 4.0).to(dtype)
     heat = torch.tensor([0.0, 0.3, 1.0, 1.7]).repeat(10)
-    tokens, logprobs = sample_reference(logits, random_seeds(40), torch.arange(40), heat)
+    alone = [sample_reference(logits[i : i + 1], random_seeds(40)[i : i + 1], torch.tensor([i]), float(heat[i])) for i in range(40)]
+    tokens, logprobs = (torch.cat(numbers) for numbers in zip(*alone, strict=True))
     truth = (logits.double() / torch.where(heat > 0, heat, 1.0)[:, None]).log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs.double(), truth, rtol=0, atol=2e-5)
     assert torch.equal(tokens[::4], logits[::4].argmax(-1))
-    one_by_one = [sample_reference(logits[i : i + 1], random_seeds(40)[i : i + 1], torch.tensor([i]), float(heat[i])) for i in range(40)]
-    assert tokens.tolist() == [int(token) for token, _ in one_by_one]
-    torch.testing.assert_close(logprobs, torch.cat([logprob for _, logprob in one_by_one]), rtol=0, atol=2e-6)
+    for number in heat.unique().tolist():
+        together = sample_reference(logits, random_seeds(40), torch.arange(40), number)
+        assert tokens[heat == number].tolist() == together[0][heat == number].tolist()
+        torch.testing.assert_close(logprobs[heat == number], together[1][heat == number], rtol=0, atol=2e-6)
 
 
 def test_a_draw_does_not_depend_on_the_batch_nor_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +226,7 @@ def test_a_draw_does_not_depend_on_the_batch_nor_on_chunks(monkeypatch: pytest.M
     for options in ({}, {"top_p": 0.5}, {"top_k": 5, "top_p": 0.9}):
         together = sample_reference(logits, seeds, positions, rows=rows, **options)
         copied = sample_reference(logits[rows], seeds, positions, **options)
-        monkeypatch.setitem(sampling.CHUNK_NUMBERS, "cpu", 4000)
+        monkeypatch.setattr(sampling, "CHUNK_NUMBERS", 4000)
         chunked = sample_reference(logits, seeds, positions, rows=rows, **options)
         monkeypatch.undo()
         for other in (copied, chunked):
@@ -253,6 +255,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "top-p": {"top_p": 0.6, "scale": 2.0},
     "small top-p": {"top_p": 0.05},
     "both": {"top_k": 40, "top_p": 0.5, "cap": 6.0},
+    "both at one": {"top_k": 1, "top_p": 0.9},
     "large k": {"top_k": 900, "top_p": 0.9, "temperature": 0.5},
     "each its own": {
         "temperature": HEATS,
@@ -266,18 +269,20 @@ def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in options.items()}
 
 
-def check_kernel(logits: torch.Tensor, options: dict[str, Any], seed: int = 0) -> Workspace:
+def check_kernel(logits: torch.Tensor, options: dict[str, Any], seed: int = 0) -> None:
+    """Against the reference, which draws each row by itself where rows have their own numbers."""
     draws = len(options.get("rows", logits))
     seeds, positions = random_seeds(draws, seed), torch.arange(draws, dtype=torch.int32) * 1000
-    expected = sample_reference(logits, seeds, positions, **options)
-    space = Workspace.make(draws, logits.shape[1], DEVICE)
-    out = (torch.full((draws,), -1, device=DEVICE), torch.full((draws,), torch.nan, device=DEVICE))
+    if any(isinstance(options.get(name), torch.Tensor) for name in ("temperature", "top_k", "top_p")):
+        own = [{name: number[row].item() for name, number in options.items()} for row in range(draws)]
+        alone = [sample_reference(logits[row, None], seeds[row, None], positions[row, None], **own[row]) for row in range(draws)]
+        expected = tuple(torch.cat(numbers) for numbers in zip(*alone, strict=True))
+    else:
+        expected = sample_reference(logits, seeds, positions, **options)
     given = (logits.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE))
-    tokens, logprobs = sample(*given, **on(DEVICE, options), workspace=space, out=out)
-    assert tokens is out[0] and logprobs is out[1]
+    tokens, logprobs = sample(*given, **on(DEVICE, options))
     assert tokens.tolist() == expected[0].tolist()
     torch.testing.assert_close(logprobs.cpu(), expected[1], rtol=0, atol=1e-5)
-    return space
 
 
 @pytest.mark.kernels
@@ -330,33 +335,29 @@ def test_kernel_on_infinities_and_nan() -> None:
 
 
 @pytest.mark.kernels
-def test_reads_are_counted() -> None:
-    """Peaked logits: the second pass reads the one block that matters. Flat ones: all, and no third time but for a rejected few."""
-    blocks = 4
-    peaked = random_logits(1, blocks * BLOCK, 0.1)
-    peaked[:, 100] += 25.0
-    assert check_kernel(peaked, {"top_p": 0.9}).reads.tolist() == [CANDIDATES + 1]
-    flat = check_kernel(random_logits(2, blocks * BLOCK, 0.1), {"top_p": 0.9}).reads - CANDIDATES
-    assert flat.max() <= blocks and flat.float().mean() > blocks / 2
-    both = check_kernel(peaked, {"top_p": 0.9, "top_k": 1})
-    assert both.reads.max() <= CANDIDATES + 4
-
-
-@pytest.mark.kernels
 @pytest.mark.skipif(DEVICE != "cpu", reason="what a kernel loads is seen in the interpreter alone")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "peaked", "fewest", "most"),  # blocks that are read; one of 3 matters where logits are peaked, else all do
     [
-        *itertools.product(["plain", "top-p"], [torch.float32, torch.bfloat16]),
-        *itertools.product(["greedy", "top-k 1", "both"], [torch.float32]),
+        ("plain", False, 3 + 1, 3 + 1),
+        ("greedy", False, 3 + 1, 3 + 1),
+        ("top-p", False, 3 + CANDIDATES + 1, 3 + CANDIDATES + 3),
+        ("top-p", True, 3 + CANDIDATES + 1, 3 + CANDIDATES + 1),
+        ("top-k 1", False, 3 + CANDIDATES + 4, 3 + CANDIDATES + 24),  # further candidates are drawn
+        ("both at one", True, 3 + CANDIDATES + 2, 3 + CANDIDATES + 4),  # the mass of the likeliest is searched for
     ],
 )
-def test_logits_are_read_once_or_twice(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_read_once_or_twice(
+    name: str, peaked: bool, fewest: int, most: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every entry that a kernel loads from the logits, counted where the interpreter loads it. Reads of a copy would be missing."""
     from triton.runtime.interpreter import interpreter_builder
 
     blocks, loaded = 3, 0
-    logits = random_logits(1, blocks * BLOCK, 0.3).to(dtype)
+    logits = random_logits(1, blocks * BLOCK, 0.1 if peaked else 0.3).to(dtype)
+    if peaked:
+        logits[:, 100] += 25.0
     begin, end, load = logits.data_ptr(), logits.data_ptr() + logits.nbytes, interpreter_builder.create_masked_load
 
     def counted(pointers: Any, mask: Any, *rest: Any) -> Any:
@@ -365,15 +366,26 @@ def test_logits_are_read_once_or_twice(name: str, dtype: torch.dtype, monkeypatc
         return load(pointers, mask, *rest)
 
     monkeypatch.setattr(interpreter_builder, "create_masked_load", counted)
-    space = check_kernel(logits, OPTIONS[name])
-    if name in ("plain", "greedy"):
-        assert loaded == (blocks + 1) * BLOCK
-        return
-    assert loaded == (blocks + int(space.reads)) * BLOCK, "Workspace.reads does not count what is read"
-    if name == "top-p":  # one of the candidates was kept, and the mass of the k likeliest was not asked for
-        assert loaded <= (2 * blocks + CANDIDATES) * BLOCK
-    if name == "top-k 1":
-        assert loaded > (2 * blocks + CANDIDATES) * BLOCK, "no further candidates were drawn, so their count is not tested"
+    check_kernel(logits, OPTIONS[name])
+    assert fewest * BLOCK <= loaded <= most * BLOCK
+
+
+class Allocated(TorchDispatchMode):
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.nbytes += made.nbytes if func is torch.ops.aten.empty.memory_format else 0
+        return made
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 1024), (2, 3000)])
+def test_what_drawing_takes_is_what_the_plan_counts(rows: int, vocabulary: int) -> None:
+    given = (random_logits(rows, vocabulary).to(DEVICE), random_seeds(rows).to(DEVICE), torch.arange(rows, device=DEVICE))
+    with Allocated() as allocated:
+        tokens, logprobs = sample(*given, top_k=3, top_p=0.9)
+    assert allocated.nbytes == sampling_bytes(rows, vocabulary) + tokens.nbytes + logprobs.nbytes
 
 
 @jit
@@ -429,30 +441,26 @@ def by_hand(tokens: list[int], logprobs: list[float], ends: list[list[int]], pro
 
 
 @pytest.mark.parametrize("op", [finish_reference, pytest.param(finish, marks=pytest.mark.kernels)])
-@pytest.mark.parametrize("mapped", [False, True])
-@pytest.mark.parametrize("own_ends", [False, True])
-def test_finish_step_by_step(op: Callable[..., None], mapped: bool, own_ends: bool) -> None:
+def test_finish_step_by_step(op: Callable[..., None]) -> None:
     """Seven steps over a ring of four columns: what a plain loop over Python lists does."""
     device = DEVICE if op is finish else "cpu"
     generator = torch.Generator().manual_seed(3)
-    slots = 150 if mapped is False else 9  # more than one program
+    slots = 150  # more than one program
     progress = DecodeProgress.make(slots, 4, device)
     progress.states.copy_(torch.randint(0, 4, (slots,), generator=generator).clamp(max=1).sub(1))
     assert (progress.states == EMPTY).any() and (progress.states == RUNNING).any()
     progress.lengths.copy_(torch.randint(0, 3, (slots,), generator=generator))
     progress.limits.copy_(progress.lengths + torch.randint(1, 9, (slots,), generator=generator).to(device))
     progress.positions.copy_(torch.randint(0, 1 << 40, (slots,), generator=generator))
-    ends = torch.randint(-1, 12, (slots, 2), generator=generator) if own_ends else torch.tensor([4, 11, 7])
+    ends = torch.randint(-1, 12, (slots, 2), generator=generator)
     lists = {name: getattr(progress, name).tolist() for name in progress.__dataclass_fields__}
     for _ in range(7):
-        chosen = torch.randperm(slots, generator=generator)[: slots - 2] if mapped else torch.arange(slots)
-        if mapped:
-            chosen[1] = -1
+        chosen = torch.randperm(slots, generator=generator)[: slots - 2]
+        chosen[1] = -1
         tokens = torch.randint(0, 12, (len(chosen),), generator=generator)
         logprobs = -torch.rand(len(chosen), generator=generator)
-        op(tokens.to(device), logprobs.to(device), ends.to(device), progress, chosen.to(device) if mapped else None)
-        every = ends.tolist() if own_ends else [ends.tolist()] * slots
-        by_hand(tokens.tolist(), logprobs.tolist(), every, lists, chosen.tolist())
+        op(tokens.to(device), logprobs.to(device), ends.to(device), progress, chosen.to(device))
+        by_hand(tokens.tolist(), logprobs.tolist(), ends.tolist(), lists, chosen.tolist())
         for name, expected in lists.items():
             assert getattr(progress, name).tolist() == expected, name
     assert {STOPPED, FULL, RUNNING, EMPTY} >= set(lists["states"]) and STOPPED in lists["states"] and FULL in lists["states"]
@@ -463,7 +471,7 @@ def test_no_end_tokens_at_all() -> None:
     progress.states.fill_(RUNNING)
     progress.limits.fill_(1)
     drawn = (torch.tensor([5, 6], device=DEVICE), torch.zeros(2, device=DEVICE))
-    finish(*drawn, torch.empty(0, dtype=torch.int64, device=DEVICE), progress)
+    finish(*drawn, torch.empty(2, 0, dtype=torch.int64, device=DEVICE), progress, torch.arange(2, device=DEVICE))
     assert progress.states.tolist() == [FULL, FULL] and progress.inputs.tolist() == [5, 6]
 
 
@@ -476,25 +484,23 @@ def test_a_graph_draws_what_single_steps_draw(options: dict[str, Any]) -> None:
     """Thirty replays of one captured step, keys from the lengths on the device, against the reference on CPU; many rows at full width."""
     slots, vocabulary, steps = 48, 151936, 30
     logits = (random_logits(slots, vocabulary, 3.0)).bfloat16()
-    seeds, ends = random_seeds(slots), torch.tensor([11, 12])
+    seeds, ends, every = random_seeds(slots), torch.tensor([11, 12]).repeat(slots, 1), torch.arange(slots)
     there, here = DecodeProgress.make(slots, steps, "cuda"), DecodeProgress.make(slots, steps, "cpu")
     for progress in (there, here):
         progress.states.fill_(RUNNING)
         progress.limits.copy_(torch.arange(slots) % 40 + 1)
     given = (logits.cuda(), seeds.cuda(), there.lengths)
-    space, device_ends = Workspace.make(slots, vocabulary, "cuda"), ends.cuda()
-    out = (torch.empty(slots, dtype=torch.int64, device="cuda"), torch.empty(slots, device="cuda"))
-    sample(*given, workspace=space, out=out, **options)
-    finish(out[0], out[1], device_ends, DecodeProgress.make(slots, steps, "cuda"))  # compiled; nobody runs in these slots
+    device_ends, device_slots = ends.cuda(), every.cuda()
+    drawn = sample(*given, **options)
+    finish(*drawn, device_ends, DecodeProgress.make(slots, steps, "cuda"), device_slots)  # compiled; nobody runs in these slots
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sample(*given, workspace=space, out=out, **options)
-        finish(out[0], out[1], device_ends, there)
+        finish(*sample(*given, **options), device_ends, there, device_slots)
     for _ in range(steps):
         graph.replay()
     for _ in range(steps):
-        finish_reference(*sample_reference(logits, seeds, here.lengths, **options), ends, here)
+        finish_reference(*sample_reference(logits, seeds, here.lengths, **options), ends, here, every)
     assert torch.equal(there.lengths.cpu(), here.lengths) and torch.equal(there.states.cpu(), here.states)
     # A near tie may fall either way on another device.
     assert float((there.tokens.cpu() == here.tokens).double().mean()) > 0.995

@@ -349,7 +349,8 @@ def test_pages_of_offloaded_activations_are_accounted_for(folder: Path, offload_
         ]
         for wanted in pages:
             wanted.give(wanted.take(1))
-        assert parts.worker.account.held().device["activations"] == sum(of_role.allocated_bytes for of_role in pages) == 2 * PAGE
+        taken = sum(memory.nbytes for of_role in pages for memory in of_role.memory())
+        assert parts.worker.account.held().device["activations"] == taken == 2 * PAGE
 
 
 def test_pads_of_all_passes_are_in_the_metrics(plain: Left, padded: Left) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fulltilt import knobs
-from fulltilt.config import flatten, keys, parse, toml_value
+from fulltilt.config import parse
 from fulltilt.records import UserError
+from fulltilt.schema import flatten, keys, toml_value
 
 BUILT = {
     "algorithm.prompts_per_step": 32,
@@ -68,6 +69,7 @@ BUILT = {
     "reward_model.forward_token_budget": 2048,
 }
 NEEDED_WITH = {
+    "algorithm.prompts_per_round": {"algorithm.dynamic_sampling": True},
     "train.recompute_layers": {"train.recompute": "full"},
     "train.recompute_method": {"train.recompute": "full", "train.recompute_layers": 2},
     "actor.dynamic_batch": {"actor.micro_batch": 2},
@@ -109,9 +111,12 @@ def test_built_knobs_are_those_of_this_version() -> None:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_a_built_knob_is_a_key_that_takes_a_legal_value(run: dict[str, Any], name: str) -> None:
-    if name.startswith("reward_model."):
-        run = {**run, "reward": {"function": "reward_model"}, "reward_model": {"path": run["model"]["path"]}}
-    config = parse(tables(run, {name: BUILT[name], **NEEDED_WITH.get(name, {})}))
+    role = {
+        "ref": {"algorithm.kl_coef": 0.1},
+        "critic": {"algorithm.name": "ppo"},
+        "reward_model": {"reward.function": "reward_model", "reward_model.path": run["model"]["path"]},
+    }
+    config = parse(tables(run, {name: BUILT[name], **NEEDED_WITH.get(name, {}), **role.get(name.partition(".")[0], {})}))
     assert flatten(config)[name] == BUILT[name]
 
 
@@ -169,7 +174,7 @@ def test_aliases_are_refused_in_a_file_as_well(run: dict[str, Any]) -> None:
 def test_a_shared_alias_names_all_its_knobs(run: dict[str, Any]) -> None:
     told = refusal(run, "models.policy_trainer.packing=true")
     assert "ChatLearn's name for actor.dynamic_batch and train.packing: write actor.dynamic_batch = true, train.packing = true" in told
-    assert told.count(knobs.find("models.policy_trainer.packing")[0].note) == 1
+    assert told.count(knobs.find("models.policy_trainer.packing")[0][0].note) == 1
     told = refusal(run, "models.policy_trainer.max_token_in_packing=8192")
     assert "write actor.token_budget = 8192, actor.forward_token_budget = 8192" in told
 
@@ -259,7 +264,7 @@ def test_what_does_not_go_together_is_refused_and_all_else_is_not(run: dict[str,
 
 def test_what_the_critic_recomputes_counts_too(run: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r'train.compile: train.compile = true does not go with critic.recompute = "selective": '):
-        parse(tables(run, {"train.compile": True, "critic.recompute": "selective"}))
+        parse(tables(run, {"algorithm.name": "ppo", "train.compile": True, "critic.recompute": "selective"}))
 
 
 # -- the ledger -------------------------------------------------------------------------------------------------------------------------
@@ -290,13 +295,11 @@ def test_entries_are_complete_and_spelt_out() -> None:
     ],
 )
 def test_find(key: str, name: str, source: str) -> None:
-    found = knobs.find(key)
-    assert found is not None
-    assert (found[0].name, found[1]) == (name, source)
+    assert [(knob.name, system) for knob, system in knobs.find(key)] == [(name, source)]
 
 
 @pytest.mark.parametrize(
     "key", ["nothing", "rollout", "rollout.temperature", "actor_rollout_ref.actor.megatron.override_transformer_config.*"]
 )
 def test_find_knows_nothing_else(key: str) -> None:
-    assert knobs.find(key) is None
+    assert knobs.find(key) == []

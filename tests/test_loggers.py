@@ -30,11 +30,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fulltilt.config import LogConfig
 from fulltilt.observe import loggers
 from fulltilt.observe.loggers import Loggers, check, markdown_table, mlflow_name, open_loggers
 from fulltilt.observe.metrics import MetricsFile
 from fulltilt.records import UserError
+from fulltilt.schema import LogConfig
 
 Lines = dict[int, dict[str, float]]
 Tables = dict[int, list[list[Any]]]
@@ -453,7 +453,7 @@ def test_wandb_without_a_key_asks_nobody(tmp_path: Path) -> None:
     """On a terminal, where wandb would ask: both the check and the opening say what to do instead."""
     code = """
 from pathlib import Path
-from fulltilt.config import LogConfig
+from fulltilt.schema import LogConfig
 from fulltilt.observe.loggers import check, open_loggers
 from fulltilt.records import UserError
 config = LogConfig(to=["wandb"])

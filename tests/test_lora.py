@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3MoeConfig
 
-from fulltilt.config import LoraConfig, ModelConfig, TrainConfig
-from fulltilt.model.load import end_tokens, load_model
-from fulltilt.model.lora import adapted, add_adapters, export_adapter, export_merged, merged_tensors, require_peft, without_adapters
+from fulltilt.model.load import end_tokens, export, load_model
+from fulltilt.model.lora import adapted, add_adapters, export_adapter, merged_tensors, require_peft, without_adapters
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def roll(model: PreTrainedModel, folder: Path, temperature: float) -> tuple[Grou
     engine = NativeEngine(
         EngineContext(model, models.tokenizer(), end_tokens(ModelConfig(path=str(folder)), models.tokenizer()), verify(model), LIMITS)
     )
-    return collect(engine, PROMPTS, Sampling(samples=2, max_new_tokens=14, temperature=temperature), 5, lambda group: None)
+    return collect(engine.generate, PROMPTS, Sampling(samples=2, max_new_tokens=14, temperature=temperature), 5, lambda group: None)
 
 
 def greedy(model: torch.nn.Module) -> list[list[int]]:
@@ -107,7 +107,7 @@ class TestEveryModel:
         model = make(folder, family)
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         export_adapter(model, models.tokenizer(), tmp_path / "adapter", ModelConfig(path=str(folder)))
-        export_merged(model, models.tokenizer(), tmp_path / "merged")
+        export(model, models.tokenizer(), tmp_path / "merged", merged_tensors(model))
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
         tokens, expected = [group.samples[0].ids.tolist() for group in roll(model, folder, temperature=0.0)], logprobs(model)
@@ -148,7 +148,7 @@ def test_a_merged_weight_is_rounded_once(model_folders) -> None:
 
 def test_tied_embeddings_are_saved_once_and_adapters_stay_small(model_folders, tmp_path: Path) -> None:
     model = make(model_folders("llama-tied"))
-    export_merged(model, models.tokenizer(), tmp_path / "merged")
+    export(model, models.tokenizer(), tmp_path / "merged", merged_tensors(model))
     saved = load_file(tmp_path / "merged" / "model.safetensors")
     assert saved.keys() == load_file(model_folders("llama-tied") / "model.safetensors").keys()
     export_adapter(model, models.tokenizer(), tmp_path / "adapter", ModelConfig(path=str(model_folders("llama-tied"))))
@@ -173,7 +173,7 @@ def test_layers_that_store_their_weight_transposed(tmp_path: Path) -> None:
     config = GPT2Config(vocab_size=models.VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.15)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     model = make(tmp_path / "base")
-    export_merged(model, models.tokenizer(), tmp_path / "merged")
+    export(model, models.tokenizer(), tmp_path / "merged", merged_tensors(model))
     torch.testing.assert_close(own_logprobs(models.reference(tmp_path / "merged")), logprobs(model), rtol=0, atol=1e-5)
 
 

@@ -27,7 +27,6 @@ from transformers import (
     Qwen2MoeConfig,
 )
 
-from fulltilt.config import ModelConfig
 from fulltilt.model import attention
 from fulltilt.model.attention import Packed, Scoring, UnsupportedModel
 from fulltilt.model.forward import hidden_states
@@ -35,6 +34,7 @@ from fulltilt.model.heads import Head, LogitShape, token_logprobs
 from fulltilt.model.load import check_vocabulary, end_tokens, export, load_model, load_tokenizer
 from fulltilt.model.verify import packed_hidden, packed_logprobs, run_packed, verify, verify_body
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 
 CPU = torch.device("cpu")
 

@@ -7,6 +7,7 @@ copies on streams of their own.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -26,7 +27,6 @@ from safetensors.torch import load_file, save_file
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.worker import Residents
-from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.memory.offload import (
     ALIGN,
@@ -37,20 +37,21 @@ from fulltilt.memory.offload import (
     Residence,
     States,
     absent,
+    aligned,
     host_memory,
     why_not,
-    why_not_params,
 )
 from fulltilt.model import attention
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.fuse import BrokenFusion, check_fused, fuse
+from fulltilt.model.fuse import check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs
-from fulltilt.plan import STREAMED
+from fulltilt.plan import OFFLOADS, STREAMED
 from fulltilt.records import Row, UserError
-from fulltilt.train.optim import Optimizer, learning_rate, optimizer_bytes
+from fulltilt.schema import ModelConfig, TrainConfig
+from fulltilt.train.optim import Optimizer, learning_rate
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
 
@@ -230,20 +231,19 @@ def held(optimizer: Optimizer) -> int:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_states_exist_once_and_the_plan_knows_their_bytes(name: str) -> None:
+def test_states_exist_once_and_take_no_more_bytes_than_they_must(name: str) -> None:
     offload = SETTINGS[name]
-    planned = optimizer_bytes(Odd(torch.bfloat16, torch.device("meta")), offload)
     model = Odd(torch.bfloat16)
     optimizer = Optimizer(model, TrainConfig(), 1, offload=offload)
     optimizer.prepare()
-    assert held(optimizer) == planned.device + planned.host
-    wide = sum(4 * p.numel() for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad"))
-    assert planned.gradients == wide + model.matrix.main_grad.untyped_storage().nbytes()  # type: ignore[union-attr]
-    low = sum(p.numel() for p in model.parameters() if hasattr(p, "main_grad"))
-    most = 12 * low + 2 * wide + 3 * ALIGN * len(list(model.parameters()))
-    assert 12 * low + 2 * wide <= (planned.host if offload.optimizer else planned.device) < most
+    low = [aligned(4 * p.numel()) for p in model.parameters() if hasattr(p, "main_grad")]
+    wide = [aligned(4 * p.numel()) for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
+    assert len(low) == 5 and model.matrix.main_grad.untyped_storage().nbytes() == sum(low)  # type: ignore[union-attr]
+    states = 3 * sum(low) + 2 * sum(wide)
     if offload.optimizer:
-        assert planned.device <= offload.buckets * offload.bucket_bytes
+        assert 0 < held(optimizer) - states <= min(states, offload.buckets * offload.bucket_bytes)
+    else:
+        assert held(optimizer) == states
     homes = {memory.data_ptr() for memory in optimizer.memory()}
     kept = {key: tensor for key, tensor in optimizer.tensors().items() if not key.startswith("step/")}
     assert {tensor.untyped_storage().data_ptr() for tensor in kept.values()} <= homes
@@ -275,7 +275,7 @@ def batch_of(count: int, seed: int = 0, longest: int = 40, vocabulary: int = mod
     random = np.random.default_rng(seed)
     documents = [random.integers(3, vocabulary, int(random.integers(4, longest))) for _ in range(count)]
     rows = [Row(ids=document, mask=np.arange(len(document)) >= 2) for document in documents]
-    return minibatch(rows, "token-mean", 1, MicroSizing(True, 60))
+    return minibatch(rows, "token-mean", 1, MicroSizing(60))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -320,18 +320,20 @@ def test_buckets_hold_every_number_once(found: list[Entry], bucket_bytes: int | 
         assert layout.count == 1
     else:
         assert layout.width * len(layout.kinds) <= max(bucket_bytes, ALIGN * len(layout.kinds))
+    states = States(layout, CPU, 0 if bucket_bytes is None else 2)
     covered: dict[str, int] = dict.fromkeys(layout.places, 0)
-    for number, entry, cut in layout.cuts():
-        assert cut.start == covered[entry.name] < cut.stop and cut.start % ALIGN == 0  # in order, without holes
-        place = layout.places[entry.name]
-        for kind in entry.kinds:
-            stretch = layout.stretch(number, kind)
-            assert stretch.start <= place + cut.start and place + cut.stop <= stretch.stop
-        covered[entry.name] = cut.stop
-    assert covered == {entry.name: entry.nbytes for entry in found}
-    for kind, extent in layout.extents.items():
-        stretches = [layout.stretch(number, kind) for number in range(layout.count)]
-        assert sum(stretch.stop - stretch.start for stretch in stretches) == extent
+    sizes, kinds = {entry.name: entry.dtype.itemsize for entry in found}, {entry.name: entry.kinds for entry in found}
+    for bucket in states.buckets:
+        ranges: list[tuple[int, int]] = []
+        for part in bucket:
+            start, stop = part.numbers.start, part.numbers.stop
+            assert start == covered[part.name] < stop and start * sizes[part.name] % ALIGN == 0  # in order, without holes
+            assert all(len(state) == stop - start and state.data_ptr() % sizes[part.name] == 0 for state in part.states.values())
+            ranges += [(state.data_ptr(), state.data_ptr() + state.nbytes) for state in part.states.values()]
+            covered[part.name] = stop
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(ranges)))  # nothing lies on another
+    assert covered == {entry.name: entry.count for entry in found}
+    assert all({*part.states} == {*kinds[part.name]} for bucket in states.buckets for part in bucket)
 
 
 def some_states(device: torch.device, count: int, bucket_bytes: int, slots: int) -> tuple[States, list[Entry]]:
@@ -503,34 +505,30 @@ def test_parameters_leave_and_come_back_bit_for_bit(family: str, fused: bool, mo
     model = model_of(model_folders(family), fused=fused)
     objects, values, said = list(model.parameters()), [p.detach().clone() for p in model.parameters()], logprobs(model)
     residence = Residence(model, "ref", learns=False)
-    assert residence.nbytes == sum(p.nbytes for p in objects)
     for _ in range(2):
         residence.to_host()
         assert all(absent(parameter) for parameter in objects) and not residence.on_device
         residence.to_host()  # once is enough
-        with residence.needed():
-            assert [id(p) for p in model.parameters()] == [id(p) for p in objects]
-            assert all(torch.equal(p, value) for p, value in zip(objects, values, strict=True))
-            if fused:
-                assert check_fused(model).joined == 4
-            assert torch.equal(logprobs(model), said)
-        assert all(absent(parameter) for parameter in objects)
+        residence.to_device()
+        assert [id(p) for p in model.parameters()] == [id(p) for p in objects]
+        assert all(torch.equal(p, value) for p, value in zip(objects, values, strict=True))
+        if fused:
+            assert check_fused(model).joined == 4
+        assert torch.equal(logprobs(model), said)
 
 
-def test_joined_weights_that_moved_are_joined_again(model_folders, monkeypatch) -> None:
-    """The check of addresses is awake: without joining again it would refuse the model."""
+def test_joined_weights_that_moved_stay_joined(model_folders) -> None:
+    """Joined tensors share the parameters' storage and follow it."""
     model = model_of(model_folders("qwen2"))
-    residence = Residence(model, "ref", learns=False)
+    said, residence = logprobs(model), Residence(model, "ref", learns=False)
     layer = model.base_model.layers[0].self_attn
+    before = layer.q_proj.weight.data_ptr()
     residence.to_host()
-    monkeypatch.setattr("fulltilt.memory.offload.join_again", lambda model: None)
     blocks = [torch.empty(parameter.numel()) for parameter in model.parameters()]  # what was given back is another's now
     residence.to_device()
+    assert layer.q_proj.weight.data_ptr() != before and len(blocks) > 0
     assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.v_proj.weight.untyped_storage().data_ptr()
-    with pytest.raises(BrokenFusion):
-        check_fused(model)
-    fuse(model)
-    assert check_fused(model).joined == 4 and len(blocks) > 0
+    assert check_fused(model).joined == 4 and torch.equal(logprobs(model), said)
 
 
 def test_what_a_role_learns_goes_out_and_what_it_only_read_does_not(model_folders) -> None:
@@ -541,14 +539,16 @@ def test_what_a_role_learns_goes_out_and_what_it_only_read_does_not(model_folder
     resident = Optimizer(twin, TrainConfig(lr=1e-2), 4)
     residence.to_host()
     for seed in range(3):
-        with residence.needed():
-            ours, theirs = (Trainer(Policy("a", m, 1.0, o), sft_loss) for m, o in ((model, optimizer), (twin, resident)))
-            assert ours.accumulate(batch_of(4, seed)) == theirs.accumulate(batch_of(4, seed))
-            assert ours.apply() == {**theirs.apply()}
-        with residence.needed(unchanged=True):
-            assert_same(optimizer, model, resident, twin)
-            with torch.no_grad():
-                model.base_model.norm.weight.fill_(9.0)  # a promise broken: shows that nothing was copied out
+        residence.to_device()
+        ours, theirs = (Trainer(Policy("a", m, 1.0, o), sft_loss) for m, o in ((model, optimizer), (twin, resident)))
+        assert ours.accumulate(batch_of(4, seed)) == theirs.accumulate(batch_of(4, seed))
+        assert ours.apply() == {**theirs.apply()}
+        residence.to_host()
+        residence.to_device()
+        assert_same(optimizer, model, resident, twin)
+        with torch.no_grad():
+            model.base_model.norm.weight.fill_(9.0)  # a promise broken: shows that nothing was copied out
+        residence.to_host(unchanged=True)
         residence.to_device()
         assert_same(optimizer, model, resident, twin)
         residence.to_host()
@@ -565,14 +565,9 @@ def test_what_is_away_cannot_be_run_or_updated_or_saved(model_folders) -> None:
     for act in (optimizer.tensors, optimizer.step):
         with pytest.raises(AssertionError, match="must be on the device"):
             act()
-    with residence.needed():
-        with pytest.raises(AssertionError, match="in use already"), residence.needed():
-            pass
-        run_body(body)
-        assert any(name == "parameter/score.weight" for name in optimizer.tensors())
-    with pytest.raises(ZeroDivisionError), residence.needed():
-        raise ZeroDivisionError
-    assert not residence.on_device and all(absent(parameter) for parameter in model.parameters())
+    residence.to_device()
+    run_body(body)
+    assert any(name == "parameter/score.weight" for name in optimizer.tensors())
 
 
 def run_body(body: Any) -> None:
@@ -581,12 +576,10 @@ def run_body(body: Any) -> None:
 
 
 def test_reasons() -> None:
-    assert "CPU" in (why_not("cpu") or "") and why_not("cuda") is None
-    assert "CPU" in (why_not_params("ref", "cpu") or "")
-    assert why_not_params("ref", "cuda", cuda_graphs=True) is None and why_not_params("actor", "cuda") is None
-    assert "rollout.cuda_graphs = false" in (why_not_params("actor", "cuda", cuda_graphs=True) or "")
-    assert "no other role" in (why_not_params("actor", "cuda", alone=True) or "")
-    assert "no parameters that could leave" in (why_not_params("ref", "cuda", shared=True) or "")
+    assert all("CPU" in (why_not(key, "ref", "cpu") or "") for key in OFFLOADS)
+    assert why_not("offload_optimizer", "actor", "cuda", alone=True) is None and why_not("offload_params", "actor", "cuda") is None
+    assert "no other role" in (why_not("offload_params", "actor", "cuda", alone=True) or "")
+    assert "no parameters that could leave" in (why_not("offload_params", "ref", "cuda", shared=True) or "")
 
 
 # ---- on a CUDA device ------------------------------------------------------------------------------------------------------------------
@@ -672,38 +665,35 @@ def larger_model() -> Any:
 def test_the_device_gets_the_bytes_of_parameters_back() -> None:
     model = larger_model()
     said, before = logprobs(model), allocated()
-    residence = Residence(model, "ref", learns=False)
-    assert residence.nbytes == sum(parameter.nbytes for parameter in model.parameters()) > 40 << 20
-    assert allocated() - before < SCALARS
+    residence, nbytes = Residence(model, "ref", learns=False), sum(parameter.nbytes for parameter in model.parameters())
+    assert nbytes > 40 << 20 and allocated() - before < SCALARS
     for _ in range(2):
         residence.to_host()
-        assert abs(before - allocated() - residence.nbytes) < SCALARS
-        with residence.needed():
-            assert abs(allocated() - before) < SCALARS
-            assert torch.equal(logprobs(model), said) and check_fused(model).joined == 16
-    assert abs(before - allocated() - residence.nbytes) < SCALARS
+        assert abs(before - allocated() - nbytes) < SCALARS
+        residence.to_device()
+        assert abs(allocated() - before) < SCALARS
+        assert torch.equal(logprobs(model), said) and check_fused(model).joined == 16
+    residence.to_host()
+    assert abs(before - allocated() - nbytes) < SCALARS
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on_host", [False, True], ids=["states on device", "states on host"])
 def test_the_device_gets_the_bytes_of_gradients_and_states_back(on_host: bool) -> None:
     model, offload = larger_model(), OffloadSetting(optimizer=on_host, grads=True, bucket_bytes=6 << 20)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    planned, before = optimizer_bytes(model, offload), allocated()
+    gradients = sum(aligned(4 * parameter.numel()) for parameter in model.parameters())
+    before = allocated()
     optimizer = Optimizer(model, TrainConfig(), 4, offload=offload)
-    assert abs(allocated() - before - planned.device) < SCALARS
-    assert abs(planned.device - (18 << 20 if on_host else 12 * parameters)) < 1 << 20
-    assert abs(planned.host - (12 * parameters if on_host else 0)) < 1 << 20
+    assert abs(allocated() - before - (18 << 20 if on_host else 3 * gradients)) < SCALARS
     pinned = [memory for memory in optimizer.memory() if not memory.is_cuda]
-    assert sum(memory.nbytes for memory in pinned) == planned.host and all(memory.is_pinned() for memory in pinned)
+    assert sum(memory.nbytes for memory in pinned) == (3 * gradients if on_host else 0) and all(memory.is_pinned() for memory in pinned)
     trainer = Trainer(Policy("actor", model, 1.0, optimizer), sft_loss)
     for _ in range(2):
         trainer.accumulate(batch_of(3))
         with_gradients = allocated()
         trainer.apply()
         # What passes leave for good (workspaces of matrix products) is in both numbers.
-        assert abs(with_gradients - allocated() - planned.gradients) < SCALARS
-        assert abs(planned.gradients - 4 * parameters) < 1 << 20
+        assert abs(with_gradients - allocated() - gradients) < SCALARS
 
 
 @pytest.mark.gpu
@@ -715,18 +705,16 @@ def test_parameters_travel_in_order_under_stress() -> None:
     residence = Residence(model, "critic", learns=True)
     busy = keep_busy()
     for number in range(12):
-        with residence.needed():
-            next(busy)
-            with torch.no_grad():
-                for parameter, other in zip(model.parameters(), exact, strict=True):
-                    parameter.mul_(0.5).add_(number)
-                    other.mul_(0.5).add_(number)
+        residence.to_device()
+        next(busy)
+        with torch.no_grad():
+            for parameter, other in zip(model.parameters(), exact, strict=True):
+                parameter.mul_(0.5).add_(number)
+                other.mul_(0.5).add_(number)
+        residence.to_host()
         scribble = [torch.full_like(other, float("nan")) for other in exact]  # takes the memory that was given back
         next(busy)
         del scribble
-        if number % 2:
-            residence.fetch()
-            next(busy)
     residence.to_device()
     assert all(torch.equal(parameter, other) for parameter, other in zip(model.parameters(), exact, strict=True))
 

@@ -12,7 +12,6 @@ from typing import Any
 import plans
 import pytest
 
-from fulltilt.config import Config
 from fulltilt.plan import (
     Budgets,
     Facts,
@@ -31,6 +30,7 @@ from fulltilt.plan import (
     uses_graphs,
 )
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 from fulltilt.shape import Shape
 
 GIB = 1 << 30

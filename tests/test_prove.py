@@ -15,7 +15,7 @@ import runs
 import torch
 
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.cluster import assembly, checks, sizes, worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
@@ -105,7 +105,7 @@ def test_on_cuda_every_setting_is_legal(on_cuda: ProofSetup, monkeypatch: pytest
         for number, step in enumerate(case.steps):
             if not (case.off_is_refused and number == 0):
                 config = on_cuda.config(step)
-                checks.refuse(checks.wrong_settings(config, presets.build(config), "cuda"))
+                checks.refuse(checks.wrong_settings(config, build(config), "cuda"))
                 assert config.run.device == "cuda" and config.model.dtype == ("float32" if case.kind == "rollout" else "bfloat16")
 
 
@@ -227,7 +227,7 @@ LOST: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "recompute": ("keep_less", lambda model, settings: None, "train.recompute", "sft"),
     "the head's options": ("head_options", lambda settings: HeadOptions(), "train.fused_head", "ref"),
     "chunks of the entropy": ("head_options", without(assembly.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
-    "a fixed micro-batch": ("sizing", without(sizes.sizing, dynamic=True, token_budget=8192), "critic.micro_batch", "critic"),
+    "a fixed micro-batch": ("sizing", without(sizes.sizing, micro_batch=None, token_budget=8192), "critic.micro_batch", "critic"),
     "a budget": ("sizing", without(sizes.sizing, token_budget=8192), "actor.token_budget", "sft"),
     "packing": ("sizing", without(sizes.sizing, packing=True), "train.packing", "sft"),
     "sharing": ("limits", without(sizes.limits, prefix_sharing=True), "rollout.prefix_sharing", "rollout"),

@@ -21,9 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, PreTrainedModel, Qwen3Config
 
 from fulltilt.cluster.assembly import be_deterministic
-from fulltilt.config import ModelConfig
 from fulltilt.memory.activations import saved_bytes
-from fulltilt.memory.recompute import Forwards, Recompute, apply_recompute, expensive_operations
+from fulltilt.memory.recompute import Forwards, apply_recompute, expensive_operations
 from fulltilt.model import attention
 from fulltilt.model.attention import Packed, UnsupportedModel
 from fulltilt.model.forward import hidden_states
@@ -31,7 +30,8 @@ from fulltilt.model.fuse import fuse, unfuse
 from fulltilt.model.load import load_model
 from fulltilt.model.lora import add_adapters
 from fulltilt.model.scalar import ScalarModel, load_scalar
-from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
+from fulltilt.shape import Recompute
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LENGTHS = (17, 5, 17, 1)  # longer than the windows of the list; two of one length share a call on CPU
@@ -369,14 +369,6 @@ def test_a_second_backward_pass(model_folders) -> None:
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------------------
-
-
-def test_more_layers_than_there_are_is_refused(model_folders) -> None:
-    model = load(model_folders("llama"))
-    for method in ("block", "uniform"):
-        with pytest.raises(UserError, match="recompute_layers is 3, and the model has 2 layers"):
-            apply_recompute(model, Recompute("full", 3, method))  # type: ignore[arg-type]
-    assert all("forward" not in vars(layer) for layer in model.base_model.layers)
 
 
 def test_a_model_that_works_between_layers_is_refused(model_folders) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,12 +19,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
 from fulltilt.reward import functions, sums
 from fulltilt.reward.base import ERRORS_FILE, RewardPool
 from fulltilt.reward.rules import gsm8k
 from fulltilt.reward.worker import MOST_CHILDREN, family_of
+from fulltilt.schema import RewardConfig
 
 MISBEHAVING = '''
 import ctypes, os, signal, subprocess, sys, time
@@ -288,7 +289,7 @@ def test_a_function_that_cannot_be_used_is_refused_before_the_run(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm9k", "not built in .dapo, .*gsm8k, .*FILE.py:NAME"),
+        ("gsm9k", "not built in and cannot be loaded: .*FILE.py:NAME"),
         ("no/file.py:score", "cannot read .*No such file"),
         ("x.py:", "FILE.py:NAME"),
     ],
@@ -597,7 +598,7 @@ def test_the_reward_model_is_left_to_the_device(tmp_path: Path, pool_of: Any) ->
 
 def test_without_functions_there_are_no_processes() -> None:
     before = set(family_of(os.getpid(), generations=1))
-    with RewardPool(RewardConfig(function={"reward_model": 0.5})) as pool:
+    with contextlib.closing(RewardPool(RewardConfig(function={"reward_model": 0.5}))) as pool:
         assert pool.collect([group_of(["a", "b"]), group_of([], 1)]) == [[Score(0.0), Score(0.0)], []]
         assert set(family_of(os.getpid(), generations=1)) <= before and pool.memory_limited
         assert pool.stats().calls == 0
@@ -666,7 +667,7 @@ def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_p
     assert scores[2].error is not None and message in scores[2].error
     stats = pool.stats()
     assert (stats.calls, stats.failed, getattr(stats, counted)) == (5, 1, 1)
-    assert message in stats.recent[0] and "1 of 5 reward calls failed" in str(stats)
+    assert message in stats.last and "1 of 5 reward calls failed" in str(stats)
     written = json.loads((tmp_path / "run" / ERRORS_FILE).read_text())
     assert (written["text"], written["samples"], written["message"]) == (texts[2], [2], scores[2].error)
     assert values(pool.collect([group_of(["|6"], 1)])[0]) == [6.0]
@@ -790,7 +791,7 @@ def test_steps_can_be_told_apart(bad_file: Path, pool_of: Any) -> None:
     before = pool.stats()
     pool.collect([group_of(["|1", "|2", "|3"], 1)])
     step = pool.stats().since(before)
-    assert (step.calls, step.failed, step.recent) == (3, 0, ())
+    assert (step.calls, step.failed, step.last) == (3, 0, "")
     assert before.errors == 1
 
 
@@ -837,7 +838,7 @@ PARENT = """
     import os, sys, time
     from pathlib import Path
     import numpy as np
-    from fulltilt.config import RewardConfig
+    from fulltilt.schema import RewardConfig
     from fulltilt.records import Group, Prompt, Sample
     from fulltilt.reward.base import RewardPool
 
@@ -917,7 +918,8 @@ def test_a_closed_pool_says_so_and_leaves_no_process(tmp_path: Path, pool_of: An
 
 def test_an_error_that_is_no_utf8_is_written_down_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text('def score(solution_str):\n    raise ValueError("bad \\udcff byte")\n')
-    with RewardPool(RewardConfig(function=f"{tmp_path / 'odd.py'}:score", workers=1), tmp_path / "run") as pool:
+    config = RewardConfig(function=f"{tmp_path / 'odd.py'}:score", workers=1)
+    with contextlib.closing(RewardPool(config, tmp_path / "run")) as pool:
         ((scored,),) = pool.collect([group_of(["x"])])
     assert scored.error is not None and "bad" in scored.error
     assert "bad" in (tmp_path / "run" / "reward_errors.jsonl").read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches
-from fulltilt.config import RewardConfig
 from fulltilt.records import Finish, Group, Prompt, Sample, Score, UserError
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
+from fulltilt.schema import RewardConfig
 
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
@@ -69,7 +69,7 @@ def test_rows_are_marked_at_the_last_token_and_know_their_group() -> None:
     for row in rows:
         assert row.ids.dtype == np.int64 and row.mask.dtype == np.bool_
         assert row.mask.tolist() == [False] * (len(row.ids) - 1) + [True]
-    (micro,) = forward_micro_batches(rows, MicroSizing(True, 10_000, None))
+    (micro,) = forward_micro_batches(rows, MicroSizing(10_000, None))
     assert micro.trained.tolist() == (micro.cu_seqlens[1:] - 1).tolist()
 
 

@@ -38,13 +38,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from fulltilt.algo.presets import PRESETS
 from fulltilt.cluster.assembly import assemble
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
 from fulltilt.model.lora import adapted
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers, open_loggers
+from fulltilt.presets import PRESETS
 from fulltilt.records import MicroBatch, MiniBatch, Row, UserError
 from fulltilt.train.checkpoint import CheckpointStore, write_manifest
 

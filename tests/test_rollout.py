@@ -19,7 +19,6 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from fulltilt.config import ModelConfig
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
@@ -31,6 +30,7 @@ from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling, draw, sample_seed
 from fulltilt.rollout.stop_strings import StopStrings
+from fulltilt.schema import ModelConfig
 
 CPU = torch.device("cpu")
 ROOMY = EngineLimits(blocks=600, block_tokens=16, max_seqs=256, max_batched_tokens=4096)
@@ -61,7 +61,7 @@ def random_prompts(count: int, seed: int = 0) -> list[Prompt]:
 
 
 def generate(engine: NativeEngine, prompts: Sequence[Prompt], sampling: Sampling, seed: int = 5) -> tuple[Group, ...]:
-    return collect(engine, prompts, sampling, seed, lambda group: None)
+    return collect(engine.generate, prompts, sampling, seed, lambda group: None)
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
@@ -287,7 +287,7 @@ def test_a_cache_too_small_for_one_sample_is_refused(model_folders) -> None:
 def test_groups_come_in_prompt_order_and_are_seen_as_they_finish(model_folders) -> None:
     engine = make_engine(model_folders("llama"), TIGHT)
     prompts, seen = random_prompts(8), []
-    groups = collect(engine, prompts, Sampling(samples=2, max_new_tokens=15), 1, lambda group: seen.append(group.prompt.uid))
+    groups = collect(engine.generate, prompts, Sampling(samples=2, max_new_tokens=15), 1, lambda group: seen.append(group.prompt.uid))
     assert [group.prompt.uid for group in groups] == [prompt.uid for prompt in prompts]
     assert sorted(seen) == sorted(prompt.uid for prompt in prompts) and all(len(group.samples) == 2 for group in groups)
 
@@ -316,7 +316,7 @@ def test_a_large_cache_takes_memory_only_where_it_is_written(model_folders) -> N
     before = resident()
     large.runner.acquire()
     assert large.runner.held_bytes > 3 << 30 and resident() - before < 256 << 20
-    assert not large.runner.caches[0][0][:64].any()  # where nothing was written there are zeros
+    assert not large.runner.keys[0][:64].any()  # where nothing was written there are zeros
     large.release()
 
 

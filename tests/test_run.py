@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fulltilt.batching import pack
 from fulltilt.cluster.assembly import assemble
-from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import training_sampling
 from fulltilt.plan import make_plan
 from fulltilt.rollout.sampler import sample_seed
+from fulltilt.schema import Config
 
 ModelFolders = Callable[[str], Path]
 PLAIN = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0")
@@ -342,7 +342,7 @@ def test_groups_enter_in_prompt_order(folder: Path) -> None:
     config = runs.read_config(folder, *options)
     with contextlib.chdir(folder), contextlib.closing(assemble(config)) as parts:
         assert parts.worker.engine is not None and isinstance(parts.train_data, PromptSet)
-        groups = parts.worker.engine.generate(parts.train_data.prompts[:4], training_sampling(config), seed=int(sample_seed(7, 0, 1)))
+        groups = parts.worker.engine.generate(parts.train_data.items[:4], training_sampling(config), seed=int(sample_seed(7, 0, 1)))
         finished = [group.prompt.uid for group in groups]
     assert finished != [0, 1, 2, 3], "they happened to be done in order: choose another seed"
     runs.train(folder, *options)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
-from fulltilt.config import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.model.attention import Packed, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import load_model, load_tokenizer
@@ -21,6 +20,7 @@ from fulltilt.model.lora import add_adapters, without_adapters
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify_body
 from fulltilt.records import UserError
+from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
 
 CPU = torch.device("cpu")

@@ -232,7 +232,7 @@ class Drill:
         for work in step.work:
             sequence = work.sequence
             for place in range(work.start, work.start + step.steps):
-                if sequence.finished:
+                if sequence.finish:
                     if not self.overlap:  # a stop string: the device, which does not see it, goes on
                         self.shadow[self.slot(sequence, place)] = 0
                     continue
@@ -242,7 +242,7 @@ class Drill:
 
     def draw(self, sequence: Sequence) -> None:
         sequence.tokens.append(self.token(sequence, len(sequence.tokens)))
-        sequence.finished = len(sequence.tokens) == self.wanted[sequence]
+        sequence.finish = "length" if len(sequence.tokens) == self.wanted[sequence] else None
 
     def check_all_done(self) -> None:
         assert self.plan.pool.used == 0 and not self.plan.busy
@@ -308,7 +308,7 @@ def test_random_requests(
     drill.check_all_done()
     counts = plan.counts
     if not sharing:
-        assert counts.shared_tokens == counts.recovered_tokens == 0
+        assert counts.shared_tokens == 0
     together = all(request.arrives == 0 and min(request.lengths) > most_steps for request in requests)
     roomy = spare == 400 and block_tokens > 1 and max_seqs >= len(drill.wanted)
     if sharing and roomy and together and not counts.preemptions:
@@ -351,7 +351,7 @@ def test_a_preempted_sample_finds_its_own_blocks_again() -> None:
     finish(drill, most_steps=2)
     counts = drill.plan.counts
     assert counts.preemptions == 1
-    assert 4 < counts.recovered_tokens == counts.shared_tokens  # more than its prompt
+    assert counts.shared_tokens > 4  # more than its prompt; the two prompts have nothing in common
 
 
 def test_a_beginning_that_prompts_have_in_common_is_computed_once() -> None:
@@ -430,7 +430,7 @@ def test_a_pass_reads_no_more_than_memory_is_there_for() -> None:
     plan = Scheduler(blocks=4000, block_tokens=16, max_seqs=1000, max_batched_tokens=256)
     for group in range(200):
         plan.add([*range(800), 1000 + group, *range(15)], 1)
-    while plan.waiting:
+    while plan._waiting:
         step = plan.next_pass(4)
         if not step.decoding:
             read = [work.start + work.count for work in step.work]

@@ -18,8 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2MoeConfig
 
 from fulltilt.cluster.sizes import role_facts
-from fulltilt.config import Config, LoraConfig
-from fulltilt.memory.recompute import KeptResults, Recompute, apply_recompute, saving_to
+from fulltilt.memory.recompute import KeptResults, apply_recompute, saving_to
 from fulltilt.model import attention, experts, lora
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
@@ -29,7 +28,8 @@ from fulltilt.model.verify import verify
 from fulltilt.plan import Facts, make_plan
 from fulltilt.records import UserError
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.shape import FAMILIES, KEYS, SHAPES, Recomputing, Shape, UnknownParameters
+from fulltilt.schema import Config, LoraConfig
+from fulltilt.shape import FAMILIES, SHAPES, Recompute, Shape, UnknownParameters
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -51,7 +51,7 @@ class Blocked:
         if name.partition(".")[0] in ("torch", "transformers", "triton", "safetensors"):
             raise ImportError(name + " is blocked")
 sys.meta_path.insert(0, Blocked())
-from fulltilt.config import Config
+from fulltilt.schema import Config
 from fulltilt.plan import plan_of
 from fulltilt.shape import Shape
 config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
@@ -106,7 +106,7 @@ EVERY = {**models.FAMILIES, **MORE}
 def test_every_family_that_runs_has_its_sizes(family: str) -> None:
     config = EVERY[family]()
     shape, model = Shape.from_config(as_written(config)), on_meta(config)
-    assert shape == Shape.from_config({key: getattr(config, key, None) for key in KEYS})  # as a loaded model has it
+    assert shape == Shape.from_config(config.to_dict())  # as a loaded model has it
     if family == "cohere":
         with pytest.raises(UnknownParameters, match=r"the structure of cohere is not known, so .* Known are llama, "):
             _ = shape.parameters
@@ -263,8 +263,7 @@ def test_layers_keep_what_is_said(family: str, fused: bool, dtype: torch.dtype, 
     if fused:
         assert fuse(model).left_alone is None
     for setting in SETTINGS if (family, dtype) == ("qwen2", torch.bfloat16) else SETTINGS[:2]:
-        again = Recomputing(setting.kind, setting.layers, setting.method == "uniform")
-        expected = shape.kept_bytes(dtype.itemsize, fused=fused, recompute=again)
+        expected = shape.kept_bytes(dtype.itemsize, fused=fused, recompute=setting)
         assert kept_by(model, TOKENS, monkeypatch, setting) == TOKENS * expected, setting
 
 

@@ -18,7 +18,7 @@ from test_rollout import TIGHT, generate, make_engine, random_prompts, with_limi
 from fulltilt.loop import opening
 from fulltilt.observe.console import Console
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import NO_STATS, EngineStats, Histogram, Recorder, SeenPass, line
+from fulltilt.rollout.stats import NO_STATS, EngineStats, Histogram, Recorder, line
 
 ModelFolders = Callable[[str], Path]
 PERCENTS = (50, 90, 99)
@@ -92,12 +92,11 @@ def play(made: Sequence[Made], recorder: Recorder, now: float) -> Plain:
         found.prefill_seconds += each.seconds if each.prefill_tokens else 0
         found.decode_seconds += each.seconds if decoded else 0
         found.decode_tokens += decoded
-        recorder.add(
-            SeenPass(
-                begin, now, each.steps, each.running, each.waiting, each.kv_use, each.prefill_tokens, each.shared_tokens, decoded,
-                each.preemptions, tuple(drawing), sum(drawing.values()),
-            )
+        seen = EngineStats(
+            prefill_tokens=each.prefill_tokens, shared_tokens=each.shared_tokens, decode_tokens=decoded, passes=each.steps,
+            preemptions=each.preemptions, most_running=each.running, most_waiting=each.waiting, kv_use=each.kv_use,
         )  # fmt: skip
+        recorder.add_pass(seen, begin, now, tuple(drawing), sum(drawing.values()))
     return found
 
 
@@ -173,8 +172,8 @@ def test_any_time_has_a_bin(seconds: float) -> None:
     assert Histogram.of([(seconds, 3)]).total == 3
 
 
-def burst(begin: float, end: float) -> SeenPass:
-    return SeenPass(begin, end, 16, 2, 0, 0.5, decode_tokens=32, drawing=(0, 1), drawn=32)
+def burst(recorder: Recorder, begin: float, end: float) -> None:
+    recorder.add_pass(EngineStats(decode_tokens=32, passes=16, most_running=2, kv_use=0.5), begin, end, (0, 1), 32)
 
 
 def test_lines_come_by_seconds_of_generating_and_tell_of_what_is_new() -> None:
@@ -182,18 +181,19 @@ def test_lines_come_by_seconds_of_generating_and_tell_of_what_is_new() -> None:
     recorder = Recorder()
     recorder.report(said.append, 10.0)
     recorder.start(100.0, 2)
-    recorder.add(SeenPass(100.0, 101.0, 1, 1, 1, 0.25, prefill_tokens=1500, shared_tokens=500, preemptions=3, drawing=(0, 1), drawn=2))
-    recorder.add(burst(101.0, 108.0))
+    prefilled = EngineStats(prefill_tokens=1500, shared_tokens=500, passes=1, preemptions=3, most_running=1, most_waiting=1, kv_use=0.25)
+    recorder.add_pass(prefilled, 100.0, 101.0, (0, 1), 2)
+    burst(recorder, 101.0, 108.0)
     assert said == []
     recorder.start(500.0, 2)  # what lies between two calls is no generating
-    recorder.add(SeenPass(500.0, 501.0, 1, 2, 0, 0.5, prefill_tokens=500, drawing=(0, 1), drawn=2))
+    recorder.add_pass(EngineStats(prefill_tokens=500, passes=1, most_running=2, kv_use=0.5), 500.0, 501.0, (0, 1), 2)
     assert said == []
-    recorder.add(burst(501.0, 502.6))
+    burst(recorder, 501.0, 502.6)
     assert said == [
         "rollout: 2 running, 0 waiting, KV 50%, prefix hits 20%, 3 preempted, prefill 1.0k tok/s, decode 7 tok/s, "
         "first token p50 1.00 s p99 1.00 s, per token p50 0.10 s p99 0.44 s"
     ]
-    recorder.add(burst(502.6, 518.6))
+    burst(recorder, 502.6, 518.6)
     assert said[1:] == ["rollout: 2 running, 0 waiting, KV 50%, 0 preempted, decode 2 tok/s, per token p50 1.00 s p99 1.00 s"]
 
 
@@ -202,7 +202,7 @@ def test_a_line_as_the_manual_shows_it() -> None:
         prefill_tokens=12_000, shared_tokens=88_000, decode_tokens=964_000, preemptions=3, prefill_seconds=12 / 51.2, decode_seconds=10.0,
         first_token=Histogram.of([(0.2105, 98), (0.9, 2)]), per_token=Histogram.of([(0.0081, 98), (0.009, 2)]),
     )  # fmt: skip
-    said = line(stats, SeenPass(0.0, 1.0, 1, 812, 212, 0.63))
+    said = line(stats, EngineStats(most_running=812, most_waiting=212, kv_use=0.63))
     assert f"    {said}\n" in (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
 
 

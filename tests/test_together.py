@@ -17,16 +17,15 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.config import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.activations import offload_activations, saved_bytes
 from fulltilt.memory.offload import Residence
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import compiled, lora
-from fulltilt.model.compiled import MARK, WrongCompile, compile_and_compare, restore
-from fulltilt.model.fuse import check_fused, fuse_and_compare
+from fulltilt.model.compiled import MARK, compile_and_compare, restore
+from fulltilt.model.fuse import WrongLayers, check_fused, fuse_and_compare
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import random_documents, run_packed, verify
 from fulltilt.records import Group, MiniBatch, Prompt, Row
@@ -34,6 +33,8 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from fulltilt.shape import Recompute
 from fulltilt.train.optim import Optimizer
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -67,12 +68,12 @@ def one_update() -> MiniBatch:
         numbers = [random.normal(size=length).astype(np.float32) for _ in range(2)]
         mask = np.arange(length) >= 4
         rows.append(Row(random.integers(3, 90, length), mask, rollout_logprobs=numbers[0] - 4, advantages=numbers[1]))
-    return minibatch(rows, "token-mean", 1, MicroSizing(dynamic=True, token_budget=100))
+    return minibatch(rows, "token-mean", 1, MicroSizing(token_budget=100))
 
 
 def with_bonus() -> Any:
     tables = {"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"entropy_coef": 0.3}}
-    return presets.build(Config.model_validate(tables)).loss
+    return build_algorithm(Config.model_validate(tables)).loss
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,11 +212,11 @@ def test_only_passes_over_packed_documents_are_compiled(model_folders: ModelFold
     model = model_of(model_folders("qwen2"))
     engine = NativeEngine(EngineContext(model, models.tokenizer(), frozenset({1}), verify(model), EngineLimits(60, 4, 8, 64)))
     sampling, prompt = Sampling(samples=2, max_new_tokens=8), Prompt(0, np.array([3, 4, 5]), "")
-    own = collect(engine, [prompt], sampling, 0, lambda group: None)
+    own = collect(engine.generate, [prompt], sampling, 0, lambda group: None)
     compile_and_compare(model)
     assert ran
     ran.clear()
-    assert_equal_samples(collect(engine, [prompt], sampling, 0, lambda group: None), own)
+    assert_equal_samples(collect(engine.generate, [prompt], sampling, 0, lambda group: None), own)
     assert not ran
     with torch.no_grad():
         run_packed(model, random_documents(model))
@@ -258,7 +259,7 @@ def test_layers_that_compile_to_something_else_are_found_out(
     model, plain = model_of(model_folders("qwen2")), model_of(model_folders("qwen2"))
     if wrong == "a forward of its own":
         fuse_and_compare(model)
-    with pytest.raises(WrongCompile, match={"values": "hidden states.*differ by", "an error": "no compiler here"}.get(wrong, "one owner")):
+    with pytest.raises(WrongLayers, match={"values": "hidden states.*differ by", "an error": "no compiler here"}.get(wrong, "one owner")):
         compile_and_compare(model)
     documents = random_documents(model)
     assert not any(MARK in vars(layer) for layer in model.base_model.layers)

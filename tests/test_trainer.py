@@ -10,20 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from fulltilt.algo.loss import KL_ESTIMATORS, PolicyLossSettings, clipped_surrogate, policy_loss, sft_loss
+from fulltilt.algo.loss import clipped_surrogate, policy_loss, sft_loss
 from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
-from fulltilt.config import ModelConfig, TrainConfig
 from fulltilt.model.load import load_model
 from fulltilt.records import LossParts, MiniBatch, Row, TokenTerms
+from fulltilt.schema import ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer, learning_rate
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0)
-EVERYTHING = PolicyLossSettings(kl_coef=0.1, kl=KL_ESTIMATORS["k3"], entropy_coef=0.05, importance_cap=2.0)
+EVERYTHING = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.05, "importance_cap": 2.0}
 Loss = Callable[[TokenTerms], LossParts]
-POLICY: Loss = partial(policy_loss, surrogate=CLIPPED, settings=EVERYTHING)
+POLICY: Loss = partial(policy_loss, surrogate=CLIPPED, **EVERYTHING)
 
 
 def make_trainer(folder, dtype: str = "float64", loss: Loss = POLICY, **train) -> Trainer:
@@ -65,25 +65,25 @@ def test_the_gradient_does_not_depend_on_execution(family: str, aggregation: str
     trainer, rows = make_trainer(model_folders(family)), random_rows()
     make = partial(minibatch, aggregation=aggregation, length_norm=64)
     everything = sum(row.tokens for row in rows)
-    whole = gradient(trainer, [make(rows, micro=MicroSizing(True, everything))])
+    whole = gradient(trainer, [make(rows, micro=MicroSizing(everything))])
     assert whole.abs().max() > 1e-4
     cuts = {}
     for budget in (1, 30, 50, 90, everything // 2):
-        batch = make(rows, micro=MicroSizing(True, budget))
+        batch = make(rows, micro=MicroSizing(budget))
         cuts[budget] = len(batch.micro_batches)
         assert (gradient(trainer, [batch]) - whole).abs().max() < 1e-9
     assert cuts[1] == len(rows) and len(set(cuts.values())) >= 4
     for samples in (1, 4):
-        assert (gradient(trainer, [make(rows, micro=MicroSizing(False, 0, samples))]) - whole).abs().max() < 1e-9
+        assert (gradient(trainer, [make(rows, micro=MicroSizing(0, samples))]) - whole).abs().max() < 1e-9
     for seed in range(2):
         shuffled = [rows[index] for index in np.random.default_rng(seed).permutation(len(rows))]
-        assert (gradient(trainer, [make(shuffled, micro=MicroSizing(True, 70))]) - whole).abs().max() < 1e-9
+        assert (gradient(trainer, [make(shuffled, micro=MicroSizing(70))]) - whole).abs().max() < 1e-9
 
 
 def test_one_by_one_equals_packed_through_plain_transformers(model_folders) -> None:
     """The same loss written over transformers' own logits, one sample at a time, no packing and no chunked head."""
     trainer, rows = make_trainer(model_folders("qwen2"), loss=sft_loss), random_rows(5)
-    packed = gradient(trainer, [minibatch(rows, "token-mean", 1, MicroSizing(True, 10_000))])
+    packed = gradient(trainer, [minibatch(rows, "token-mean", 1, MicroSizing(10_000))])
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(
@@ -101,7 +101,7 @@ def test_one_by_one_equals_packed_through_plain_transformers(model_folders) -> N
 
 def test_forward_only_log_probs_equal_the_updates(model_folders) -> None:
     trainer, rows = make_trainer(model_folders("llama")), random_rows(4)
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 60))
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(60))
     ref = Policy("ref", load_model(ModelConfig(path=str(model_folders("llama")), dtype="float64"), CPU), temperature=0.8)
     for micro in batch.micro_batches:
         with_gradient, _ = trainer.role.run(micro)
@@ -126,7 +126,7 @@ def test_low_precision_parameters_have_float32_masters_and_gradients(family: str
         for a, b in zip(low.role.model.parameters(), exact.role.model.parameters(), strict=True):
             b.copy_(a)
     rows = random_rows(64)
-    one_by_one = minibatch(rows, "token-mean", 1, MicroSizing(True, 1))
+    one_by_one = minibatch(rows, "token-mean", 1, MicroSizing(1))
     assert len(one_by_one.micro_batches) == len(rows)
     accumulated = low_gradient(low, one_by_one)
     assert accumulated.dtype == torch.float32 and all(p.grad is None for p in low.role.model.parameters())
@@ -146,7 +146,7 @@ def test_low_precision_parameters_have_float32_masters_and_gradients(family: str
 def test_updates_too_small_for_bf16_add_up_in_the_master(model_folders) -> None:
     """A learning rate below bf16's resolution moves nothing in one step and something in many; without masters it never would."""
     trainer = make_trainer(model_folders("llama"), "bfloat16", sft_loss, lr=3e-5, clip_grad=0.0)
-    batch = minibatch(random_rows(6), "token-mean", 1, MicroSizing(True, 1000))
+    batch = minibatch(random_rows(6), "token-mean", 1, MicroSizing(1000))
     weight = trainer.role.model.model.layers[0].mlp.up_proj.weight
     start = weight.detach().clone()
     moved = []
@@ -163,13 +163,13 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_shows(model_folders) 
     rows = random_rows(4)
     assert rows[0].advantages is not None
     rows[0].advantages[rows[0].mask] = np.nan
-    batch = minibatch(rows, "token-mean", 1, MicroSizing(True, 1000))
+    batch = minibatch(rows, "token-mean", 1, MicroSizing(1000))
     trainer.accumulate(batch)
     report = trainer.apply()
     assert report["actor/skipped_updates"] == 1 and trainer.optimizer.skipped == 1 and trainer.optimizer.updates == 1
     for parameter, old in zip(trainer.role.model.parameters(), before, strict=True):
         assert torch.equal(parameter, old) and parameter.grad is None
-    good = minibatch(random_rows(4, seed=9), "token-mean", 1, MicroSizing(True, 1000))
+    good = minibatch(random_rows(4, seed=9), "token-mean", 1, MicroSizing(1000))
     trainer.accumulate(good)
     assert trainer.apply()["actor/skipped_updates"] == 0
     assert not torch.equal(next(trainer.role.model.parameters()), before[0])
@@ -177,7 +177,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_shows(model_folders) 
 
 def test_clipping_bounds_the_step(model_folders) -> None:
     """With SGD-like reasoning: clipped by a factor, Adam's first step is unchanged in size, so look at the gradient that Adam sees."""
-    batch = minibatch(random_rows(6), "seq-mean-token-sum", 1, MicroSizing(True, 1000))
+    batch = minibatch(random_rows(6), "seq-mean-token-sum", 1, MicroSizing(1000))
     moments = {}
     for clip in (0.0, 0.01):
         trainer = make_trainer(model_folders("llama"), "float64", sft_loss, clip_grad=clip)
@@ -214,7 +214,7 @@ def test_schedules() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_restored_optimizer_goes_on_bit_for_bit(dtype: str, model_folders) -> None:
     folder = model_folders("llama-tied")
-    batches = [minibatch(random_rows(5, seed), "token-mean", 1, MicroSizing(True, 60)) for seed in range(4)]
+    batches = [minibatch(random_rows(5, seed), "token-mean", 1, MicroSizing(60)) for seed in range(4)]
     whole, first, second = (make_trainer(folder, dtype, lr=1e-2, warmup_steps=3) for _ in range(3))
     for trainer, part in ((whole, batches), (first, batches[:2])):
         for batch in part:

@@ -12,8 +12,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,13 +28,12 @@ from test_loggers import Stuck
 from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.cluster import assembly, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
-from fulltilt.config import Config, keys
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.loop.experience import make_rows
+from fulltilt.loop.experience import make_rows, training_sampling
 from fulltilt.loop.run import Progress, Run
 from fulltilt.loop.validation import validate
 from fulltilt.model.scalar import ScalarModel
@@ -45,8 +42,9 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
-from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.engines.native import NativeEngine
+from fulltilt.schema import Config, keys
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.roles import Policy
 from fulltilt.train.trainer import Trainer
@@ -234,7 +232,7 @@ def test_no_remedy_is_refused_itself(folder: Path) -> None:
         config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": {"name": name}})
         config = config.model_copy(update={"train": config.train.model_copy(update={"entropy_recompute": False})})
         with pytest.raises(UserError) as caught:
-            refuse(wrong_settings(config, presets.build(config), "cpu"))
+            refuse(wrong_settings(config, build(config), "cpu"))
         assert str(caught.value).endswith(ends)
 
 
@@ -368,6 +366,24 @@ def test_the_revision_of_a_hub_name_is_the_one_loaded(tmp_path: Path, monkeypatc
         torch.testing.assert_close(values, started[name], rtol=0, atol=1e-6)
 
 
+# -- the rollout ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollout_that_breaks_gives_the_cache_back(folder: Path) -> None:
+    config = runs.read_config(folder, *ON_POLICY)
+    with parts_of(folder, config) as parts:
+        engine, held = parts.worker.engine, list[int]()
+        assert isinstance(engine, NativeEngine)
+
+        def broken(group: Group) -> None:
+            held.append(engine.runner.held_bytes)
+            raise RuntimeError("the reward is gone")
+
+        with pytest.raises(RuntimeError, match="the reward is gone"):
+            collect(parts.worker.generate, parts.train_data.prompts[:4], training_sampling(config), 0, broken)
+        assert len(held) == 1 and held[0] > 0 == engine.runner.held_bytes
+
+
 # -- the update -------------------------------------------------------------------------------------------------------------------------
 
 
@@ -407,9 +423,7 @@ def test_rows_train_every_sampled_token_and_no_other() -> None:
     prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
     sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
     kept = ScoredGroup(Group(prompt, (sample,)), (Score(0.5),), step=3)
-    (row,) = make_rows(
-        [kept], presets.build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True
-    )
+    (row,) = make_rows([kept], build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True)
     assert (row.reward, row.lag) == (0.5, 1)
     assert row.ids.tolist() == [5, END, 6, 7, 8, END]
     assert row.mask.tolist() == [False, False, False, True, True, True]
@@ -615,23 +629,3 @@ def test_a_second_ctrl_c_stops_at_once_without_saving(folder: Path) -> None:
     assert "Traceback" not in said.read_text() and "saved" not in said.read_text().replace("without saving", "")
     assert not runs.checkpoints(folder)
     assert (folder / "run" / "metrics.jsonl").read_text() == ""
-
-
-# -- the demo ---------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_the_demo_learns_and_says_so(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-m", "fulltilt.cli", "demo", "--dir", "demo"],
-        cwd=tmp_path, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1100,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    summary = json.loads((tmp_path / "demo" / "summary.json").read_text())
-    assert summary.keys() == {"reward_first", "reward_last", "seconds", "tokens_per_s"}
-    assert summary["reward_first"] <= 0.5 and summary["reward_last"] >= 0.9
-    assert summary["seconds"] > 0 and summary["tokens_per_s"] > 0
-    last = ended.stdout.rstrip().splitlines()[-1]
-    assert re.fullmatch(r"reward \d\.\d\d -> \d\.\d\d in \d+ s", last), last
-    assert last == f"reward {summary['reward_first']:.2f} -> {summary['reward_last']:.2f} in {summary['seconds']:.0f} s"

@@ -29,7 +29,7 @@ def across(value: Any) -> Any:
 
 
 class Elsewhere:
-    """Stands where processes will: the same calls, with every argument and result sent through pickle. Prompts stay the caller's own."""
+    """Stands where processes will: the same calls, with every argument and result sent through pickle."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
@@ -42,10 +42,8 @@ class Elsewhere:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
         self.calls.add("generate")
-        sent = across(list(prompts))
-        own = {id(copy): prompt for copy, prompt in zip(sent, prompts, strict=True)}
-        for group in self.worker.generate(sent, across(sampling), across(seed)):
-            yield replace(across(group), prompt=own[id(group.prompt)])
+        for group in self.worker.generate(across(list(prompts)), across(sampling), across(seed)):
+            yield across(group)
 
     def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> Annotated:
         self.calls.add(f"annotate {role}")

@@ -31,12 +31,11 @@ import small
 
 from fulltilt import config as configuration
 from fulltilt import loop
-from fulltilt.algo import presets
-from fulltilt.config import Config
 from fulltilt.observe import plot
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.words import many
 
@@ -93,7 +92,7 @@ class Recipe:
         given = [(*text.partition("."), text) for text in self.overrides]
         mine = [rest if name in stages else whole for name, _, rest, whole in given if name not in stages or name == stage]
         try:
-            return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine, *last], extra_checks=[presets.mistakes])
+            return configuration.load(self.files / f"{stage}.toml", [*places, *others, *mine, *last])
         except UserError as error:
             if not any(name not in stages and whole.partition("=")[0] in str(error) for name, *_, whole in given):
                 raise

@@ -25,7 +25,7 @@ from fulltilt.records import UserError
 from fulltilt.words import many
 
 if TYPE_CHECKING:
-    from fulltilt.config import Config
+    from fulltilt.schema import Config
 
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
@@ -144,11 +144,10 @@ def common(
 def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
     """Read and check a configuration. `logged`: the command uses the run's loggers, so they must be able to start."""
     from fulltilt import config
-    from fulltilt.algo import presets
     from fulltilt.observe import loggers
 
     of_loggers = config.ConfigRule(("log.to",), lambda given: loggers.check(given.log))
-    return config.load(path, overrides or [], extra_checks=[*presets.RULES, *([of_loggers] if logged else [])])
+    return config.load(path, overrides or [], [of_loggers] if logged else [])
 
 
 @app.command()
@@ -164,7 +163,8 @@ def demo(
     from fulltilt.observe.console import Console
 
     summary = demonstration.run(folder, Console(json=as_json, quiet=quiet))
-    print(json.dumps(summary.as_json()) if as_json else summary.line())
+    in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
+    print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
         print(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", file=sys.stderr)
         raise typer.Exit(1)
@@ -280,7 +280,7 @@ class BenchCommand(TyperCommand):
 
 def key_named(name: str) -> str | None:
     """The first key of a configuration with this name, whatever its section."""
-    from fulltilt.config import keys
+    from fulltilt.schema import keys
 
     return next((key for key in keys() if key.partition(".")[2] == name), None)
 

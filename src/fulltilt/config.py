@@ -23,12 +23,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from fulltilt import knobs, schema
+from fulltilt.presets import LARGEST_ERROR, NORMALISED_SUM, PRESETS
 from fulltilt.records import UserError
-from fulltilt.schema import Config, UsedIf, flatten, keys, legal_values, row_of, sections, shown, value_of, words
-from fulltilt.words import either
-
-# isort: split
-from fulltilt.schema import *  # noqa: F403  other rooms import the schema from here
+from fulltilt.schema import AlgorithmConfig, Config, conditions, flatten, keys, legal_values, row_of, sections, shown, value_of, words
+from fulltilt.settings import algorithm_settings, holds, in_effect, is_set, own_functions, used_keys
+from fulltilt.words import either, many
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
 
@@ -36,15 +35,13 @@ FREE_ON_RESUME = frozenset(key for key, field in keys().items() if row_of(field)
 """Keys that may differ between a checkpoint and the run that resumes it. Which activations are kept, and where, changes no bit of a run as
 long as its KV cache still fits (plan.keep_budgets)."""
 
-Check = Callable[[Config], Iterable[str]]
-
 
 @dataclass(frozen=True)
 class ConfigRule:
     """A check of values that are legal by themselves."""
 
     keys: tuple[str, ...]  # all that it reads: it is not asked when one of them is already reported
-    check: Check
+    check: Callable[[Config], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -56,17 +53,16 @@ class Mistake:
 # ---- reading -----------------------------------------------------------------------------------------------------------------------
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), extra_checks: Sequence[Check | ConfigRule] = ()) -> Config:
+def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[ConfigRule] = ()) -> Config:
     """The configuration of a TOML file with `key=value` overrides on top. Raises one UserError that holds every mistake.
 
-    `extra_checks` find further mistakes, for rooms that this one must not import. One that does not say which keys it reads is asked only
-    when every value is legal.
+    `rules`: further ones, of rooms that this one must not import.
     """
-    return parse(_read_toml(Path(path)), overrides, str(path), extra_checks)
+    return parse(_read_toml(Path(path)), overrides, str(path), rules)
 
 
 def parse(
-    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", extra_checks: Sequence[Check | ConfigRule] = ()
+    data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = ()
 ) -> Config:
     """As `load`, from tables that were read already; `origin` names them in the error."""
     tables: dict[str, Any] = copy.deepcopy(dict(data))
@@ -76,13 +72,10 @@ def parse(
     mistakes += wrong_values
     config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
     reported = {key for mistake in mistakes for key in mistake.about}
-    for rule in (*RULES, *(check for check in extra_checks if isinstance(check, ConfigRule))):
-        if reported.isdisjoint(rule.keys):
-            mistakes += [Mistake(text) for text in rule.check(config)]
-    if not wrong_values:
-        mistakes += [Mistake(text) for check in extra_checks if not isinstance(check, ConfigRule) for text in check(config)]
-    if mistakes:
-        raise UserError(report(origin, [mistake.text for mistake in mistakes]))
+    found = [mistake.text for mistake in mistakes]
+    found += [text for rule in (*RULES, *rules) if reported.isdisjoint(rule.keys) for text in rule.check(config)]
+    if found:
+        raise UserError(report(origin, found))
     return config
 
 
@@ -180,7 +173,7 @@ def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
 
 
 def _unknown(key: str, value: Any) -> Iterator[Mistake]:
-    found = knobs.find_all(key) or (() if isinstance(value, dict) else knobs.find_by_end(key))
+    found = knobs.find(key)
     if isinstance(value, dict) and value and not any(source == "native" for _, source in found):
         for part, inner in value.items():
             yield from _unknown(f"{key}.{part}", inner)
@@ -271,31 +264,33 @@ def _with_stand_ins(tables: Mapping[str, Any], wrong: set[str]) -> Config:
 
 
 def _rules_of_use() -> Iterator[ConfigRule]:
-    for key, field in keys().items():
-        section, _, name = key.partition(".")
-        shared, own = sections()[section].used_if, row_of(field).used_if
-        conditions = [shared] if shared and name not in shared.reads else []
-        conditions += [own] if isinstance(own, UsedIf) else own
-        reads = [tuple(read if "." in read else f"{section}.{read}" for read in used_if.reads) for used_if in conditions]
-        if conditions:
-            yield ConfigRule((key, *chain(*reads)), partial(_has_effect, key, list(zip(conditions, reads, strict=True))))
+    for key in keys():
+        if found := conditions(key):
+            yield ConfigRule(_all_read(key, *chain(*(each.reads for each in found))), partial(_has_effect, key))
 
 
-def _has_effect(key: str, conditions: Sequence[tuple[UsedIf, Sequence[str]]], config: Config) -> Iterator[str]:
+def _all_read(*names: str) -> tuple[str, ...]:
+    """The keys themselves, and the algorithm's name where its preset has values for some of them."""
+    return (*names, *(["algorithm.name"] if any(name.startswith("algorithm.") for name in names) else []))
+
+
+def _has_effect(key: str, config: Config) -> Iterator[str]:
     """A key must have an effect where it is set, and be set where it is required; `auto` counts as not set."""
     section, _, name = key.partition(".")
-    value = value_of(config, key)
-    given = name in getattr(config, section).model_fields_set and value not in (None, "auto")
-    for used_if, reads in conditions:
-        read = {each: value_of(config, each) for each in reads}
-        holds = used_if.holds(*read.values())
-        if given == holds or not (given or used_if.required):
+    given = is_set(config, key)
+    if section == "algorithm" and name not in PRESETS[config.algorithm.name].defaults:
+        return  # reported by `_algorithm_reads`
+    for used_if in conditions(key):
+        effective = holds(config, used_if)
+        if effective and (given or not used_if.required):
             continue
-        why = " and ".join(f"{each} is {'not set' if seen is None else shown(seen)}" for each, seen in read.items() if each != key)
-        if given:
-            yield f"{key}: {shown(value)} has no effect while {why}. Remove it, or {used_if.remedy.format(section=section)}"
-        else:
+        read = {each: in_effect(config, each) for each in used_if.reads if each != key}
+        why = " and ".join(f"{each} is {'not set' if seen is None else shown(seen)}" for each, seen in read.items())
+        if effective:
             yield f"{key}: missing, but {why}. Set it: {words(keys()[key]).meaning}"
+        elif given:
+            remedy = used_if.remedy.format(section=section)
+            yield f"{key}: {shown(value_of(config, key))} has no effect while {why}. Remove it, or {remedy}"
         return
 
 
@@ -343,6 +338,66 @@ def _rewards_exist(config: Config) -> Iterator[str]:
             yield from _reward_exists(key, name)
             if weight == 0:
                 yield f"{key}: {shown(name)} has the weight 0 and no effect. Remove it, or give it another weight"
+
+
+def _algorithm_reads(config: Config) -> list[str]:
+    """Every key of [algorithm] that is set must be read, and the parameters of the user's own functions must have values."""
+    name, algorithm = config.algorithm.name, AlgorithmConfig.model_fields
+    try:
+        own, used = own_functions(config), used_keys(config)
+        wrong = [str(error) for function in own.values() for error in function.wrong_parameters()]
+    except UserError as error:  # a file that cannot be used: which keys its function takes is not known
+        return [str(error)]
+    for key in (key for key in algorithm if key not in used and is_set(config, f"algorithm.{key}")):
+        if key in PRESETS[name].defaults:
+            functions = " and ".join(function.code.name for function in own.values())
+            wrong.append(f"algorithm.{key}: {functions} does not take it. Remove the key, or give the function a parameter {key}")
+        else:
+            reads = ", ".join(sorted(used))
+            wrong.append(f"algorithm.{key}: the algorithm {name!r} does not use it. Remove the key; {name!r} reads {reads}")
+    return wrong
+
+
+def _wrong_numbers(config: Config) -> Iterator[str]:
+    """Numbers with which the algorithm could learn nothing, or not what it should."""
+    preset, settings = PRESETS[config.algorithm.name], algorithm_settings(config)
+    if not preset.rollout:
+        if settings["aggregation"] == NORMALISED_SUM and not is_set(config, "algorithm.length_norm"):
+            yield f"algorithm.length_norm: {NORMALISED_SUM!r} divides by it. Set it, for example to the longest response in tokens"
+        return
+    samples, clip = config.algorithm.samples_per_prompt, settings.get("dual_clip", 0)
+    if samples < preset.smallest_group:
+        remedy = f"Use at least {preset.smallest_group} samples per prompt"
+        yield f"algorithm.samples_per_prompt = {samples}: a group of one has no baseline, every advantage would be 0. {remedy}"
+    if 0 < clip <= 1:
+        why = "must exceed 1, or it would also bound tokens whose probability has not changed"
+        yield f"algorithm.dual_clip = {clip}: {why}. Use for example 3, or 0 to switch it off"
+    if config.rollout.temperature == 0:
+        remedy = "Use a temperature above 0, for example 1; eval.temperature may stay 0"
+        yield f"rollout.temperature = 0: the samples of a prompt would all be the same greedy one. {remedy}"
+    if settings.get("dynamic_sampling") and config.run.epochs is not None:
+        why = "with dynamic sampling a step takes any number of prompts, so the run's length in steps is not known"
+        yield f"run.epochs: {why}. Set run.steps instead, or algorithm.dynamic_sampling = false"
+    if settings.get("dynamic_sampling") and settings["importance_cap"] == 0:
+        why = "dynamic sampling trains on samples of older weights, which need the importance weight"
+        yield f"algorithm.importance_cap = 0: {why}. Set it above 0, for example to 2"
+    yield from _wrong_lengths(config, settings)
+
+
+def _wrong_lengths(config: Config, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Numbers that do not fit the length of responses, of steps or of the run."""
+    longest, steps, samples = config.rollout.max_new_tokens, config.run.steps, config.algorithm.samples_per_prompt
+    buffer, warmup, horizon = settings["overlong_buffer"], settings.get("critic_warmup", 0), settings["reward_kl_horizon"]
+    if buffer > longest:
+        why = f"more than rollout.max_new_tokens ({longest}), so even the shortest response would be penalised"
+        yield f"algorithm.overlong_buffer = {buffer}: {why}. Use at most {longest}"
+    if steps is not None and warmup >= steps:
+        why = f"the run has {many(steps, 'step')}, so the actor would never be updated"
+        yield f"algorithm.critic_warmup = {warmup}: {why}. Use less, or raise run.steps"
+    samples *= config.algorithm.prompts_per_step
+    if settings["reward_kl_coef"] and settings.get("reward_kl_target") and samples * LARGEST_ERROR >= horizon:
+        why = f"a step has {samples} samples, so one step could bring the weight of the penalty to 0 or below"
+        yield f"algorithm.reward_kl_horizon = {horizon}: {why}. Use more than {int(samples * LARGEST_ERROR)}"
 
 
 def _together(config: Config) -> Iterator[str]:
@@ -426,6 +481,12 @@ def _exists(key: str, kind: str, config: Config) -> Iterator[str]:
     return iter(()) if given is None else _EXISTS[kind](key, given)
 
 
+_NUMBERS = (
+    *("algorithm.name", "algorithm.prompts_per_step", "algorithm.samples_per_prompt", "algorithm.dual_clip", "algorithm.aggregation"),
+    *("algorithm.length_norm", "algorithm.dynamic_sampling", "algorithm.importance_cap", "algorithm.overlong_buffer", "run.steps"),
+    *("algorithm.critic_warmup", "rollout.temperature", "rollout.max_new_tokens", "run.epochs"),
+    *("algorithm.reward_kl_coef", "algorithm.reward_kl_target", "algorithm.reward_kl_horizon"),
+)
 RULES: tuple[ConfigRule, ...] = (
     *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
@@ -435,6 +496,8 @@ RULES: tuple[ConfigRule, ...] = (
     *_rules_of_use(),
     ConfigRule(tuple(sorted({key for feature in knobs.FEATURES.values() for key in feature.keys})), _together),
     ConfigRule(("run.dir",), _run_folder),
+    ConfigRule(("algorithm.name", "algorithm.advantage", "algorithm.loss"), _algorithm_reads),
+    ConfigRule(_NUMBERS, _wrong_numbers),
 )
 
 

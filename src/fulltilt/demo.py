@@ -16,7 +16,6 @@ from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt import loop
-from fulltilt.algo import presets
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
@@ -93,25 +92,16 @@ class DemoSummary:
     seconds: float  # for both stages, and for making the model and the data
     tokens_per_s: float
 
-    def line(self) -> str:
-        return f"reward {self.reward_first:.2f} -> {self.reward_last:.2f} in {self.seconds:.0f} s"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def run(folder: Path, console: Console) -> DemoSummary:
     begin = time.perf_counter()
     warm = warm_up(folder, console)
-
     console.note(f"2. GRPO: the model answers, and is told only right or wrong ({folder / 'grpo.toml'})")
-    learned = loop.train(read(folder / "grpo.toml"), console)
-    stop_if(learned.interrupted)
+    learned = train(folder / "grpo.toml", console)
     assert learned.reward_first is not None and learned.reward_last is not None
-
     seconds = time.perf_counter() - begin
     summary = DemoSummary(learned.reward_first, learned.reward_last, seconds, (warm.tokens + learned.tokens) / seconds)
-    (folder / "summary.json").write_text(json.dumps(summary.as_json(), indent=1) + "\n", encoding="utf-8")
+    (folder / "summary.json").write_text(json.dumps(asdict(summary), indent=1) + "\n", encoding="utf-8")
     for line in what_it_learned(folder / "grpo" / "rollouts"):
         console.note(line)
     return summary
@@ -120,23 +110,20 @@ def run(folder: Path, console: Console) -> DemoSummary:
 def warm_up(folder: Path, console: Console) -> loop.Summary:
     """Everything before reinforcement learning: the files of both runs, and in `warm/` a model that knows the form of an answer."""
     prepare(folder)
-    values = {"folder": folder.as_posix(), "sft_steps": SFT_STEPS, "grpo_steps": GRPO_STEPS}
-    (folder / "sft.toml").write_text(SFT.format(**values), encoding="utf-8")
-    (folder / "grpo.toml").write_text(GRPO.format(**values), encoding="utf-8")
+    for name, text in (("sft", SFT), ("grpo", GRPO)):
+        filled = text.format(folder=folder.as_posix(), sft_steps=SFT_STEPS, grpo_steps=GRPO_STEPS)
+        (folder / f"{name}.toml").write_text(filled, encoding="utf-8")
     console.note(f"1. supervised warm-up: a random model learns from sums, many of them wrong ({folder / 'sft.toml'})")
-    warm = loop.train(read(folder / "sft.toml"), console)
-    stop_if(warm.interrupted)
+    warm = train(folder / "sft.toml", console)
     shutil.copytree(folder / "sft" / "checkpoints" / f"step-{SFT_STEPS:08d}" / "model", folder / "warm")
     return warm
 
 
-def read(path: Path) -> configuration.Config:
-    return configuration.load(path, extra_checks=[presets.mistakes])
-
-
-def stop_if(interrupted: bool) -> None:
-    if interrupted:
+def train(path: Path, console: Console) -> loop.Summary:
+    summary = loop.train(configuration.load(path), console)
+    if summary.interrupted:
         raise KeyboardInterrupt
+    return summary
 
 
 def prepare(folder: Path) -> None:

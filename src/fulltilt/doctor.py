@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -24,51 +25,60 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.words import in_bytes
+from fulltilt.words import first_line, in_bytes
 
 Status = Literal["ok", "missing", "broken"]
 
-# Supported versions: from the first to below the second. A test compares them with pyproject.toml.
+# Supported versions: from the first to below the second. A test compares them and the extras with pyproject.toml.
 PYTHON_RANGE = ("3.11", "3.14")
-CORE: dict[str, tuple[str, str] | None] = {
-    "torch": ("2.11", "2.14"),
-    "transformers": ("5.17", "5.20"),
-    "safetensors": None,
-    "pydantic": ("2", "3"),
-    "pyarrow": None,
-    "rich": None,
-    "typer": None,
-    "numpy": None,
-}
 
 
 @dataclass(frozen=True)
-class Extra:
-    """An optional package. `probe`: it is quick to import, so its import is tried; the imports of others can take half a minute."""
+class Package:
+    """A package that fulltilt uses: in every run, or for one of its extras."""
 
-    package: str
-    extra: str
-    module: str
-    purpose: str
-    probe: bool = False
+    name: str
+    limits: tuple[str, str] | None = None
+    extra: str = ""  # the extra that installs it; "": no run works without it
+    purpose: str = ""
+    module: str = ""  # where it is not the package's name
+    probe: bool = True  # False: its import can take half a minute, and is not tried
     linux_only: bool = False
 
+    @property
+    def requirement(self) -> str:
+        limits = f">={self.limits[0]},<{self.limits[1]}" if self.limits else ""
+        return f"fulltilt[{self.extra}]" if self.extra else f"{self.name}{limits}"
 
-EXTRAS = (
-    Extra(
-        "triton", "gpu", "triton", "kernels on CUDA (decoding, sampling, attention's gradient, fused layers)", probe=True, linux_only=True
-    ),
-    Extra("ray", "ray", "ray", "more than one device, which this version does not support"),
-    Extra("vllm", "vllm", "vllm", "benchmarks against vLLM (`fulltilt bench rollout --against vllm`)"),
-    Extra("math-verify", "math", "math_verify", "rewards that compare mathematical expressions", probe=True),
-    Extra("tensorboard", "tensorboard", "tensorboard", "metrics in TensorBoard", probe=True),
-    Extra("wandb", "wandb", "wandb", "metrics in Weights & Biases"),
-    Extra("mlflow-skinny", "mlflow", "mlflow", "metrics in MLflow"),
-    Extra("sqlalchemy", "mlflow", "sqlalchemy", "MLflow's own store"),
-    Extra("alembic", "mlflow", "alembic", "MLflow's own store"),
-    Extra("trackio", "trackio", "trackio", "metrics in Trackio"),
-    Extra("peft", "peft", "peft", "LoRA adapters"),
-    Extra("matplotlib", "plot", "matplotlib", "pictures of curves (`fulltilt plot`)"),
+    def why_not_imported(self) -> str | None:
+        module = self.module or self.name
+        if not self.probe:
+            return None if importlib.util.find_spec(module) else f"there is no module {module}"
+        return imports_in_child(module) if self.extra else imports(module)
+
+
+KERNELS = "kernels on CUDA (decoding, sampling, attention's gradient, fused layers)"
+PACKAGES = (
+    Package("torch", ("2.11", "2.14")),
+    Package("transformers", ("5.17", "5.20")),
+    Package("safetensors"),
+    Package("pydantic", ("2", "3")),
+    Package("pyarrow"),
+    Package("rich"),
+    Package("typer"),
+    Package("numpy"),
+    Package("triton", extra="gpu", purpose=KERNELS, linux_only=True),
+    Package("ray", extra="ray", purpose="more than one device, which this version does not support", probe=False),
+    Package("vllm", extra="vllm", purpose="benchmarks against vLLM (`fulltilt bench rollout --against vllm`)", probe=False),
+    Package("math-verify", extra="math", purpose="rewards that compare mathematical expressions", module="math_verify"),
+    Package("tensorboard", extra="tensorboard", purpose="metrics in TensorBoard"),
+    Package("wandb", extra="wandb", purpose="metrics in Weights & Biases", probe=False),
+    Package("mlflow-skinny", extra="mlflow", purpose="metrics in MLflow", module="mlflow", probe=False),
+    Package("sqlalchemy", extra="mlflow", purpose="MLflow's own store", probe=False),
+    Package("alembic", extra="mlflow", purpose="MLflow's own store", probe=False),
+    Package("trackio", extra="trackio", purpose="metrics in Trackio", probe=False),
+    Package("peft", extra="peft", purpose="LoRA adapters", probe=False),
+    Package("matplotlib", extra="plot", purpose="pictures of curves (`fulltilt plot`)", probe=False),
 )
 PROBE_SECONDS = 60
 PROBE_BYTES = 64 << 20  # pinned as a test
@@ -84,6 +94,11 @@ class Finding:
     detail: str
     remedy: str = ""
     core: bool = False  # no run works without it
+
+
+def judged(name: str, detail: str, fault: str | None, remedy: str, *, status: Status = "broken", core: bool = False) -> Finding:
+    """The finding of something that is as `detail` says, unless there is a fault."""
+    return Finding(name, status, fault, remedy, core) if fault else Finding(name, "ok", detail, core=core)
 
 
 @dataclass(frozen=True)
@@ -108,9 +123,9 @@ class Report:
 
 def examine(run: Path | None = None) -> Report:
     """Examine this computer and, if `run` is the folder of a run, show the memory that its newest step has measured."""
-    core = tuple(examine_core(package, limits) for package, limits in CORE.items())
+    core = tuple(examine_package(package) for package in PACKAGES if not package.extra)
     devices = tuple(examine_devices()) if imports("torch") is None else ()
-    extras = needed_on(devices, tuple(examine_extra(extra) for extra in EXTRAS))
+    extras = needed_on(devices, tuple(examine_package(package) for package in PACKAGES if package.extra))
     measured = examine_memory_of(run) if run else ()
     return Report((examine_python(), *examine_computer(), *core, *devices, *extras, *measured))
 
@@ -124,19 +139,14 @@ def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tupl
 def examine_python() -> Finding:
     version = platform.python_version()
     detail = f"{version} ({platform.python_implementation()}, {sys.executable})"
-    if in_range(version, PYTHON_RANGE):
-        return Finding("python", "ok", detail, core=True)
-    return Finding(
-        "python", "broken", f"{detail}; supported: {in_words(PYTHON_RANGE)}", "create the environment with a supported Python", core=True
-    )
+    fault = None if in_range(version, PYTHON_RANGE) else f"{detail}; supported: {in_words(PYTHON_RANGE)}"
+    return judged("python", detail, fault, "create the environment with a supported Python", core=True)
 
 
 def examine_computer() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()} on {platform.machine()}"
-    if platform.system() in ("Linux", "Darwin"):
-        yield Finding("platform", "ok", system, core=True)
-    else:
-        yield Finding("platform", "broken", f"{system} is not supported", "use Linux (on Windows: WSL 2) or macOS", core=True)
+    fault = None if platform.system() in ("Linux", "Darwin") else f"{system} is not supported"
+    yield judged("platform", system, fault, "use Linux (on Windows: WSL 2) or macOS", core=True)
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield Finding("cores", "ok", f"{usable} usable of {os.cpu_count()}")
     # Within the limits of the control groups that this process is in: those of a container or a job.
@@ -146,32 +156,19 @@ def examine_computer() -> Iterator[Finding]:
     yield Finding("disk", "ok", f"{in_bytes(disk.free)} free of {in_bytes(disk.total)} in {Path.cwd()}")
 
 
-def examine_core(package: str, limits: tuple[str, str] | None) -> Finding:
-    version, install = installed_version(package), f'pip install "{requirement(package, limits)}"'
+def examine_package(package: Package) -> Finding:
+    name, core, version, install = package.name, not package.extra, installed_version(package.name), f'pip install "{package.requirement}"'
+    needed = f"; needed for {package.purpose}" if package.purpose else ""
+    if version is None and package.linux_only and platform.system() != "Linux":
+        return Finding(name, "missing", f"needed for {package.purpose}; it exists for Linux only")
     if version is None:
-        return Finding(package, "missing", "not installed", install, core=True)
-    failure = imports(package)
-    if failure is not None:
-        detail = f"{version} is installed but cannot be imported: {failure}"
-        return Finding(package, "broken", detail, f"{install} --force-reinstall", core=True)
-    if limits and not in_range(version, limits):
-        return Finding(package, "broken", f"{version}; supported: {in_words(limits)}", install, core=True)
-    return Finding(package, "ok", version + (f" (supported: {in_words(limits)})" if limits else ""), core=True)
-
-
-def examine_extra(extra: Extra) -> Finding:
-    version = installed_version(extra.package)
-    remedy = f'pip install "fulltilt[{extra.extra}]"'
-    if version is None:
-        if extra.linux_only and platform.system() != "Linux":
-            return Finding(extra.package, "missing", f"needed for {extra.purpose}; it exists for Linux only")
-        return Finding(extra.package, "missing", f"not installed; needed for {extra.purpose}", remedy)
-    failure = imports_in_child(extra.module) if extra.probe else None
-    if not extra.probe and importlib.util.find_spec(extra.module) is None:
-        failure = f"there is no module {extra.module}"
-    if failure is not None:
-        return Finding(extra.package, "broken", f"{version} is installed but cannot be imported: {failure}", f"{remedy} --force-reinstall")
-    return Finding(extra.package, "ok", f"{version}; needed for {extra.purpose}" + ("" if extra.probe else " (its import was not tried)"))
+        return Finding(name, "missing", f"not installed{needed}", install, core)
+    if failure := package.why_not_imported():
+        return Finding(name, "broken", f"{version} is installed but cannot be imported: {failure}", f"{install} --force-reinstall", core)
+    if package.limits and not in_range(version, package.limits):
+        return Finding(name, "broken", f"{version}; supported: {in_words(package.limits)}", install, core)
+    supported = f" (supported: {in_words(package.limits)})" if package.limits else ""
+    return Finding(name, "ok", version + supported + needed + ("" if package.probe else " (its import was not tried)"), core=core)
 
 
 def examine_devices() -> Iterator[Finding]:
@@ -179,7 +176,9 @@ def examine_devices() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         yield no_cuda()
-        yield examine_varlen_on_cpu()
+        fault = f"{failure}; CPU runs do not need it" if (failure := imports("torch.nn.attention.varlen")) else None
+        detail = "available; it has no CPU kernel, so CPU runs use scaled_dot_product_attention instead"
+        yield judged("varlen_attn", detail, fault, "install a supported torch", status="missing")
         yield Finding("pinned memory", "ok", f"only used with a CUDA device ({locked_limit()})")
         yield Finding("bfloat16", "ok", "works on CPU but is slower than float32; model.dtype = auto chooses float32 here")
         return
@@ -197,12 +196,10 @@ def examine_devices() -> Iterator[Finding]:
             remedy = "free the device (nvidia-smi shows which processes use it), or set run.device = cpu"
             yield Finding(name, "broken", f"a first computation failed: {first_line(error)}", remedy, core=True)
     yield examine_pinning()
-    if torch.cuda.is_bf16_supported():
-        yield Finding("bfloat16", "ok", "works on CUDA; model.dtype = auto chooses it")
-    else:
-        yield Finding(
-            "bfloat16", "missing", "this GPU does not support bfloat16", "set model.dtype = float32, or use an Ampere or newer GPU"
-        )
+    fault, remedy = None, "set model.dtype = float32, or use an Ampere or newer GPU"
+    if not torch.cuda.is_bf16_supported():
+        fault = "this GPU does not support bfloat16"
+    yield judged("bfloat16", "works on CUDA; model.dtype = auto chooses it", fault, remedy, status="missing")
 
 
 def no_cuda() -> Finding:
@@ -214,13 +211,6 @@ def no_cuda() -> Finding:
         return Finding("cuda", "missing", f"this torch ({torch.__version__}) is built without CUDA; runs use the CPU", remedy)
     detail = f"this torch is built for CUDA {torch.version.cuda}, but no device responds ({driver_version()}); runs use the CPU"
     return Finding("cuda", "missing", detail, "check nvidia-smi and CUDA_VISIBLE_DEVICES if there should be a GPU")
-
-
-def examine_varlen_on_cpu() -> Finding:
-    failure = imports("torch.nn.attention.varlen")
-    if failure is not None:
-        return Finding("varlen_attn", "missing", f"{failure}; CPU runs do not need it", "install a supported torch")
-    return Finding("varlen_attn", "ok", "available; it has no CPU kernel, so CPU runs use scaled_dot_product_attention instead")
 
 
 def examine_varlen_on_cuda(device: str) -> Finding:
@@ -328,21 +318,13 @@ def in_range(version: str, limits: tuple[str, str]) -> bool:
 
 
 def release(version: str) -> tuple[int, ...]:
-    """'2.13.0+cpu' -> (2, 13, 0); '5.20.0rc1' -> (5, 20)."""
-    numbers: list[int] = []
-    for part in version.split("+")[0].split("."):
-        if not part.isdigit():
-            break
-        numbers.append(int(part))
-    return tuple(numbers)
+    """'2.13.0+cpu' -> (2, 13, 0); '5.20.0rc1' -> (5, 20, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def in_words(limits: tuple[str, str]) -> str:
     return f"{limits[0]} to below {limits[1]}"
-
-
-def requirement(package: str, limits: tuple[str, str] | None) -> str:
-    return f"{package}>={limits[0]},<{limits[1]}" if limits else package
 
 
 def locked_limit() -> str:
@@ -365,7 +347,3 @@ def driver_version() -> str:
         return f"nvidia-smi failed: {first_line(error)}"
     first = (answer.stdout.strip() or answer.stderr.strip()).splitlines()[:1]
     return f"driver {first[0]}" if answer.returncode == 0 and first else f"nvidia-smi failed: {first[0] if first else answer.returncode}"
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -6,7 +6,7 @@ exist beside inputs and results. Guaranteed: neither torch nor numpy is imported
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
@@ -76,8 +76,6 @@ class HeadBytes:
     """Bytes of the head's temporaries, without its inputs and their gradients."""
 
     largest: int  # the largest tensor, forward or backward
-    entropy: int  # the largest tensor of the entropy
-    saved: int  # kept for the backward pass, beyond what log-probs with `recompute` keep
     peak: int  # most at one time; where torch reads capped logits, one more tensor of the same size
 
 
@@ -86,11 +84,16 @@ def head_bytes(
     itemsize: int = 2, device: str = "cuda", entropy: Entropy = "gradient",
 ) -> HeadBytes:  # fmt: skip
     """Bytes by formula, for a forward and a backward pass over `rows` trained rows."""
-    found = (fused_bytes if options.fused else plain_bytes)(rows, vocabulary, options, itemsize, device, entropy)
+    if options.fused:
+        found = fused_bytes(rows, vocabulary, options, itemsize, device, entropy)
+    else:
+        # In the backward pass of the log-probs: the logits, three tensors on the way to their gradient, and that of the entropy.
+        whole = max(4, itemsize) * vocabulary * rows
+        found = HeadBytes(largest=whole, peak=whole * (5 if entropy == "gradient" else 4))
     if device == "cuda" or itemsize >= 4:
         return found
     widened = 4 * vocabulary * width  # CPUs have no product with a float32 result: the weight is converted before it
-    return replace(found, largest=max(found.largest, widened), peak=found.peak + widened)
+    return HeadBytes(max(found.largest, widened), found.peak + widened)
 
 
 def fused_bytes(rows: int, vocabulary: int, options: HeadOptions, itemsize: int, device: str, entropy: Entropy) -> HeadBytes:
@@ -101,23 +104,9 @@ def fused_bytes(rows: int, vocabulary: int, options: HeadOptions, itemsize: int,
     of_gradient = itemsize * vocabulary * gradient
     beside = 0 if device == "cuda" else 2 * wide * logits  # the reference holds values and probabilities beside the logits
     largest = max(wide * (gradient if kept else forward), of_gradient)
-    return HeadBytes(
-        largest,
-        entropy=0 if entropy == "none" else largest,
-        saved=rows * ((wide if kept else 0) + (max(4, itemsize) if entropy == "gradient" else 0)),
-        peak=rows * wide + of_gradient + beside if kept else max(wide * forward, wide * logits + of_gradient + beside),
-    )
-
-
-def plain_bytes(rows: int, vocabulary: int, options: HeadOptions, itemsize: int, device: str, entropy: Entropy) -> HeadBytes:
-    wide, differentiable = max(4, itemsize) * vocabulary, entropy == "gradient"
-    return HeadBytes(
-        largest=wide * rows,
-        entropy=0 if entropy == "none" else wide * min(rows, options.entropy_chunk or rows),
-        saved=rows * (wide + max(4, itemsize)) if differentiable and not options.entropy_recompute else 0,
-        # In the backward pass of the log-probs: the logits, three tensors on the way to their gradient, and that of the entropy.
-        peak=wide * rows * (5 if differentiable else 4),
-    )
+    if kept:
+        return HeadBytes(largest, peak=rows * wide + of_gradient + beside)
+    return HeadBytes(largest, peak=max(wide * forward, wide * logits + of_gradient + beside))
 
 
 # ---- decoding --------------------------------------------------------------------------------------------------------------------------
@@ -151,9 +140,9 @@ def progress_bytes(rows: int) -> int:
 
 
 def sampling_bytes(rows: int, vocabulary: int) -> int:
-    """Bytes of `Workspace` (kernels/sampling.py)."""
+    """Bytes between the passes of `sample` (kernels/sampling.py) with top-k and top-p."""
     blocks = -(-vocabulary // SAMPLING_BLOCK)
-    return rows * (4 * 2 * blocks + 3 * 4 + CANDIDATES * (8 + 4) + blocks * CANDIDATES * (4 + 4))
+    return rows * (4 * 2 * blocks + 2 * 4 + CANDIDATES * (8 + 4) + blocks * CANDIDATES * (4 + 4))
 
 
 def trial_bytes(inner: int, outer: int, itemsize: int) -> int:

@@ -80,7 +80,7 @@ _PLANNED = (
         _COUNT,
         "weight bytes per GPU; number of replicas",
         "the smallest that fits: data parallel beats tensor parallel",
-        "ARR.rollout.tensor_model_parallel_size ARR.rollout.tensor_parallel_size | models.policy.tensor_model_parallel_size",
+        "ARR.rollout.tensor_{model_,}parallel_size | models.policy.tensor_model_parallel_size",
         "tensor_parallel_size is the guides' spelling; verl's key is tensor_model_parallel_size.",
     ),
     _planned(
@@ -96,11 +96,10 @@ _PLANNED = (
     ),
     _sequence_parallel(
         "train",
-        "ARR.actor.ULYSSES ARR.actor.fsdp_config.ULYSSES training.sequence_parallel training.ulysses_degree ulysses_degree "
-        "| models.policy_trainer.ULYSSES ULYSSES",
+        "ARR.actor.{,fsdp_config.}ULYSSES training.{sequence_parallel,ulysses_degree} ulysses_degree | {models.policy_trainer.,}ULYSSES",
         " training.sequence_parallel and ulysses_degree are one guide's spellings, not verl keys.",
     ),
-    _sequence_parallel("ref", "ARR.ref.ULYSSES ARR.ref.fsdp_config.ULYSSES | models.ref_policy.ULYSSES"),
+    _sequence_parallel("ref", "ARR.ref.{,fsdp_config.}ULYSSES | models.ref_policy.ULYSSES"),
     _sequence_parallel("critic", "critic.ULYSSES"),
     _sequence_parallel("reward_model", "reward_model.ULYSSES"),
     _planned(
@@ -117,7 +116,7 @@ _PLANNED = (
         "a table of Megatron settings",
         "step time",
         "measured",
-        "ARR.actor.megatron.override_transformer_config.*",
+        "MEGATRON.*",
         "For example apply_rope_fusion. ChatLearn takes these as Megatron arguments.",
     ),
     *_sharded("tensor_parallel", "tensor_model_parallel_size", "1 within what fits; within a node"),
@@ -243,26 +242,15 @@ def _index() -> dict[str, list[tuple[Knob, Source]]]:
 _BY_NAME = _index()
 
 
-def find_all(key: str) -> tuple[tuple[Knob, Source], ...]:
-    """Every knob that `key` names, with the system whose name it is; empty if none. More than one only for `SHARED` aliases."""
+def find(key: str) -> list[tuple[Knob, Source]]:
+    """Every knob that `key` names, with the system whose name it is; more than one only for `SHARED` aliases. The name may lack its
+    beginning (`rollout.n`), and one that a guide writes without a section (`use_liger_kernel`) may stand in any."""
     parts = key.split(".")
     below = (".".join(parts[:length]) + ".*" for length in range(len(parts) - 1, 0, -1))
-    known = next((name for name in (key, *below) if name in _BY_NAME), None)
-    return () if known is None or key.endswith(".*") else tuple(_BY_NAME[known])
-
-
-def find_by_end(key: str) -> tuple[tuple[Knob, Source], ...]:
-    """As `find_all`, for a name without its beginning (`rollout.n`), or one that a guide writes without a section (`use_liger_kernel`)."""
-    whole = [name for name in _BY_NAME if name.endswith(f".{key}")] if "." in key else []
-    last = key.rpartition(".")[2]
-    alone = _BY_NAME.get(last, []) if last not in SHARED else []
-    return tuple(_BY_NAME[whole[0]] if len(whole) == 1 else alone)
-
-
-def find(key: str) -> tuple[Knob, Source] | None:
-    """The knob that `key` names in our, verl's or ChatLearn's spelling; for a shared alias, the first in the ledger."""
-    found = find_all(key)
-    return found[0] if found else None
+    by_end = [name for name in _BY_NAME if name.endswith(f".{key}")] if "." in key else []
+    alone = [parts[-1]] if parts[-1] not in SHARED else []
+    known = (name for name in (key, *below, *(by_end if len(by_end) == 1 else []), *alone) if name in _BY_NAME)
+    return [] if key.endswith(".*") else _BY_NAME.get(next(known, ""), [])
 
 
 def translate(alias: str, value: Any) -> Any:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt import footprint
-from fulltilt.config import Config
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.records import UserError
-from fulltilt.shape import Recomputing, Shape
+from fulltilt.schema import Config
+from fulltilt.shape import Recompute, Shape
 from fulltilt.words import in_bytes, many
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
@@ -134,8 +134,8 @@ class RoleFacts:
         return head_bytes(tokens, self.shape.vocabulary, self.shape.width, options, itemsize=self.itemsize, entropy=entropy).peak
 
 
-def recomputing(keys: Mapping[str, Any]) -> Recomputing:
-    return Recomputing(keys["recompute"], keys.get("recompute_layers"), keys.get("recompute_method") == "uniform")
+def recomputing(keys: Mapping[str, Any]) -> Recompute:
+    return Recompute(keys["recompute"], keys.get("recompute_layers"), keys.get("recompute_method", "block"))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,6 @@ class RolePlan:
 @dataclass(frozen=True)
 class Plan:
     steps: int
-    samples_per_step: int
     updates_per_step: int
     budgets: Budgets
     roles: Mapping[str, RoleSettings]
@@ -204,8 +203,9 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
     check_context(config, facts.longest, facts.actor.shape.positions, rollout=facts.rollout)
-    if facts.rollout:
-        check_graphs(config, facts)
+    if facts.rollout and config.rollout.cuda_graphs is True and facts.not_captured is not None:
+        reason = f"no graph can hold the model: {facts.not_captured}"
+        raise UserError(f"rollout.cuda_graphs: true, but {reason}. Remove the key: decoding then runs without graphs")
     roles = plan_roles(config, facts, kept)
     memory = rollout_memory(config, facts, roles, samples)
     budgets = make_budgets(config, facts, roles, memory, samples)
@@ -216,7 +216,7 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
         check_cache(config, facts, memory, budgets.kv_blocks)
     steps = count_steps(config, facts.steps_per_epoch)
     words = (*in_words(config, facts, roles, memory, budgets, steps, samples), *changed)
-    return Plan(steps, samples, updates_per_step(config), budgets, roles.settings, words)
+    return Plan(steps, updates_per_step(config), budgets, roles.settings, words)
 
 
 # ---- the KV cache and budgets ----------------------------------------------------------------------------------------------------------
@@ -229,10 +229,6 @@ class RolloutMemory:
     free: int  # with models and optimizers in place
     decode: int  # that decoding takes beside the KV cache
     returning: int  # that comes back in other phases and is not counted as taken, where the cache stays
-
-    @property
-    def beside_cache(self) -> int:
-        return self.decode + self.returning
 
 
 def rollout_memory(config: Config, facts: Facts, roles: RolePlan, samples: int) -> RolloutMemory:
@@ -280,7 +276,7 @@ def keep_budgets(
     budgets = replace(budgets, kv_blocks=max(budgets.kv_blocks, blocks_per_sample(config, facts)))
     given = {config.rollout.kv_bytes, config.rollout.memory_fraction} - {"auto"}
     cache = cache_bytes(config, facts, budgets.kv_blocks)
-    if given or facts.device != "cuda" or cache + memory.beside_cache <= memory.free:
+    if given or facts.device != "cuda" or cache + memory.decode + memory.returning <= memory.free:
         return budgets, []
     words = (
         f"the KV cache of {in_bytes(cache)} that the run began with does not fit into the {in_bytes(memory.free)} that are free now: "
@@ -301,58 +297,40 @@ def updates_per_step(config: Config) -> int:
 def check_context(config: Config, longest_read: int, limit: int | None, *, rollout: bool, whose: str = "the model") -> None:
     """`longest_read`: tokens of the longest prompt, or of the longest row for SFT. `limit`: positions that the model, or another that reads
     whole samples, was made for."""
-    longest = longest_read + (longest_response(config) if rollout else 0)
+    response = longest_response(config) if rollout else 0
+    longest = longest_read + response
     if limit is None or longest <= limit:
         return
     made_for = f"{whose} was made for {limit} positions"
-    if rollout:
-        key = "rollout.max_new_tokens" if longest_response(config) == config.rollout.max_new_tokens else "eval.max_new_tokens"
-        raise UserError(
-            f"{key}: the longest prompt ({longest_read} tokens) with a response of {longest_response(config)} needs "
-            f"{longest}, {made_for}. {shorter(config, key, longest_read, limit)}"
-        )
-    raise UserError(
-        f"data.train: the longest row has {longest} tokens, {made_for}. Set data.max_tokens = {limit} to leave such rows "
-        "out, or shorten them"
-    )
-
-
-def shorter(config: Config, key: str, longest_prompt: int, limit: int) -> str:
-    """Which of prompt and response can give way, with the numbers."""
-    response, prompt = limit - longest_prompt, limit - longest_response(config)
-    ways = [
-        *([f"lower {key} to at most {response}"] if response > 0 else []),
-        *([f"set data.max_prompt_tokens = {prompt} to leave longer prompts out"] if prompt > 0 else []),
-    ]
-    text = ", or ".join(ways) or f"lower {key} below {limit} and leave long prompts out (data.max_prompt_tokens)"
-    return text[0].upper() + text[1:]
-
-
-def check_graphs(config: Config, facts: Facts) -> None:
-    if config.rollout.cuda_graphs is True and facts.not_captured is not None:
-        raise UserError(
-            f"rollout.cuda_graphs: true, but no graph can hold the model: {facts.not_captured}. Remove the key: decoding then runs "
-            "without graphs"
-        )
+    if not rollout:
+        remedy = f"Set data.max_tokens = {limit} to leave such rows out, or shorten them"
+        raise UserError(f"data.train: the longest row has {longest} tokens, {made_for}. {remedy}")
+    key = "rollout.max_new_tokens" if response == config.rollout.max_new_tokens else "eval.max_new_tokens"
+    ways = [f"lower {key} to at most {limit - longest_read}"] if limit > longest_read else []
+    ways += [f"set data.max_prompt_tokens = {limit - response} to leave longer prompts out"] if limit > response else []
+    remedy = ", or ".join(ways) or f"lower {key} below {limit} and leave long prompts out (data.max_prompt_tokens)"
+    needs = f"the longest prompt ({longest_read} tokens) with a response of {response} needs {longest}"
+    raise UserError(f"{key}: {needs}, {made_for}. {remedy[0].upper()}{remedy[1:]}")
 
 
 def check_cache(config: Config, facts: Facts, memory: RolloutMemory, blocks: int) -> None:
     """Refuse a KV cache whose size the user set and that does not fit. Not on a CPU: what is free there is a guess, and a block takes
     memory only once it is written."""
-    rollout = config.rollout
-    key = "rollout.kv_bytes" if rollout.kv_bytes != "auto" else "rollout.memory_fraction"
-    given = rollout.kv_bytes if rollout.kv_bytes != "auto" else rollout.memory_fraction
-    cache = cache_bytes(config, facts, blocks)
-    if facts.device != "cuda" or given == "auto" or cache + memory.decode <= memory.free:
-        return
-    raise UserError(
-        f"{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(memory.decode)} beside it, but "
-        f"{in_bytes(memory.free)} are free on this device. Lower it, or leave it out for auto"
-    )
+    key = "kv_bytes" if config.rollout.kv_bytes != "auto" else "memory_fraction"
+    given, cache = getattr(config.rollout, key), cache_bytes(config, facts, blocks)
+    if facts.device == "cuda" and given != "auto" and cache + memory.decode > memory.free:
+        raise UserError(
+            f"rollout.{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(memory.decode)} beside it, but "
+            f"{in_bytes(memory.free)} are free on this device. Lower it, or leave it out for auto"
+        )
 
 
 def cache_bytes(config: Config, facts: Facts, blocks: int) -> int:
     return blocks * config.rollout.block_tokens * facts.token_bytes
+
+
+def unless_auto(given: int | str, planned: int) -> int:
+    return planned if isinstance(given, str) else given
 
 
 def longest_response(config: Config) -> int:
@@ -377,39 +355,28 @@ def releases_memory(config: Config) -> bool:
 
 def most_seqs(config: Config, device: str, samples: int) -> int:
     """Samples decoded at once."""
-    return max(1, min(MOST_SEQS[device], samples)) if config.rollout.max_seqs == "auto" else config.rollout.max_seqs
+    return unless_auto(config.rollout.max_seqs, max(1, min(MOST_SEQS[device], samples)))
 
 
 def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemory, samples: int) -> Budgets:
-    rollout, actor = config.rollout, config.actor
-    token_budget = update_budget(config, facts.device, "actor", roles.budgets)
-    forward = 2 * token_budget if actor.forward_token_budget == "auto" else actor.forward_token_budget
+    token_budget, critic = (update_budget(config, facts.device, role, roles.budgets) for role in ("actor", "critic"))
+    forward = unless_auto(config.actor.forward_token_budget, 2 * token_budget)
     # Of models that need not be as small as the actor.
-    of_others = 2 * update_budget(config, facts.device, "actor", {}) if actor.forward_token_budget == "auto" else forward
-    of_ref = of_others if config.ref.path else forward
+    of_others = unless_auto(config.actor.forward_token_budget, 2 * update_budget(config, facts.device, "actor", {}))
     max_seqs = most_seqs(config, facts.device, samples if facts.rollout else 0)
-    critic = update_budget(config, facts.device, "critic", roles.budgets)
-    of_reward_model = config.reward_model.forward_token_budget
-    batched = max(BATCHED_TOKENS[facts.device], max_seqs) if rollout.max_batched_tokens == "auto" else rollout.max_batched_tokens
+    small = facts.device == "cpu" and facts.actor.parameter_bytes < ONE_THREAD_PARAMETERS * facts.actor.itemsize
     return Budgets(
-        threads=threads(config, facts),
+        threads=unless_auto(config.run.threads, 1 if small and not facts.threads_given else facts.cores),
         kv_blocks=kv_blocks(config, facts, memory, max_seqs) if facts.rollout else 0,
         max_seqs=max_seqs,
-        max_batched_tokens=batched,
+        max_batched_tokens=unless_auto(config.rollout.max_batched_tokens, max(BATCHED_TOKENS[facts.device], max_seqs)),
         token_budget=token_budget,
         forward_token_budget=forward,
-        ref_token_budget=of_ref if config.ref.forward_token_budget == "auto" else config.ref.forward_token_budget,
+        ref_token_budget=unless_auto(config.ref.forward_token_budget, of_others if config.ref.path else forward),
         critic_token_budget=critic,
-        critic_forward_token_budget=2 * critic if config.critic.forward_token_budget == "auto" else config.critic.forward_token_budget,
-        reward_model_token_budget=2 * of_others if of_reward_model == "auto" else of_reward_model,
+        critic_forward_token_budget=unless_auto(config.critic.forward_token_budget, 2 * critic),
+        reward_model_token_budget=unless_auto(config.reward_model.forward_token_budget, 2 * of_others),
     )
-
-
-def threads(config: Config, facts: Facts) -> int:
-    if config.run.threads != "auto":
-        return config.run.threads
-    small = facts.device == "cpu" and facts.actor.parameter_bytes < ONE_THREAD_PARAMETERS * facts.actor.itemsize
-    return 1 if small and not facts.threads_given else facts.cores
 
 
 def blocks_per_sample(config: Config, facts: Facts) -> int:
@@ -422,16 +389,17 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
     block_bytes = facts.token_bytes * rollout.block_tokens
     per_sample = blocks_per_sample(config, facts)
     if rollout.kv_bytes != "auto":
-        blocks, source = rollout.kv_bytes // block_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
+        available, source = rollout.kv_bytes, f"rollout.kv_bytes = {rollout.kv_bytes}"
     elif rollout.memory_fraction != "auto":
-        blocks = int(rollout.memory_fraction * memory.free) // block_bytes
+        available = int(rollout.memory_fraction * memory.free)
         source = f"rollout.memory_fraction = {rollout.memory_fraction} of {in_bytes(memory.free)} free"
     else:
-        share = KV_SHARE[facts.device] if releases_memory(config) else KEPT_SHARE[facts.device]
-        available = int(share * max(0, memory.free - memory.beside_cache))
-        # One more than a sample needs: newcomers wait until those that run have a block each to grow by.
-        blocks = min(available // block_bytes, (per_sample + 1) * max_seqs)
+        share = (KV_SHARE if releases_memory(config) else KEPT_SHARE)[facts.device]
+        # One block more than a sample needs: newcomers wait until those that run have a block each to grow by.
+        most = (per_sample + 1) * max_seqs * block_bytes
+        available = min(most, int(share * max(0, memory.free - memory.decode - memory.returning)))
         source = f"the {in_bytes(memory.free)} free on this device, {in_bytes(memory.decode)} of them for decoding,"
+    blocks = available // block_bytes
     if blocks < per_sample:
         raise UserError(
             f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
@@ -443,7 +411,17 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
 
 # ---- how roles run ---------------------------------------------------------------------------------------------------------------------
 
-OF_TRAIN = ("packing", "recompute", "offload_activations", "offload_params", "offload_optimizer")  # that the critic may have of its own
+# The keys of each role. A role's own section comes before [train], where it has the key and a value for it.
+OF_SCORING = ("packing", "offload_params")
+OF_LEARNING = (
+    *OF_SCORING, "recompute", "recompute_layers", "recompute_method", "offload_activations", "offload_optimizer", "offload_grads",
+)  # fmt: skip
+ROLE_KEYS = {
+    "actor": (*OF_LEARNING, "fused_head", "entropy_chunk", "entropy_recompute", "head_recompute"),
+    "critic": OF_LEARNING,
+    "ref": (*OF_SCORING, "fused_head", "entropy_chunk"),
+    "reward_model": OF_SCORING,
+}
 KEPT_AS = {"actor": "token_budget", "critic": "critic_token_budget"}  # roles that learn, and their budgets' names in a checkpoint
 OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offload_grads")
 
@@ -478,7 +456,7 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
     check_layers(facts, made)
     budgets: dict[str, int] = {}
     if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
-        made = decide_params(decide_states(made, facts), facts)
+        made = decide_offloads(made, facts)
         trained = [role for role, model in facts.roles.items() if model.trained]
         of_kept = {role: kept[key] for role, key in KEPT_AS.items() if kept and key in kept}
         by_auto = config.actor.token_budget == "auto"
@@ -487,58 +465,41 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
             made = decide_activations(config, made, facts, role, budgets)
         check_host(config, facts, made, budgets)
     settings = made.settings()
-    return RolePlan(settings, budgets, tuple(roles_in_words(facts, settings, made.reasons)))
+    words = (role_in_words(role, settings[role], made.reasons) for role in facts.roles)
+    return RolePlan(settings, budgets, tuple(text for text in words if text))
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
-    """The values that the user gave to the keys of a role, `auto` included; the critic and the reward model inherit from [train] what they
-    do not set themselves."""
-    train = config.train
-    if role == "reward_model":
-        packing = train.packing if config.reward_model.packing is None else config.reward_model.packing
-        return {"packing": packing, "offload_params": config.reward_model.offload_params}
-    if role == "ref":
-        head = {"fused_head": train.fused_head, "entropy_chunk": number(config.ref.entropy_chunk)}
-        return {"packing": train.packing, "offload_params": config.ref.offload_params, **head}
-    shared = {
-        **{key: getattr(train, key) for key in (*OF_TRAIN, "offload_grads", "recompute_method")},
-        "recompute_layers": number(train.recompute_layers),
-    }
-    if role == "critic":
-        shared |= {key: own for key in OF_TRAIN if (own := getattr(config.critic, key)) is not None}
-    if shared["recompute"] == "auto":  # the number of layers belongs to a recompute that is named, perhaps of another role
-        shared |= {"recompute_layers": None, "recompute_method": "block"}
-    if role == "critic":
-        return shared
-    head = {"entropy_chunk": number(train.entropy_chunk)}
-    return shared | head | {key: getattr(train, key) for key in ("fused_head", "entropy_recompute", "head_recompute")}
-
-
-def number(given: int | str) -> int | None:
-    return given if isinstance(given, int) else None
+    """The values that the user gave to the keys of a role, `auto` included."""
+    found: dict[str, Any] = {}
+    for key in ROLE_KEYS[role]:
+        own = getattr(getattr(config, role), key, None)
+        found[key] = getattr(config.train, key) if own is None else own
+        if key in ("recompute_layers", "entropy_chunk") and found[key] == "auto":
+            found[key] = None
+    if found.get("recompute") == "auto":  # the number of layers belongs to a recompute that is named, perhaps of another role
+        found |= {"recompute_layers": None, "recompute_method": "block"}
+    return found
 
 
 def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str | None) -> int:
     """Bytes of parameters, gradients and optimizers on the device while a role is updated; None: in a rollout."""
-    total = 0
-    for role, model in facts.roles.items():
-        away = {key: keys[role].get(key) is True for key in OFFLOADS}
-        total += model.parameter_bytes if role == (updated or "actor") or not away["offload_params"] else 0
-        total += model.gradient_bytes if role == updated or not away["offload_grads"] else 0
-        total += min(STREAMED, model.optimizer_bytes) if away["offload_optimizer"] else model.optimizer_bytes
-    return total
+    return sum(role_resident(keys, facts, role, updated) for role in facts.roles)
+
+
+def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str, updated: str | None) -> int:
+    model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
+    parameters = model.parameter_bytes if role == (updated or "actor") or "offload_params" not in away else 0
+    gradients = model.gradient_bytes if role == updated or "offload_grads" not in away else 0
+    return parameters + gradients + (min(STREAMED, model.optimizer_bytes) if "offload_optimizer" in away else model.optimizer_bytes)
 
 
 def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
     """The most bytes that a role brings to the device when its phase comes: parameters that were away, gradients that were not there."""
     if facts.device != "cuda" or not any(model.trained for model in facts.roles.values()):
         return 0
-    brought = (
-        (model.parameter_bytes if settings[role].offload_params and role != "actor" else 0)
-        + (model.gradient_bytes if settings[role].offload_grads else 0)
-        for role, model in facts.roles.items()
-    )
-    return max(brought, default=0)
+    keys = {role: vars(settings[role]) for role in facts.roles}
+    return max(role_resident(keys, facts, role, role) - role_resident(keys, facts, role, None) for role in facts.roles)
 
 
 def why_crowded(made: Decisions, facts: Facts) -> str | None:
@@ -549,19 +510,15 @@ def why_crowded(made: Decisions, facts: Facts) -> str | None:
     return f"parameters, gradients and optimizer would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
 
 
-def decide_states(made: Decisions, facts: Facts) -> Decisions:
-    """Optimizer states first: they are needed for the shortest time, and are the most."""
+def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
+    """Optimizer states leave first: they are needed for the shortest time, and are the most. Then the parameters of roles that wait, but
+    never the actor's: CUDA graphs would have to go for it."""
     why = why_crowded(made, facts)
     for role, model in facts.roles.items():
         if model.trained and why:
             made = made.decide(role, "offload_optimizer", True, why)
         if made.keys[role].get("offload_optimizer") is True:
             made = made.decide(role, "offload_grads", True, "with the optimizer")
-    return made
-
-
-def decide_params(made: Decisions, facts: Facts) -> Decisions:
-    """Then the parameters of roles that wait. Never the actor's: CUDA graphs would have to go for it."""
     for role in ("reward_model", "ref", "critic"):
         if role in facts.roles and (why := why_crowded(made, facts)):
             made = made.decide(role, "offload_params", True, why)
@@ -574,10 +531,6 @@ def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) ->
     return left if releases_memory(config) else int(left * (1 - KEPT_SHARE[facts.device]))
 
 
-def has_entropy_bonus(config: Config) -> bool:
-    return (config.algorithm.entropy_coef or 0) > 0
-
-
 def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> int:
     """Tokens of a role's micro-batch where the user gave no number: more for a small model, as long as they take only a part of the memory
     that is left, with everything kept for the backward pass that may be kept."""
@@ -587,7 +540,7 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
     all_kept = given["recompute"] in ("auto", "none")
     autos = {"recompute": "none", "offload_activations": False, "head_recompute": not all_kept}
     keys = {key: autos.get(key, value) if value == "auto" else value for key, value in given.items()}
-    most, bonus = ENLARGED * tokens, has_entropy_bonus(config)
+    most, bonus = ENLARGED * tokens, bool(config.algorithm.entropy_coef)
     available = BUDGET_SHARE * left_for_update(config, made, facts, role)
     while (
         tokens < most
@@ -601,7 +554,7 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
 def decide_activations(config: Config, made: Decisions, facts: Facts, role: str, budgets: Mapping[str, int]) -> Decisions:
     """The least recompute that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
     keys, model, tokens = made.keys[role], facts.roles[role], micro_batch_tokens(config, facts, role, budgets)
-    left, bonus = left_for_update(config, made, facts, role), has_entropy_bonus(config)
+    left, bonus = left_for_update(config, made, facts, role), bool(config.algorithm.entropy_coef)
     of_host = facts.host_bytes - sum(on_host(config, facts, made, budgets).values())
 
     def shortage(level: str, **other: Any) -> str | None:
@@ -639,12 +592,10 @@ def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping
 
 def update_budget(config: Config, device: str, role: str, budgets: Mapping[str, int]) -> int:
     """Tokens of a role's micro-batch in an update. The critic has no vocabulary head: twice the actor's, where that is given."""
-    of_actor, of_critic = config.actor.token_budget, config.critic.token_budget
+    given, usual = config.actor.token_budget, TOKEN_BUDGET[device]
     if role == "actor":
-        return budgets.get("actor", TOKEN_BUDGET[device]) if of_actor == "auto" else of_actor
-    if of_critic != "auto":
-        return of_critic
-    return budgets.get("critic", 2 * TOKEN_BUDGET[device]) if of_actor == "auto" else 2 * of_actor
+        return unless_auto(given, budgets.get("actor", usual))
+    return unless_auto(config.critic.token_budget, budgets.get("critic", 2 * usual) if given == "auto" else 2 * given)
 
 
 def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> dict[str, int]:
@@ -652,17 +603,13 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
     for role, model in facts.roles.items():
-        keys = made.keys[role]
-        decided = model.trained and keys["recompute"] != "auto"
-        counts = {
-            "optimizer": model.optimizer_bytes,
-            "parameters": model.parameter_bytes,
-            "activations": micro_batch_tokens(config, facts, role, budgets) * model.kept_bytes(keys) if decided else 0,
-        }
-        found |= {f"the {role}'s {kind}": counts[kind] for kind, key in kinds.items() if keys.get(key) is True and counts[kind]}
-    moves = any(keys.get(key) is True for keys in made.keys.values() for key in kinds.values())
-    weights = {"weights on their way into a checkpoint": facts.actor.parameter_bytes}
-    return found | (weights if moves and facts.actor.trained else {})
+        keys, counts = made.keys[role], {"optimizer": model.optimizer_bytes, "parameters": model.parameter_bytes}
+        if model.trained and keys["recompute"] != "auto":
+            counts["activations"] = micro_batch_tokens(config, facts, role, budgets) * model.kept_bytes(keys)
+        found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
+    if facts.actor.trained and any(keys.get(key) is True for keys in made.keys.values() for key in kinds.values()):
+        found["weights on their way into a checkpoint"] = facts.actor.parameter_bytes
+    return found
 
 
 def check_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str, int]) -> None:
@@ -690,16 +637,8 @@ def check_layers(facts: Facts, made: Decisions) -> None:
             )
 
 
-def roles_in_words(facts: Facts, settings: Mapping[str, RoleSettings], reasons: Mapping[tuple[str, str], str]) -> Iterator[str]:
-    for role in facts.roles:
-        differing = not_default(role, settings[role])
-        parts = [text + (f" (auto: {reasons[role, key]})" if (role, key) in reasons else "") for key, text in differing]
-        if parts:
-            yield f"{role}: {'; '.join(parts)}"
-
-
-def not_default(role: str, own: RoleSettings) -> Iterator[tuple[str, str]]:
-    """Each key of a role that differs from its default, and what it means in words."""
+def role_in_words(role: str, own: RoleSettings, reasons: Mapping[tuple[str, str], str]) -> str:
+    """Each key of a role that differs from its default, and why `auto` chose it; empty where none does."""
     of_layers = {"block": " of the first {}", "uniform": ", {} at a time"}[own.recompute_method]
     layers = of_layers.format(many(own.recompute_layers, "layer")) if own.recompute_layers else ""
     in_pieces = "log-probs" if role == "ref" else "log-probs and entropy" if own.fused_head else "entropy"
@@ -715,48 +654,40 @@ def not_default(role: str, own: RoleSettings) -> Iterator[tuple[str, str]]:
         "entropy_recompute": f"{'logits of all tokens' if own.fused_head else 'softmax'} kept for the entropy's gradient",
         "head_recompute": "logits kept until the backward pass",
     }
-    default = RoleSettings()
-    yield from ((key, text) for key, text in texts.items() if getattr(own, key) != getattr(default, key))
+    differing = {key: text for key, text in texts.items() if getattr(own, key) != getattr(RoleSettings(), key)}
+    why = {key: f" (auto: {reasons[role, key]})" for key in differing if (role, key) in reasons}
+    return f"{role}: {'; '.join(text + why.get(key, '') for key, text in differing.items())}" if differing else ""
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------------------------
 
 
 def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemory, budgets: Budgets, steps: int, samples: int) -> list[str]:
-    algorithm, updates = config.algorithm, many(updates_per_step(config), "optimizer step")
-    layers = [*roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
+    algorithm, actor = config.algorithm, config.actor
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
-    why_larger = why_enlarged(config, facts, budgets)
+    each, updates = f"{many(steps, 'step')} ({per_epoch}), each of", many(updates_per_step(config), "optimizer step")
+    layers = [*roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
+    enlarged = actor.token_budget == "auto" and actor.dynamic_batch and budgets.token_budget > TOKEN_BUDGET[facts.device]
+    why_larger = " (auto: with fewer tokens of so small a model the device would wait)" if enlarged else ""
     if not facts.rollout:
-        return [
-            f"{many(steps, 'step')} ({per_epoch}), each of {algorithm.prompts_per_step} rows, "
-            f"{updates}; micro-batches of at most {budgets.token_budget} tokens{why_larger}",
-            *layers,
-        ]
+        of_update = f"micro-batches of at most {budgets.token_budget} tokens{why_larger}"
+        return [f"{each} {algorithm.prompts_per_step} rows, {updates}; {of_update}", *layers]
     longest = facts.longest + config.rollout.max_new_tokens
-    alone = (
-        f"; a longer sample (up to {longest} tokens) runs alone" if config.actor.dynamic_batch and budgets.token_budget < longest else ""
-    )
+    alone = f"; a longer sample (up to {longest} tokens) runs alone" if actor.dynamic_batch and budgets.token_budget < longest else ""
+    cache = "the cache stays during the update (rollout.release_memory)"
+    if releases_memory(config):
+        cache = "the update gets the cache's memory"
+    prompts, of_each = many(algorithm.prompts_per_step, "prompt"), many(algorithm.samples_per_prompt, "sample")
     return [
-        f"{many(steps, 'step')} ({per_epoch}), each of {many(algorithm.prompts_per_step, 'prompt')} x "
-        f"{many(algorithm.samples_per_prompt, 'sample')} = {samples} samples, {updates}",
+        f"{each} {prompts} x {of_each} = {samples} samples, {updates}",
         f"rollout: KV cache of {in_bytes(cache_bytes(config, facts, budgets.kv_blocks))} for "
         f"{budgets.kv_blocks * config.rollout.block_tokens} tokens, at most "
-        f"{many(budgets.max_seqs, 'sample')} at once, {budgets.max_batched_tokens} tokens a pass; "
-        f"{cache_in_words(config)}; {graphs_in_words(config, facts, memory.decode, samples)}",
-        f"update: micro-batches of at most {micro(config.actor.micro_batch, budgets.token_budget)}{why_larger}; "
-        f"passes without gradient {micro(config.actor.micro_batch, budgets.forward_token_budget)}{alone}",
+        f"{many(budgets.max_seqs, 'sample')} at once, {budgets.max_batched_tokens} tokens a pass; {cache}; "
+        f"{graphs_in_words(config, facts, memory.decode, samples)}",
+        f"update: micro-batches of at most {micro(actor.micro_batch, budgets.token_budget)}{why_larger}; "
+        f"passes without gradient {micro(actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]
-
-
-def why_enlarged(config: Config, facts: Facts, budgets: Budgets) -> str:
-    enlarged = config.actor.token_budget == "auto" and budgets.token_budget > TOKEN_BUDGET[facts.device]
-    return " (auto: with fewer tokens of so small a model the device would wait)" if enlarged and config.actor.dynamic_batch else ""
-
-
-def cache_in_words(config: Config) -> str:
-    return "the update gets the cache's memory" if releases_memory(config) else "the cache stays during the update (rollout.release_memory)"
 
 
 def graphs_in_words(config: Config, facts: Facts, decode: int, samples: int) -> str:

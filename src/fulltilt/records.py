@@ -66,6 +66,7 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    place: int = 0  # index of the prompt in the call that sampled it
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
+from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
 from fulltilt.words import either, shortened
 
@@ -37,6 +38,11 @@ Count = Positive | Auto
 Switch = bool | Auto
 Recompute = Literal["auto", "none", "selective", "full"]
 KLEstimator = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+if TYPE_CHECKING:
+    AlgorithmName = str
+else:
+    AlgorithmName = Literal[tuple(PRESETS)]
 
 # Sections of the ledger.
 ROLLOUT = "Rollout"
@@ -53,12 +59,21 @@ REWARDS = (*sorted(file.stem for file in (Path(__file__).parent / "reward" / "ru
 
 @dataclass(frozen=True)
 class UsedIf:
-    """When a key has an effect: while `holds` is true of the values of the keys in `reads`. Setting it at other times is an error."""
+    """When a key has an effect: while `holds` is true of the values of the keys in `reads`. Setting it at other times is an error. A key of
+    [algorithm] that is left out has its preset's value."""
 
     reads: tuple[str, ...]  # a key without a dot is in the same section
     holds: Callable[..., bool]
-    remedy: str  # what to do other than remove the key
+    remedy: str  # what to do other than remove the key; `{section}` stands for the key's own
     required: bool = False  # where it has an effect, it must be set
+
+
+def when(key: str, *values: Any, required: bool = False) -> UsedIf:
+    """A key has an effect while another has one of these values; without values, while the other is above 0."""
+    choices = either([json.dumps(value) for value in values])
+    wanted = "above 0" if not values else f"= {choices}" if len(values) == 1 else f"to {choices}"
+    name = key if "." in key else f"{{section}}.{key}"
+    return UsedIf((key,), lambda seen: seen in values if values else bool(seen), f"set {name} {wanted}", required)
 
 
 @dataclass(frozen=True)
@@ -72,24 +87,36 @@ class KeyRow:
     section: str = ""  # section of the ledger
     elsewhere: str = ""  # names in verl and TRL of a key that is not a knob: the last part, or the last two
     spellings: Mapping[str, str] = field(default_factory=dict)  # verl's spellings of a value, which are accepted, and ours
-    used_if: UsedIf | tuple[UsedIf, ...] = ()  # all of them
+    used_if: tuple[UsedIf, ...] = ()  # all of them
     names: Literal["", "model", "adapter", "file", "data"] = ""  # what must exist where the value says
     free: bool = False  # may differ between a checkpoint and the run that resumes it
     note: str = ""  # as `Words.note`, where several keys share it
 
 
+PREFIXES = {"MEGATRON.": "ARR.actor.megatron.override_transformer_config.", "ARR.": "actor_rollout_ref."}
 MARKS: Mapping[str, Mapping[Any, Any]] = {"!": {True: False, False: True}, "~": {}}
 
 
+def expanded(name: str) -> list[str]:
+    """Names as a shell expands braces: `{actor,ref}.lr` is `actor.lr` and `ref.lr`."""
+    before, brace, rest = name.partition("{")
+    choices, _, after = rest.partition("}")
+    return [before + choice + end for choice in choices.split(",") for end in expanded(after)] if brace else [name]
+
+
 def row(default: Any = ..., changes: str = "", aliases: str = "", values: Mapping[str, Any] | None = None, **about: Any) -> Any:
-    """The field of a key. `aliases`: verl's names, and after a bar ChatLearn's; `ARR` stands for verl's `actor_rollout_ref`. A name
-    marked `!` has the opposite sense; the values of one marked `~` mean something else. `about`: attributes of `KeyRow`, or of `Field`."""
-    verl, _, chatlearn = aliases.replace("ARR.", "actor_rollout_ref.").partition("|")
-    marked = {name.lstrip("!~").rpartition(".")[2]: MARKS[name[0]] for name in aliases.split() if name[0] in MARKS}
+    """The field of a key. `aliases`: verl's names, and after a bar ChatLearn's, with braces and the short forms of `PREFIXES`. A name with
+    `!` has the opposite sense; the values of one with `~` mean something else. `about`: attributes of `KeyRow`, or of `Field`."""
+    for short, whole in PREFIXES.items():
+        aliases = aliases.replace(short, whole)
+    theirs, others = ([each for name in system.split() for each in expanded(name)] for system in f"{aliases}|".split("|")[:2])
+    marked = {name.lstrip("!~").rpartition(".")[2]: MARKS[name[0]] for name in theirs + others if name[0] in MARKS}
     own = {name: about.pop(name) for name in list(about) if name in KeyRow.__dataclass_fields__}
-    theirs, others = (tuple(name.lstrip("!~") for name in system.split()) for system in (verl, chatlearn))
-    whole: Any = KeyRow(changes, theirs, others, values={**marked, **(values or {})}, **own)
-    return Field(default, json_schema_extra={"row": whole}, **about)
+    if isinstance(used_if := own.get("used_if"), UsedIf):
+        own["used_if"] = (used_if,)
+    verl, chatlearn = (tuple(name.lstrip("!~") for name in names) for names in (theirs, others))
+    found: Any = KeyRow(changes, verl, chatlearn, values={**marked, **(values or {})}, **own)
+    return Field(default, json_schema_extra={"row": found}, **about)
 
 
 def row_of(key: FieldInfo) -> KeyRow:
@@ -100,7 +127,7 @@ def row_of(key: FieldInfo) -> KeyRow:
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False)
-    used_if: ClassVar[UsedIf | None] = None  # of all its keys, those that it reads excepted
+    used_if: ClassVar[tuple[UsedIf, ...]] = ()  # of all its keys, those that they read excepted
     free: ClassVar[bool] = False  # all its keys may differ when a run is resumed
 
     @field_validator("*", mode="before")
@@ -119,23 +146,24 @@ _training = partial(row, section=TRAINING)
 _PACKING_NOTE = "ChatLearn's packing sets two knobs here: packing and dynamic batch. Its guide says it is on by default; its code says off."
 _DYNAMIC_BATCH = "Fill micro-batches up to the token budget. Off: each has `micro_batch` samples."
 _MICRO_BATCH = "Samples per micro-batch. Left out: not used, since `dynamic_batch` is on."
+_PER_GPU = "Samples per GPU, used when dynamic_batch is off. verl's names without _per_gpu count over all GPUs and are deprecated."
 _dynamic_batch = partial(row, True, "micro-batches are filled by tokens, not by samples", section=BATCHES, description=_DYNAMIC_BATCH)
-_micro_batch = partial(
-    row,
-    None,
-    "samples of a micro-batch; micro-batch count",
-    section=BATCHES,
-    used_if=UsedIf(("dynamic_batch",), lambda dynamic: not dynamic, "set {section}.dynamic_batch = false", required=True),
-    description=_MICRO_BATCH,
-    note="Samples per GPU, used when dynamic_batch is off. verl's names without _per_gpu count over all GPUs and are deprecated.",
-)
+
+
+def _micro_batch(aliases: str, note: str = "") -> Any:
+    """verl's names without _per_gpu count over all GPUs."""
+    over_all: dict[str, Any] = {f"{way}micro_batch_size": {} for way in ("", "ppo_", "log_prob_", "forward_")}
+    about = {"used_if": when("dynamic_batch", False, required=True), "description": _MICRO_BATCH, "note": f"{_PER_GPU} {note}".strip()}
+    return row(None, "samples of a micro-batch; micro-batch count", aliases, over_all, section=BATCHES, **about)
+
+
 _token_budget = partial(
     row,
     "auto",
     "micro-batch count; peak memory",
     note="A hard cap on tokens per GPU; with sequence parallelism a micro-batch holds that many times the budget, as in verl.",
     section=BATCHES,
-    used_if=UsedIf(("dynamic_batch",), lambda dynamic: dynamic, "set {section}.dynamic_batch = true"),
+    used_if=when("dynamic_batch", True),
 )
 _packing = partial(_training, changes="pad tokens computed (0 when on)")
 _recompute = partial(_training, changes="saved activation bytes; time", free=True)
@@ -155,7 +183,9 @@ _kl_estimator = partial(
     note="verl's abs, full and straight-through variants (low_var_kl+, k3+) have no equivalent here.",
 )
 
-_if_scheduled = UsedIf(("schedule",), lambda schedule: schedule != "constant", 'set train.schedule to "linear" or "cosine"')
+_if_sampled = UsedIf(("algorithm.name",), lambda name: PRESETS[name].rollout, "choose an algorithm that samples responses and scores them")
+_if_supervised = UsedIf(("algorithm.name",), lambda name: not PRESETS[name].rollout, 'set algorithm.name = "sft": others read prompts only')
+_if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic is not None, 'set algorithm.name = "ppo", which has a critic')
 _if_recomputed = UsedIf(
     ("train.recompute", "critic.recompute"),
     lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
@@ -185,7 +215,7 @@ def _if_watched(rule: str) -> UsedIf:
     return UsedIf(("ignore",), lambda ignored: rule not in ignored, f'take "{rule}" out of health.ignore')
 
 
-def _if_sampled(key: str, neutral: float) -> UsedIf:
+def _if_not_greedy(key: str, neutral: float) -> UsedIf:
     return UsedIf(("temperature", key), lambda temperature, value: temperature > 0 or value == neutral, "set eval.temperature above 0")
 
 
@@ -214,16 +244,16 @@ class DataConfig(Section):
     """Validation data, in the same formats."""
     max_prompt_tokens: Positive = row(1024, elsewhere="max_prompt_length")
     """Prompts with more tokens than this are skipped; the number skipped is reported. Counted on the final token ids."""
-    max_tokens: Positive | None = None
+    max_tokens: Positive | None = row(None, used_if=_if_supervised)
     """SFT rows with more tokens than this, prompt and response together, are skipped; the number skipped is reported. Left out: a row may
     have as many tokens as the model has positions, and a longer one is an error."""
     prompt_key: str = "prompt"
     """Column with the prompt: a list of messages, or a string."""
-    response_key: str = "response"
+    response_key: str = row("response", used_if=_if_supervised)
     """Column with the response of an SFT row."""
-    messages_key: str = "messages"
+    messages_key: str = row("messages", used_if=_if_supervised)
     """Column with a whole conversation, for SFT rows that have no prompt and response."""
-    train_turns: Literal["all", "last"] = "all"
+    train_turns: Literal["all", "last"] = row("all", used_if=_if_supervised)
     """Which of the assistant's turns in a conversation SFT trains on."""
     apply_template: Literal["auto", "always", "never"] = "auto"
     """Put string prompts through the chat template as a user message. `auto`: messages always, strings never."""
@@ -236,18 +266,7 @@ class DataConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    name: Literal["grpo", "dr_grpo", "dapo", "ppo", "rloo", "reinforce++", "reinforce++_baseline", "remax", "gspo", "cispo", "sft"] = row(
-        "grpo",
-        elsewhere="adv_estimator",
-        spellings={
-            "gae": "ppo",
-            "drgrpo": "dr_grpo",
-            "grpo_vectorized": "grpo",
-            "rloo_vectorized": "rloo",
-            "reinforce_plus_plus": "reinforce++",
-            "reinforce_plus_plus_baseline": "reinforce++_baseline",
-        },
-    )
+    name: AlgorithmName = row("grpo", elsewhere="adv_estimator", spellings=VERL_NAMES)
     """The preset. Keys below that are left out take the preset's values. Note: verl's grpo_passk, opo, gpg, gdpo and
     optimal_token_baseline have no equivalent here."""
     prompts_per_step: Positive = _batch_number(
@@ -256,19 +275,17 @@ class AlgorithmConfig(Section):
     """Prompts per step, over all devices. For SFT: rows per step. Note: Counted in prompts, over all devices. ChatLearn counts samples:
     divide sample_per_episode by num_inference_per_prompt."""
     samples_per_prompt: Positive = _batch_number(
-        8,
-        aliases="ARR.rollout.n | runtime_args.num_inference_per_prompt models.policy.num_inference_per_prompt",
-        elsewhere="num_generations",
+        8, aliases="ARR.rollout.n | {runtime_args,models.policy}.num_inference_per_prompt", elsewhere="num_generations"
     )
     """Samples per prompt: the size of a group. SFT has none, and setting it there is an error."""
     minibatches_per_step: Positive = _batch_number(
-        1, aliases="~ARR.actor.ppo_mini_batch_size ~critic.ppo_mini_batch_size | ~runtime_args.train_global_batch_size"
+        1, aliases="~{ARR.actor,critic}.ppo_mini_batch_size | ~runtime_args.train_global_batch_size"
     )
     """Mini-batches, which are optimizer steps, per rollout and epoch. Note: A number of mini-batches, not their size:
     data.train_batch_size / ppo_mini_batch_size in verl, sample_per_episode / train_global_batch_size in ChatLearn. It works with any number
     of devices; nothing must divide evenly."""
     epochs: Positive = _batch_number(
-        1, aliases="ARR.actor.ppo_epochs critic.ppo_epochs | runtime_args.num_training_epoch", elsewhere="num_iterations"
+        1, aliases="{ARR.actor,critic}.ppo_epochs | runtime_args.num_training_epoch", elsewhere="num_iterations"
     )
     """Number of passes over the samples of a step."""
     clip_low: float | None = row(None, elsewhere="clip_ratio clip_ratio_low epsilon", ge=0, le=1)
@@ -279,23 +296,21 @@ class AlgorithmConfig(Section):
     """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). 0 switches it off."""
     kl_coef: float | None = row(None, elsewhere="beta kl_loss_coef use_kl_loss", ge=0)
     """Weight of the KL term against the reference role in the loss. 0: no such term."""
-    kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type")
+    kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type", used_if=when("kl_coef"))
     """Estimator of the KL term in the loss. k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
     reward_kl_coef: float | None = row(None, elsewhere="kl_ctrl.kl_coef use_kl_in_reward", ge=0)
     """Weight of the per-token KL penalty in the reward; the initial weight, if it is adaptive. 0: no penalty."""
-    reward_kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_penalty")
+    reward_kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_penalty", used_if=when("reward_kl_coef"))
     """Estimator of the KL penalty in the reward, as for `kl_estimator`."""
-    reward_kl_target: float | None = Field(default=None, gt=0)
+    reward_kl_target: float | None = row(None, used_if=when("reward_kl_coef"), gt=0)
     """Makes the penalty adaptive: its weight rises while the mean KL per token is above this, and falls while it is below."""
-    reward_kl_horizon: Positive | None = None
+    reward_kl_horizon: Positive | None = row(None, used_if=(when("reward_kl_coef"), when("reward_kl_target")))
     """How fast the weight adapts: the number of samples over which it can change by about a fifth of itself."""
     entropy_coef: float | None = row(None, elsewhere="entropy_coeff", ge=0)
     """Weight of the entropy bonus in the loss."""
-    aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] | None = row(
-        None, elsewhere="loss_agg_mode"
-    )
+    aggregation: Aggregation | None = row(None, elsewhere="loss_agg_mode")
     """How the per-token losses of a mini-batch become one number. `seq-mean-token-sum-norm` divides each sample's sum by `length_norm`."""
-    length_norm: Positive | None = None
+    length_norm: Positive | None = row(None, used_if=when("aggregation", NORMALISED_SUM))
     """Divisor of `seq-mean-token-sum-norm`. Left out: `rollout.max_new_tokens`."""
     normalize_by_std: bool | None = row(None, elsewhere="scale_rewards")
     """Divide a group's advantages by the standard deviation of its rewards."""
@@ -311,13 +326,13 @@ class AlgorithmConfig(Section):
     """Number of steps at the start of the run in which only the critic is updated."""
     dynamic_sampling: bool | None = row(None, elsewhere="filter_groups")
     """Leave out groups whose rewards are all equal, and keep sampling until the step is full; surplus groups are used in the next step."""
-    prompts_per_round: Positive | None = _batch_number(None, aliases="data.gen_batch_size")
+    prompts_per_round: Positive | None = _batch_number(None, aliases="data.gen_batch_size", used_if=when("dynamic_sampling", True))
     """Prompts sampled at a time under dynamic sampling. Left out: `prompts_per_step`."""
-    max_rounds: Positive | None = None
+    max_rounds: Positive | None = row(None, used_if=when("dynamic_sampling", True))
     """Largest number of sampling rounds in a step; after that the step uses the groups it has."""
     overlong_buffer: NotNegative | None = None
     """Responses that end within this many tokens of `rollout.max_new_tokens` are penalised, more so the longer they are. 0: no penalty."""
-    overlong_penalty: float | None = Field(default=None, gt=0)
+    overlong_penalty: float | None = row(None, used_if=when("overlong_buffer"), gt=0)
     """Penalty, taken off the reward, of a response of `rollout.max_new_tokens` tokens."""
     advantage: str | None = None
     """`FILE.py:NAME`: a function of your own in place of the preset's advantage (docs/algorithms.md)."""
@@ -328,6 +343,8 @@ class AlgorithmConfig(Section):
 
 
 class RolloutConfig(Section):
+    used_if = (_if_sampled,)
+
     max_new_tokens: Positive = row(256, elsewhere="max_completion_length max_response_length")
     """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, ge=0)
@@ -349,9 +366,7 @@ class RolloutConfig(Section):
     """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. `auto`: the memory measured free, less a
     reserve. Note: The same memory as rollout.memory_fraction, in bytes: set one of the two."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = _rollout(
-        "auto",
-        "KV blocks; most samples decoded at once",
-        "~ARR.rollout.gpu_memory_utilization | ~models.policy.gpu_memory_utilization",
+        "auto", "KV blocks; most samples decoded at once", "~ARR.rollout.gpu_memory_utilization | ~models.policy.gpu_memory_utilization"
     )
     """Share of the device memory free at start that becomes KV cache; on CUDA, a share that leaves too little for decoding is an error.
     Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve. Note: gpu_memory_utilization is a share of the GPU's
@@ -378,7 +393,7 @@ class RolloutConfig(Section):
     release_memory: Switch = _rollout(
         "auto",
         "bytes held by the engine during the update",
-        "ARR.rollout.free_cache_engine | ~free_gpu_memory ~models.policy.free_gpu_memory models.policy.free_gpu_memory.*",
+        "ARR.rollout.free_cache_engine | ~{,models.policy.}free_gpu_memory models.policy.free_gpu_memory.*",
     )
     """Free the KV cache between rollouts, for the update. Off: it is kept, and an automatic size is smaller. `auto`: on."""
     log_stats: bool = _rollout(
@@ -392,6 +407,8 @@ class RolloutConfig(Section):
 
 
 class RewardConfig(Section):
+    used_if = (_if_sampled,)
+
     function: str | dict[str, float] = row("gsm8k", elsewhere="custom_reward_function.name custom_reward_function.path reward_funcs")
     """A built-in reward (docs/rewards.md), such as `gsm8k` or `math`; `reward_model`; or `FILE.py:NAME` for your own, which scores one
     sample or a batch; verl's signature is accepted. A table of names and weights is their weighted sum:
@@ -406,7 +423,7 @@ class RewardConfig(Section):
     """Address space of one reward process; beyond it a call fails with MemoryError."""
     on_error: Literal["exclude", "score"] = "exclude"
     """A sample whose reward crashed or timed out: `exclude` leaves it out of batch and baseline, `score` gives it `error_score`."""
-    error_score: float = row(0.0, used_if=UsedIf(("on_error",), lambda on_error: on_error == "score", 'set reward.on_error = "score"'))
+    error_score: float = row(0.0, used_if=when("on_error", "score"))
     """The reward of a failed call under `on_error = "score"`."""
     args: dict[str, Any] = _calls_a_function({})
     """Extra keyword arguments of your own function."""
@@ -419,7 +436,7 @@ class TrainConfig(Section):
     """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the run's last step."""
     warmup_steps: NotNegative = 0
     """Optimizer steps over which the learning rate rises from 0."""
-    min_lr_ratio: float = row(0.0, used_if=_if_scheduled, ge=0, le=1)
+    min_lr_ratio: float = row(0.0, used_if=when("schedule", "linear", "cosine"), ge=0, le=1)
     """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
@@ -432,82 +449,67 @@ class TrainConfig(Section):
     fused_layers: Switch = _training(
         "auto",
         "kernels per layer; memory; never two owners of one forward",
-        "ARR.model.use_liger model.use_liger ARR.model.use_liger_kernel training.use_liger_kernel use_liger_kernel",
+        "{ARR.,}model.use_liger {ARR.model.,training.,}use_liger_kernel",
     )
     """Run each layer with few kernels: one matrix product for queries, keys and values, one for gate and up, and one kernel for each norm,
     rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
     family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
     our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
-    compile: Switch = _training(
-        "auto", "kernels per layer; step time", "ARR.actor.use_torch_compile ARR.actor.fsdp_config.use_torch_compile"
-    )
+    compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""
-    packing: bool = _packing(True, aliases="ARR.model.use_remove_padding | models.policy_trainer.packing packing")
+    packing: bool = _packing(True, aliases="ARR.model.use_remove_padding | {models.policy_trainer.,}packing")
     """Pack samples side by side, for the actor and the reference role. Off: each sample is padded to the longest of its micro-batch, and
     padding counts towards the token budget; this is to show what packing gains. Note: ChatLearn's packing sets two knobs here: packing and
     dynamic batch. Its guide says it is on by default; its code says off."""
     recompute: Recompute = _checkpointing(
         "auto",
-        aliases="ARR.model.enable_gradient_checkpointing ARR.actor.megatron.override_transformer_config.recompute_granularity "
-        "| models.policy_trainer.recompute_granularity",
+        aliases="ARR.model.enable_gradient_checkpointing MEGATRON.recompute_granularity | models.policy_trainer.recompute_granularity",
         elsewhere="gradient_checkpointing",
     )
     """Which activations are recomputed in the backward pass instead of being kept. "selective": all cheap ones, which are all but matrix
     products and attention. "full": whole layers. `auto`: the least with which a micro-batch is estimated to fit; none on CPU."""
-    recompute_layers: Count = _recompute(
-        "auto", aliases="ARR.actor.megatron.override_transformer_config.recompute_num_layers", used_if=_if_recomputed
-    )
+    recompute_layers: Count = _recompute("auto", aliases="MEGATRON.recompute_num_layers", used_if=_if_recomputed)
     """With `recompute_method` "block": recompute only the first N layers; the others keep all activations. With "uniform": recompute all
     layers in groups of N, keeping only the input of each group. For roles whose `recompute` is "selective" or "full". `auto`: all layers,
     one by one."""
     recompute_method: Literal["block", "uniform"] = _recompute(
         "block",
-        aliases="ARR.actor.megatron.override_transformer_config.recompute_method",
+        aliases="MEGATRON.recompute_method",
         used_if=(_if_recomputed, UsedIf(("recompute_layers",), lambda layers: layers != "auto", "set train.recompute_layers")),
     )
     """What `recompute_layers` counts, as in Megatron."""
     offload_activations: Switch = _activations("auto", aliases="ARR.model.enable_activation_offload")
     """Keep activations on the host until the backward pass, with `recompute` or alone. `auto`: on where recompute does not suffice."""
     offload_params: Switch = _offload(
-        "auto",
-        aliases="ARR.actor.fsdp_config.param_offload ARR.actor.megatron.param_offload "
-        "| free_gpu_memory.offload_weights models.policy_trainer.free_gpu_memory.offload_weights",
+        "auto", aliases="ARR.actor.{fsdp_config,megatron}.param_offload | {,models.policy_trainer.}free_gpu_memory.offload_weights"
     )
     """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs. `auto`: off, since CUDA graphs
     would have to be off. Note: On one device the actor's parameters leave only while another role works."""
     offload_optimizer: Switch = _offload(
         "auto",
-        aliases="ARR.actor.fsdp_config.optimizer_offload ARR.actor.megatron.optimizer_offload ARR.ref.megatron.optimizer_offload "
-        "| free_gpu_memory.offload_optimizer_states models.policy_trainer.free_gpu_memory.offload_optimizer_states",
+        aliases="ARR.{actor.fsdp_config,actor.megatron,ref.megatron}.optimizer_offload "
+        "| {,models.policy_trainer.}free_gpu_memory.offload_optimizer_states",
     )
     """Keep master weights and moments on the host; they pass through the device in pieces when the optimizer steps. `auto`: on where
     parameters, gradients and optimizer would leave less than a fifth of the device free. Note: The reference role has no optimizer: verl's
     key of that name there does nothing."""
     offload_grads: Switch = _offload(
-        "auto",
-        aliases="ARR.actor.megatron.grad_offload ARR.ref.megatron.grad_offload "
-        "| free_gpu_memory.free_grad_buffers models.policy_trainer.free_gpu_memory.free_grad_buffers",
+        "auto", aliases="ARR.{actor,ref}.megatron.grad_offload | {,models.policy_trainer.}free_gpu_memory.free_grad_buffers"
     )
     """Hold memory for gradients, of actor and critic, only from the first micro-batch of an optimizer step to its end. `auto`: as
     `offload_optimizer`. Note: verl reads grad_offload nowhere. Between updates gradients are zero, so they are not moved: their memory is
     freed."""
-    fused_head: bool = _training(
-        True, "largest temporary of the head", "ARR.model.use_fused_kernels ARR.model.fused_kernel_options.impl_backend"
-    )
+    fused_head: bool = _training(True, "largest temporary of the head", "ARR.model.{use_fused_kernels,fused_kernel_options.impl_backend}")
     """Compute log-probs and entropy, forward and backward, without holding the logits of a whole micro-batch. Off: with them, in
     float32. Note: There is one implementation for each device: fused_kernel_options.impl_backend has no counterpart."""
     entropy_chunk: Count = _training(
-        "auto",
-        "largest temporary of the entropy, on every path",
-        "~ARR.actor.entropy_from_logits_with_chunking ~ARR.actor.fsdp_config.entropy_from_logits_with_chunking",
+        "auto", "largest temporary of the entropy, on every path", "~ARR.actor.{,fsdp_config.}entropy_from_logits_with_chunking"
     )
     """Most tokens whose entropy is computed at a time; where the head is fused this holds for log-probs too, within a fixed memory limit.
     `auto`: as many tokens as a fixed memory limit allows; all where the head is not fused. Note: A number of tokens; verl's key is a
     switch."""
-    entropy_recompute: bool = _training(
-        True, "bytes saved for the entropy's backward", "ARR.actor.entropy_checkpointing ARR.actor.fsdp_config.entropy_checkpointing"
-    )
+    entropy_recompute: bool = _training(True, "bytes saved for the entropy's backward", "ARR.actor.{,fsdp_config.}entropy_checkpointing")
     """Recompute the entropy in the backward pass. Off: keep what its gradient needs, which is the softmax of all tokens, or their logits
     in float32 where the head is fused. For algorithms with an entropy bonus."""
     head_recompute: Switch = _training("auto", "bytes saved for the head's backward")
@@ -518,14 +520,13 @@ class TrainConfig(Section):
 
 class ActorConfig(Section):
     dynamic_batch: bool = _dynamic_batch(
-        aliases="ARR.actor.use_dynamic_bsz ARR.rollout.log_prob_use_dynamic_bsz ARR.actor.use_dynamic_batchsize "
-        "training.use_dynamic_batchsize use_dynamic_batchsize | models.policy_trainer.packing packing",
-        description=f"{_DYNAMIC_BATCH} Note: use_dynamic_batchsize is one guide's spelling; verl's key is use_dynamic_bsz. {_PACKING_NOTE}",
+        aliases="ARR.{actor.,rollout.log_prob_}use_dynamic_bsz {ARR.actor.,training.,}use_dynamic_batchsize "
+        "| {models.policy_trainer.,}packing",
+        note=f"use_dynamic_batchsize is one guide's spelling; verl's key is use_dynamic_bsz. {_PACKING_NOTE}",
     )
     micro_batch: Positive | None = _micro_batch(
-        aliases="ARR.actor.ppo_micro_batch_size_per_gpu ~ARR.actor.ppo_micro_batch_size ARR.rollout.log_prob_micro_batch_size_per_gpu "
-        "~ARR.rollout.log_prob_micro_batch_size | runtime_args.train_micro_batch_size models.policy_trainer.train_micro_batch_size "
-        "models.policy_trainer.generation_batch_size",
+        "ARR.{actor.ppo,rollout.log_prob}_micro_batch_size{_per_gpu,} | {runtime_args,models.policy_trainer}.train_micro_batch_size "
+        "models.policy_trainer.generation_batch_size"
     )
     token_budget: Count = _token_budget(
         aliases="ARR.actor.ppo_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing", elsewhere="per_device_train_batch_size"
@@ -540,33 +541,39 @@ class ActorConfig(Section):
 
 
 class RefConfig(Section):
+    used_if = (
+        _if_sampled,
+        UsedIf(
+            ("algorithm.kl_coef", "algorithm.reward_kl_coef"),
+            lambda *weights: any(weights),
+            "set algorithm.kl_coef or algorithm.reward_kl_coef above 0: without a KL there is no reference role",
+        ),
+    )
+
     path: str | None = row(None, names="model")
     """Model of the reference role. Left out: `model.path` as it was at the start of the run."""
     offload_params: Switch = _offload(
-        "auto",
-        aliases="ARR.ref.fsdp_config.param_offload ARR.ref.megatron.param_offload | models.ref_policy.free_gpu_memory.offload_weights",
+        "auto", aliases="ARR.ref.{fsdp_config,megatron}.param_offload | models.ref_policy.free_gpu_memory.offload_weights"
     )
     """Keep the reference role's parameters on the host while another role works. `auto`: on where the parameters and gradients of all
     roles would leave less than a fifth of the device free."""
     entropy_chunk: Count = _training(
         "auto",
         "largest temporary of the head",
-        "~ARR.ref.entropy_from_logits_with_chunking ~ARR.ref.fsdp_config.entropy_from_logits_with_chunking",
+        "~ARR.ref.{,fsdp_config.}entropy_from_logits_with_chunking",
         used_if=UsedIf(("train.fused_head",), lambda fused: fused, "set train.fused_head = true: the reference role computes no entropy"),
     )
     """Most tokens whose log-probs are computed at a time. The reference role computes no entropy. `auto`: as many tokens as a fixed memory
     limit allows. Note: A number of tokens; verl's key is a switch."""
-    dynamic_batch: bool = _dynamic_batch(
-        aliases="ARR.ref.log_prob_use_dynamic_bsz | models.ref_policy.packing", description=f"{_DYNAMIC_BATCH} Note: {_PACKING_NOTE}"
-    )
-    micro_batch: Positive | None = _micro_batch(
-        aliases="ARR.ref.log_prob_micro_batch_size_per_gpu ~ARR.ref.log_prob_micro_batch_size | models.ref_policy.generation_batch_size"
-    )
+    dynamic_batch: bool = _dynamic_batch(aliases="ARR.ref.log_prob_use_dynamic_bsz | models.ref_policy.packing", note=_PACKING_NOTE)
+    micro_batch: Positive | None = _micro_batch("ARR.ref.log_prob_micro_batch_size{_per_gpu,} | models.ref_policy.generation_batch_size")
     forward_token_budget: Count = _token_budget(aliases="ARR.ref.log_prob_max_token_len_per_gpu | models.ref_policy.max_token_in_packing")
     """Most tokens in a micro-batch. `auto`: the actor's; with a `path` of its own, not enlarged for a small actor."""
 
 
 class CriticConfig(Section):
+    used_if = (_if_critic,)
+
     path: str | None = row(None, names="model")
     """Model that the critic starts from: a language model (gets a value head) or reward model (keeps its head). Left out: `model.path`."""
     lr: float = Field(default=1e-5, gt=0)
@@ -583,9 +590,8 @@ class CriticConfig(Section):
     """As `train.offload_optimizer`. Left out: as in `[train]`."""
     dynamic_batch: bool = _dynamic_batch(aliases="critic.use_dynamic_bsz")
     micro_batch: Positive | None = _micro_batch(
-        aliases="critic.ppo_micro_batch_size_per_gpu ~critic.ppo_micro_batch_size critic.forward_micro_batch_size_per_gpu "
-        "~critic.forward_micro_batch_size",
-        description=f"{_MICRO_BATCH} Note: The guide lists critic.forward_micro_batch_size_per_gpu as a cap on tokens; it counts samples.",
+        "critic.{ppo,forward}_micro_batch_size{_per_gpu,}",
+        "The guide lists critic.forward_micro_batch_size_per_gpu as a cap on tokens; it counts samples.",
     )
     token_budget: Count = _token_budget(aliases="critic.ppo_max_token_len_per_gpu")
     """Most tokens in a micro-batch of an update. `auto`: twice the actor's where that is a number, since there is no vocabulary head; else
@@ -595,7 +601,7 @@ class CriticConfig(Section):
 
 
 class RewardModelConfig(Section):
-    used_if = _if_scored_by_model
+    used_if = (_if_sampled, _if_scored_by_model)
 
     path: str | None = row(None, names="model", used_if=replace(_if_scored_by_model, required=True))
     """Folder or hub name of a sequence classification model with one label; its own tokenizer and chat template are used."""
@@ -607,16 +613,15 @@ class RewardModelConfig(Section):
     """Keep the reward model's parameters on the host while another role works. `auto`: as for the reference role."""
     dynamic_batch: bool = _dynamic_batch(aliases="reward_model.use_dynamic_bsz")
     micro_batch: Positive | None = _micro_batch(
-        aliases="reward_model.micro_batch_size_per_gpu ~reward_model.micro_batch_size reward_model.forward_micro_batch_size_per_gpu "
-        "| models.reward.generation_batch_size",
-        description=f"{_MICRO_BATCH} Note: forward_micro_batch_size_per_gpu is the guide's spelling of micro_batch_size_per_gpu.",
+        "reward_model.micro_batch_size{_per_gpu,} reward_model.forward_micro_batch_size_per_gpu | models.reward.generation_batch_size",
+        "forward_micro_batch_size_per_gpu is the guide's spelling of micro_batch_size_per_gpu.",
     )
     forward_token_budget: Count = _token_budget(aliases="reward_model.forward_max_token_len_per_gpu | models.reward.max_token_in_packing")
     """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, as there is no vocabulary head; no more for a small actor."""
 
 
 class LoraConfig(Section):
-    used_if = UsedIf(("rank",), lambda rank: rank > 0, "set lora.rank, for example to 16")
+    used_if = (UsedIf(("rank",), lambda rank: rank > 0, "set lora.rank, for example to 16"),)
 
     rank: NotNegative = 0
     """Rank of the adapters. 0: no adapters, all parameters are trained."""
@@ -628,23 +633,23 @@ class LoraConfig(Section):
     """Parameters that are not layers of their own, such as stacked experts, by the ends of their names (`mlp.experts.gate_up_proj`)."""
     path: str | None = row(None, names="adapter")
     """Folder of an adapter to start from, as peft saves it."""
-    critic: bool = True
+    critic: bool = row(True, used_if=_if_critic)
     """Train the critic through adapters too (and its head)."""
     export: Literal["adapter", "merged"] = row("adapter", free=True)
     """What a checkpoint's `model/` holds: the adapter, which peft loads, or the whole model with the adapter merged in."""
 
 
 class EvalConfig(Section):
-    used_if = UsedIf(("data.val",), lambda val: val is not None, "set data.val")
+    used_if = (_if_sampled, UsedIf(("data.val",), lambda val: val is not None, "set data.val"))
     free = True
 
-    samples_per_prompt: Positive = row(1, used_if=_if_sampled("samples_per_prompt", 1))
+    samples_per_prompt: Positive = row(1, used_if=_if_not_greedy("samples_per_prompt", 1))
     """Samples of each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of validation: from 0.0001 to 10000, or 0, which is greedy."""
-    top_p: float = row(1.0, used_if=_if_sampled("top_p", 1), gt=0, le=1)
+    top_p: float = row(1.0, used_if=_if_not_greedy("top_p", 1), gt=0, le=1)
     """Nucleus sampling of validation."""
-    top_k: NotNegative = row(0, used_if=_if_sampled("top_k", 0))
+    top_k: NotNegative = row(0, used_if=_if_not_greedy("top_k", 0))
     """Top-k sampling of validation; 0: all tokens."""
     max_new_tokens: Positive | None = None
     """Largest number of tokens in a validation response. Left out: `rollout.max_new_tokens`."""
@@ -660,21 +665,21 @@ HealthRule = Literal[
 class HealthConfig(Section):
     free = True
 
-    patience: Positive = row(10, used_if=UsedIf(("stop",), lambda stop: stop, "set health.stop = true"))
+    patience: Positive = row(10, used_if=when("stop", True))
     """A rule that holds for this many steps in a row stops the run. It warns at the first."""
     stop: bool = True
     """Stop an unhealthy run. Off: only warn."""
     ignore: list[HealthRule] = Field(default_factory=list)
     """Rules that are not checked."""
-    entropy_floor: float = row(0.005, used_if=_if_watched("entropy-collapse"), ge=0)
+    entropy_floor: float = row(0.005, used_if=(_if_sampled, _if_watched("entropy-collapse")), ge=0)
     """`entropy-collapse`: `rollout/entropy` is below this, in nats per token."""
     max_entropy_rise: float = row(4.0, used_if=_if_watched("entropy-explosion"), gt=1)
     """`entropy-explosion`: `rollout/entropy` is above this many times that of the run's first step, and above 1 nat per token."""
-    max_clip_ratio: float = row(0.99, used_if=_if_watched("all-clipped"), ge=0, le=1)
+    max_clip_ratio: float = row(0.99, used_if=(_if_sampled, _if_watched("all-clipped")), ge=0, le=1)
     """`all-clipped`: a larger share of responses than this is cut at `rollout.max_new_tokens`."""
-    max_reward_errors: float = row(0.5, used_if=_if_watched("reward-errors"), ge=0, le=1)
+    max_reward_errors: float = row(0.5, used_if=(_if_sampled, _if_watched("reward-errors")), ge=0, le=1)
     """`reward-errors`: the reward failed for a larger share of samples than this."""
-    max_logprob_gap: float = row(0.05, used_if=_if_watched("logprob-gap"), gt=0)
+    max_logprob_gap: float = row(0.05, used_if=(_if_sampled, _if_watched("logprob-gap")), gt=0)
     """`logprob-gap`: rollout and trainer log-probs differ by more, mean absolute. bfloat16 alone gives 0.025 (SmolLM2-135M, CPU)."""
 
 
@@ -722,7 +727,7 @@ class RunConfig(Section):
     else one for models under 30 million parameters, and one per core for larger ones."""
     deterministic: bool = False
     """Use only deterministic kernels on CUDA, so that a resumed run is bit-equal there too. On CPU it always is."""
-    save_rollouts: Positive = row(16, free=True)
+    save_rollouts: Positive = row(16, free=True, used_if=_if_sampled)
     """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
 
 
@@ -761,6 +766,15 @@ def sections() -> dict[str, type[Section]]:
 def keys() -> dict[str, FieldInfo]:
     """Every dotted key of a configuration, in the order of the schema."""
     return {f"{section}.{key}": field for section, schema in sections().items() for key, field in schema.model_fields.items()}
+
+
+@cache
+def conditions(key: str) -> tuple[UsedIf, ...]:
+    """All that must hold for a key to have an effect: what its section says, then its own row. They read keys by their full names."""
+    section, _, name = key.partition(".")
+    shared = (each for each in sections()[section].used_if if name not in each.reads)
+    found = (*shared, *row_of(keys()[key]).used_if)
+    return tuple(replace(each, reads=tuple(read if "." in read else f"{section}.{read}" for read in each.reads)) for each in found)
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 from fulltilt.records import UserError
 
-Recomputed = Literal["none", "selective", "full"]
 Kind = Literal["embedding", "attention", "mlp", "norms", "head"]
 
 
@@ -105,13 +104,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-# All that is read of a configuration, for who has it as an object.
-KEYS = (
-    *NEEDED, "model_type", "num_key_value_heads", "head_dim", "intermediate_size", "tie_word_embeddings", "max_position_embeddings",
-    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size",
-    "mlp_only_layers", "decoder_sparse_step", "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "attention_bias",
-    "qkv_bias", "mlp_bias",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,18 +135,18 @@ class DecoderLayer:
 
 
 @dataclass(frozen=True)
-class Recomputing:
-    """Which layers are computed again in the backward pass, and how much of them is kept."""
+class Recompute:
+    """Which layers are computed again in the backward pass, and how much of them is kept (memory/recompute.py)."""
 
-    kind: Recomputed = "none"
-    layers: int | None = None  # block: only the first so many; uniform: so many at a time. None: all, each by itself
-    uniform: bool = False
+    kind: Literal["none", "selective", "full"] = "none"
+    layers: int | None = None  # block: number of first layers; uniform: layers per unit. None: all layers, one by one
+    method: Literal["block", "uniform"] = "block"
 
     def units(self, count: int) -> list[range]:
-        """Layers that are computed again together."""
+        """Which of a model's `count` layers are computed again together."""
         if self.kind == "none":
             return []
-        size, stop = (self.layers or 1, count) if self.uniform else (1, self.layers or count)
+        size, stop = (self.layers or 1, count) if self.method == "uniform" else (1, self.layers or count)
         return [range(first, min(first + size, count)) for first in range(0, stop, size)]
 
 
@@ -222,12 +214,13 @@ class Shape:
 
     def lora_parameters(self, rank: int, targets: Iterable[str] | Literal["all-linear"], stacked: Iterable[str] = ()) -> int:
         """Numbers that adapters train. `targets`: ends of the names of linear layers; `stacked`: ends of those of stacked experts."""
-        linear = ("",) if targets == "all-linear" else tuple(targets)
+        linear = ("",) if targets == "all-linear" else tuple(f".{end}" for end in targets)
+        of_experts = tuple(f".{end}" for end in stacked)
         return sum(
             rank * (inner + outer) * copies
             for index, layer in enumerate(self.layers)
             for name, (inner, outer, copies) in self.products(layer).items()
-            if any(matches(f"model.layers.{index}.{name}", end) for end in (linear if copies == 1 else stacked))
+            if f".model.layers.{index}.{name}".endswith(linear if copies == 1 else of_experts)
         )
 
     def products(self, layer: DecoderLayer) -> dict[str, tuple[int, int, int]]:
@@ -272,7 +265,7 @@ class Shape:
     def kv_bytes_per_token(self, itemsize: int) -> int:
         return sum(2 * layer.keys * itemsize for layer in self.layers)
 
-    def kept_bytes(self, itemsize: int, *, fused: bool, recompute: Recomputing = Recomputing()) -> int:  # noqa: B008 (frozen)
+    def kept_bytes(self, itemsize: int, *, fused: bool, recompute: Recompute = Recompute()) -> int:  # noqa: B008 (frozen)
         """Bytes that a token of a micro-batch holds from the forward pass until its backward pass, the head's own temporaries aside."""
         units = recompute.units(len(self.layers))
         again = {index for unit in units for index in unit}
@@ -320,10 +313,6 @@ class Shape:
         experts = layer.experts
         shared = 2 * experts.shared_inner + self.width + 1 if experts.shared_inner else 0
         return found + itemsize * (experts.active * (2 * experts.inner + self.width) + experts.count + shared)
-
-
-def matches(name: str, end: str) -> bool:
-    return not end or name == end or name.endswith(f".{end}")
 
 
 def with_config(family: ModelFamily, config: Mapping[str, Any]) -> ModelFamily:

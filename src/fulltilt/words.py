@@ -1,4 +1,4 @@
-"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts.
+"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts, errors.
 
 Numbers and names enter, phrases leave. Imports nothing, so that every room may use it.
 """
@@ -32,10 +32,15 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+
+
 def in_bytes(count: float) -> str:
     """Example: `512 B`, `1.5 MiB`, `80.0 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
-    return f"{count:.1f} GiB"
+    return f"{count:.1f} TiB"

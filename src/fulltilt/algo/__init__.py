@@ -1,1 +1,1 @@
-"""Algorithms: how rewards become per-token numbers, and how those become a loss. `presets.build` is the way in."""
+"""Algorithms: how rewards become per-token numbers, and how those become a loss. `build.build` is the way in."""

@@ -10,7 +10,7 @@ Where a row has `token_rewards` (a KL penalty per token), its reward is their su
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import fsum, sqrt
 from typing import Any
@@ -33,12 +33,12 @@ def group_relative(rows: Sequence[Row], normalize_by_std: bool) -> list[Row]:
 
     Example: rewards [1, 0, 5], groups [3, 3, 8], not normalised -> [0.5, -0.5, 0]
     """
-    rewards, advantages = totals(rows), np.zeros(len(rows))
-    for members in _groups(rows):
-        centred = _centred(rewards[members])
-        scale = sqrt(fsum((centred**2).tolist()) / (len(members) - 1)) + STD_FLOOR if normalize_by_std and len(members) > 1 else 1.0
-        advantages[members] = centred / scale
-    return spread(advantages, rows)
+
+    def scaled(centred: np.ndarray) -> np.ndarray:
+        others = len(centred) - 1
+        return centred / (sqrt(fsum((centred**2).tolist()) / others) + STD_FLOOR) if normalize_by_std and others else centred
+
+    return per_token(rows, advantages=_in_groups(rows, scaled))
 
 
 def leave_one_out(rows: Sequence[Row]) -> list[Row]:
@@ -46,17 +46,12 @@ def leave_one_out(rows: Sequence[Row]) -> list[Row]:
 
     Example: rewards [1, 0, 0], one group -> [1, -0.5, -0.5]
     """
-    rewards, advantages = totals(rows), np.zeros(len(rows))
-    for members in _groups(rows):
-        advantages[members] = _centred(rewards[members]) * (len(members) / max(1, len(members) - 1))
-    return spread(advantages, rows)
+    return per_token(rows, advantages=_in_groups(rows, lambda centred: centred * (len(centred) / max(1, len(centred) - 1))))
 
 
 def group_mean_whitened(rows: Sequence[Row], whiten: bool) -> list[Row]:
     """Reward minus the mean of its group, then whitened over the trained tokens of the step (REINFORCE++ with baseline)."""
-    rewards, advantages = totals(rows), np.zeros(len(rows))
-    for members in _groups(rows):
-        advantages[members] = _centred(rewards[members])
+    advantages = _in_groups(rows, lambda centred: centred)
     tokens = [np.full(np.count_nonzero(row.mask), value) for value, row in zip(advantages, rows, strict=True)]
     return per_token(rows, advantages=whitened(tokens) if whiten else tokens)
 
@@ -67,7 +62,7 @@ def greedy_baseline(rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         assert row.baseline is not None, "a row without the reward of its prompt's greedy sample"
         baselines.append(row.baseline)
-    return spread(totals(rows) - np.array(baselines, dtype=np.float64), rows)
+    return per_token(rows, advantages=totals(rows) - np.array(baselines, dtype=np.float64))
 
 
 def no_advantage(rows: Sequence[Row]) -> list[Row]:
@@ -135,16 +130,8 @@ def token_rewards(row: Row) -> np.ndarray:
     return rewards
 
 
-def spread(row_advantages: np.ndarray, rows: Sequence[Row]) -> list[Row]:
-    """Gives every trained token of a row the row's number, and 0 to the rest."""
-    assert len(row_advantages) == len(rows), f"{len(row_advantages)} advantages for {len(rows)} rows"
-    return [
-        replace(row, advantages=np.where(row.mask, value, 0.0).astype(np.float32)) for value, row in zip(row_advantages, rows, strict=True)
-    ]
-
-
-def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray]) -> list[Row]:
-    """The rows with new fields, each filled from one number for each trained token."""
+def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray] | np.ndarray) -> list[Row]:
+    """The rows with new fields, each filled from one number for each trained token, or one for all of a row's; other tokens get 0."""
     filled = []
     for index, row in enumerate(rows):
         found: dict[str, Any] = {}
@@ -155,11 +142,14 @@ def per_token(rows: Sequence[Row], **fields: Sequence[np.ndarray]) -> list[Row]:
     return filled
 
 
-def _groups(rows: Sequence[Row]) -> Iterator[np.ndarray]:
-    """For each group, the indices of its rows."""
+def _in_groups(rows: Sequence[Row], advantages: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """One number for each row: what `advantages` makes of the rewards of a group, less their mean."""
+    rewards, found = totals(rows), np.zeros(len(rows))
     groups = np.array([row.group for row in rows], dtype=np.int64)
     order = np.argsort(groups, kind="stable")
-    yield from np.split(order, np.flatnonzero(np.diff(groups[order])) + 1) if len(rows) else ()
+    for members in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
+        found[members] = advantages(_centred(rewards[members]))
+    return found
 
 
 def _centred(numbers: np.ndarray) -> np.ndarray:

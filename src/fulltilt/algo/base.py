@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fulltilt.algo.shaping import Overlong, RewardKL
+from fulltilt.presets import Setting
 from fulltilt.records import LossParts, Row, TokenTerms, ValueTerms
 
-Setting = float | int | str | bool | None
 AdvantageFunction = Callable[[Sequence[Row]], list[Row]]
 LossFunction = Callable[[TokenTerms], LossParts]
 ValueLossFunction = Callable[[ValueTerms], LossParts]

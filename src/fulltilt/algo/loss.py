@@ -162,18 +162,13 @@ def over_fresh(numbers: Tensor, terms: TokenTerms) -> tuple[Tensor, Tensor]:
     return numbers.masked_fill(~fresh, 0.0).sum(), _count(fresh, numbers)
 
 
-@dataclass(frozen=True)
-class PolicyLossSettings:
-    kl_coef: float  # 0: off
-    kl: Callable[[Tensor, Tensor], Tensor]  # one of KL_ESTIMATORS
-    entropy_coef: float  # 0: off
-    importance_cap: float  # 0: off
-
-
-def policy_loss(terms: TokenTerms, surrogate: SurrogateFunction, settings: PolicyLossSettings) -> LossParts:
+def policy_loss(
+    terms: TokenTerms, surrogate: SurrogateFunction, kl_coef: float, kl_estimator: str, entropy_coef: float, importance_cap: float
+) -> LossParts:
     """Surrogate times the truncated importance weight, plus kl_coef times KL, minus entropy_coef times entropy.
 
-    The importance weight corrects only the surrogate: no other term estimates a policy gradient from the engine's tokens.
+    A coefficient or cap of 0 switches its part off. The importance weight corrects only the surrogate: no other term estimates a policy
+    gradient from the engine's tokens.
     """
     found = surrogate(terms)
     sums = {**found.sums, "actor/ppo_kl": -log_ratio(terms).detach().sum(), "actor/entropy": terms.entropy.detach().sum()}
@@ -181,22 +176,22 @@ def policy_loss(terms: TokenTerms, surrogate: SurrogateFunction, settings: Polic
     if terms.rollout_logprobs is not None:
         ratios["rollout_corr/logprob_abs_gap"] = over_fresh(engine_gap(terms).abs(), terms)
     policy = found.loss
-    if settings.importance_cap > 0:
+    if importance_cap > 0:
         assert policy.ndim, "a scalar cannot be weighted token by token"
         ratio = importance_ratio(terms)
-        policy = policy * ratio.clamp(max=settings.importance_cap)
+        policy = policy * ratio.clamp(max=importance_cap)
         # As in verl, before the truncation: after it the mean would not show how far engine and trainer differ.
         ratios["rollout_corr/rollout_is_mean"] = over_fresh(ratio, terms)
-        sums["rollout_corr/rollout_is_ratio_fraction_high"] = _count(ratio > settings.importance_cap, ratio)
+        sums["rollout_corr/rollout_is_ratio_fraction_high"] = _count(ratio > importance_cap, ratio)
     loss = (policy * terms.weights).sum() if policy.ndim else policy
     weighted = {"actor/pg_loss": loss.detach()}
-    if settings.kl_coef > 0:
+    if kl_coef > 0:
         assert terms.ref_logprobs is not None, "the KL term needs the reference's log-probs"
-        divergence = (settings.kl(terms.logprobs, terms.ref_logprobs) * terms.weights).sum()
-        loss = loss + settings.kl_coef * divergence
+        divergence = (KL_ESTIMATORS[kl_estimator](terms.logprobs, terms.ref_logprobs) * terms.weights).sum()
+        loss = loss + kl_coef * divergence
         weighted["actor/kl_loss"] = divergence.detach()
-    if settings.entropy_coef > 0:
-        loss = loss - settings.entropy_coef * (terms.entropy * terms.weights).sum()
+    if entropy_coef > 0:
+        loss = loss - entropy_coef * (terms.entropy * terms.weights).sum()
     return LossParts(loss, sums, weighted, ratios)
 
 

@@ -7,13 +7,13 @@ functions in float64 until the last rounding. Does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
+from fulltilt.algo.advantage import per_token
+from fulltilt.presets import LARGEST_ERROR
 from fulltilt.records import Row
-
-LARGEST_ERROR = 0.2  # bound on the KL's distance from its target, relative to the target
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,16 @@ class RewardKL:
 
     def penalise(self, rows: Sequence[Row], coef: float) -> tuple[list[Row], float]:
         """The rows with `token_rewards`, and the mean over samples of the mean KL per token."""
-        penalised, means = [], []
+        token_rewards, means = [], []
         for row in rows:
             assert row.old_logprobs is not None and row.ref_logprobs is not None, "the KL penalty needs old and reference log-probs"
             divergence = self.estimator(row.old_logprobs[row.mask].astype(np.float64), row.ref_logprobs[row.mask].astype(np.float64))
             rewards = -coef * divergence
             rewards[-1:] += row.reward
-            spread = np.zeros(row.tokens, dtype=np.float32)
-            spread[row.mask] = rewards
-            penalised.append(replace(row, token_rewards=spread))
+            token_rewards.append(rewards)
             if len(divergence):
                 means.append(float(divergence.mean()))
-        return penalised, float(np.mean(means)) if means else 0.0
+        return per_token(rows, token_rewards=token_rewards), float(np.mean(means)) if means else 0.0
 
     def next_coef(self, coef: float, mean_kl: float, samples: int) -> float:
         """The weight of the next step: a fifth up or down at most for every `horizon` samples (Ziegler et al., 2019)."""

@@ -27,23 +27,18 @@ PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values"
 
 @dataclass(frozen=True)
 class MicroSizing:
-    """How large a micro-batch may be, in tokens (dynamic) or in samples, and whether its rows are packed or padded."""
+    """How large a micro-batch may be, in tokens or in samples, and whether its rows are packed or padded."""
 
-    dynamic: bool
     token_budget: int  # pads included
-    micro_batch: int | None = None  # samples in each, when not dynamic
+    micro_batch: int | None = None  # samples in each, without regard to the token budget; None: dynamic, up to the budget
     packing: bool = True  # False: every row is padded to the longest of its micro-batch
-
-    def __post_init__(self) -> None:
-        assert self.dynamic or self.micro_batch, "without dynamic batching micro_batch must be given"
 
     def schedule(self, lengths: Sequence[int]) -> list[list[int]]:
         """Which rows go together, as batching/schedule.py guarantees; without packing every row counts with the tokens of the longest in
         its micro-batch."""
-        if self.dynamic:
-            return (fill if self.packing else fill_padded)(lengths, self.token_budget)
-        assert self.micro_batch is not None
-        return fixed(lengths, self.micro_batch, padded=not self.packing)
+        if self.micro_batch is not None:
+            return fixed(lengths, self.micro_batch, padded=not self.packing)
+        return (fill if self.packing else fill_padded)(lengths, self.token_budget)
 
 
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
@@ -152,7 +147,7 @@ def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Se
     `field` is one of PER_TOKEN_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """
     assert field in PER_TOKEN_FIELDS, f"a row has no per-token field {field}"
-    found: dict[int, np.ndarray] = {}
+    found: dict[int, Any] = {}
     for batch, numbers in zip(micro_batches, values, strict=True):
         assert len(numbers) == len(batch.trained), f"{len(numbers)} values for {len(batch.trained)} trained tokens"
         stream = np.zeros(len(batch.ids), dtype=np.float32)
@@ -162,5 +157,4 @@ def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Se
             start = batch.cu_seqlens[place]
             found[row] = stream[start : start + rows[row].tokens].copy()
     assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
-    arrays: list[dict[str, Any]] = [{field: found[index]} for index in range(len(rows))]
-    return [replace(row, **array) for row, array in zip(rows, arrays, strict=True)]
+    return [replace(row, **{field: found[index]}) for index, row in enumerate(rows)]

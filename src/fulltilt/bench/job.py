@@ -20,17 +20,17 @@ import torch
 
 from fulltilt import config as configuration
 from fulltilt import knobs
-from fulltilt.algo import presets
+from fulltilt.algo.build import build
 from fulltilt.bench import peers, roofline, shapes
 from fulltilt.bench.device import choose_device, device_name
 from fulltilt.bench.workload import Even, Requests, Workload, make_requests
 from fulltilt.cluster.assembly import open_device
 from fulltilt.cluster.checks import wrong_settings
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import load_prompts
 from fulltilt.model.load import load_tokenizer
 from fulltilt.records import Prompt, UserError
+from fulltilt.schema import Config, flatten
 
 # Keys that are no performance knobs and yet only decide how a run is executed.
 EXECUTION = ("model.dtype", "rollout.block_tokens", "run.threads", "run.deterministic")
@@ -97,7 +97,7 @@ class BenchJob:
     @property
     def given(self) -> dict[str, Any]:
         """The settings that were given, by key."""
-        values = configuration.flatten(self.config)
+        values = flatten(self.config)
         return {key: values[key] for key in (text.partition("=")[0].strip() for text in self.options.overrides)}
 
     @property
@@ -136,8 +136,8 @@ def resolve(
     (scratch / "reward.py").write_text(REWARD, encoding="utf-8")
     run = {"dir": str(scratch / "run"), "steps": len(requests), "seed": options.seed, "device": device.type}
     tables = run_tables(source, requests, scratch) | {"run": run}
-    config = configuration.parse(tables, options.overrides, "fulltilt bench", [presets.mistakes])
-    open_device(config, wrong_settings(config, presets.build(config), device.type))
+    config = configuration.parse(tables, options.overrides, "fulltilt bench")
+    open_device(config, wrong_settings(config, build(config), device.type))
     return BenchJob(options, device, config, source, count, scratch, requests)
 
 
@@ -175,7 +175,7 @@ def check_keys(overrides: Sequence[str], taken: Sequence[str]) -> None:
     for text in overrides:
         key, equals, _ = text.partition("=")
         known = knobs.find(key.strip())
-        name = known[0].name if known else key.strip()
+        name = known[0][0].name if known else key.strip()
         if name == "rollout.engine":
             raise UserError(f"{text}: this measures the native engine. Others are peers: --against hf, --against vllm")
         if not equals or not (known or name in EXECUTION or name in taken) or not name.startswith((*taken, *EXECUTION)):

@@ -23,17 +23,17 @@ from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt import loop
-from fulltilt.algo import presets
 from fulltilt.bench import peers, process, report
 from fulltilt.bench.device import choose_device, let_go
 from fulltilt.bench.job import BenchJob, BenchOptions, check_peers, run_batches
 from fulltilt.bench.report import OURS, Say, origin
 from fulltilt.bench.shapes import Source
-from fulltilt.config import Config
 from fulltilt.model.load import load_tokenizer, read_config
 from fulltilt.observe.console import Console
 from fulltilt.observe.plot import curve_of, trailing_means
+from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
+from fulltilt.schema import Config
 
 WINDOW = 10  # steps over which a reward is averaged, since one step's depends on its prompts
 HEAD = ["", "steps", "seconds", "until the first", "s a step", "reward", "accuracy", "setting"]
@@ -65,9 +65,9 @@ Found = dict[str, Any]  # one system: setting, steps, accuracy, start_seconds, e
 
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
-    config = configuration.load(options.run, options.overrides, extra_checks=[presets.mistakes])
+    config = configuration.load(options.run, options.overrides)
     name = config.algorithm.name
-    if not presets.PRESETS[name].rollout:
+    if not PRESETS[name].rollout:
         raise UserError(
             f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning"
         )
@@ -187,7 +187,7 @@ def evaluate_models(job: BenchJob, steps: Sequence[Mapping[str, Any]], say: Say)
 def accuracy_of(job: BenchJob, model: str) -> float:
     """As a run validates."""
     overrides = [*job.options.overrides, f"model.path={model}", f"run.dir={job.options.folder / 'evaluation'}"]
-    config = configuration.load(job.options.run, overrides, extra_checks=[presets.mistakes])
+    config = configuration.load(job.options.run, overrides)
     metrics = loop.evaluate(config, Console(quiet=True, stdout=sys.stderr, terminal=False), latest=False)
     let_go(job.device)
     return float(metrics[ACCURACY])

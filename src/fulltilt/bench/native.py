@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.bench import shapes
 from fulltilt.bench.device import kernels_of, synchronize
 from fulltilt.bench.job import BenchJob
@@ -127,7 +127,7 @@ class Native:
         block = self.limits.block_tokens
         blocks = -(-(context + BURST + 1) // block)
         engine.runner.acquire()
-        engine.decoder.use_cache(*engine.runner.caches)
+        engine.decoder.use_cache(engine.runner.keys, engine.runner.values)
         engine.decoder.reach(self.requests.positions)
         sampling = replace(self.sampling, max_new_tokens=context + BURST + 2)
         milliseconds, kernels = {}, {}
@@ -136,7 +136,7 @@ class Native:
                 break
             rows = [
                 DecodeRow(
-                    token=1, position=context, drawn=1, seed=np.uint64(row), blocks=list(range(row * blocks, (row + 1) * blocks)),
+                    token=1, position=context, drawn=1, seed=row, blocks=list(range(row * blocks, (row + 1) * blocks)),
                     forced=sampling.max_new_tokens,
                 )
                 for row in range(size)

@@ -129,7 +129,7 @@ class InProcess:
     def __init__(self, job: BenchJob, native: Native, say: Say) -> None:
         native.release()
         self.requests, self.device = job.requests[0], job.device
-        self.engine = HfEngine(shapes.theirs(job.source, job.device, job.dtype), NO_TEXT)
+        self.engine = HfEngine(shapes.theirs(job.source, job.device, job.dtype), NO_TEXT, frozenset(), len(self.requests.lengths))
         memory = job.kv_bytes or (int(KV_SHARE["cuda"] * free_bytes(job.device)) if job.device.type == "cuda" else None)
         self.trials: dict[HfSetting, float | str] = {}
         self._try_all(self.settings(native.kv_bytes_per_token, memory), say)
@@ -154,7 +154,7 @@ class InProcess:
         """Seconds for all requests, batch after batch."""
         if setting.threads:
             torch.set_num_threads(setting.threads)
-        self.engine.batch = setting.batch // requests.workload.samples
+        self.engine.max_seqs = setting.batch
         sampling = Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
         return generate_all(self.engine, requests, sampling, self.device)[0]
 

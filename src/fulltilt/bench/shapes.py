@@ -15,10 +15,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import ModelConfig
 from fulltilt.model import attention
 from fulltilt.model.load import choose_dtype, load_model
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 from fulltilt.shape import SHAPES as NAMED
 
 SHAPES = {name: shape for name, shape in NAMED.items() if shape["model_type"] == "qwen2"}  # those with published figures, and small

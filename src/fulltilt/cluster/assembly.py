@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.checks import (
     RunData,
     TextFacts,
@@ -35,7 +35,6 @@ from fulltilt.cluster.checks import (
 from fulltilt.cluster.loading import Fusing, Models, exporter, load_models, make_encoder
 from fulltilt.cluster.sizes import find_facts, forward_sizes, free_bytes, limits, update_sizes
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
-from fulltilt.config import Config, TrainConfig, uses_reward_model
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
@@ -43,7 +42,7 @@ from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
-from fulltilt.memory.recompute import Recompute, apply_recompute
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
@@ -59,9 +58,11 @@ from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
+from fulltilt.schema import Config, TrainConfig, uses_reward_model
+from fulltilt.shape import Recompute
 from fulltilt.train.checkpoint import Checkpoint
 from fulltilt.train.optim import Optimizer, restore_parameters
-from fulltilt.train.roles import Annotator, Critic, Policy, Scorer
+from fulltilt.train.roles import Critic, Policy, Role, Scorer
 from fulltilt.train.trainer import Trainer
 
 Pool = TypeVar("Pool", RewardPool, RewardPool | None)
@@ -219,7 +220,7 @@ def make_worker(
 class RolesMade:
     """Every role of a worker, with its optimizer or none."""
 
-    roles: Mapping[str, Annotator]
+    roles: Mapping[str, Role]
     learners: Mapping[str, Policy | Critic]
     residents: Residents
     offloads: tuple[ActivationOffload, ...] = ()  # of the roles that send activations to the host
@@ -234,7 +235,7 @@ class RolesMade:
     def optimizers(self) -> dict[str, Optimizer]:
         return {name: role.optimizer for name, role in self.learners.items() if role.optimizer}
 
-    def trainers(self, algorithm: Algorithm) -> dict[str, Trainer[Any]]:
+    def trainers(self, algorithm: Algorithm) -> dict[str, Trainer]:
         losses: dict[str, Any] = {"actor": algorithm.loss, "critic": algorithm.value_loss}
         return {name: Trainer(role, losses[name]) for name, role in self.learners.items()}
 
@@ -256,7 +257,7 @@ def make_roles(
 ) -> RolesMade:
     """`wanted`: the roles of a training run; none where nothing learns."""
     judge = models.own.get("reward_model")
-    judges: dict[str, Annotator] = {"reward_model": Scorer("reward_model", judge)} if isinstance(judge, ScalarModel) else {}
+    judges: dict[str, Role] = {"reward_model": Scorer("reward_model", judge)} if isinstance(judge, ScalarModel) else {}
     options, residents = head_options(settings["actor"]), Residents()
     if not wanted:
         return RolesMade({"actor": Policy("actor", models.actor, 1.0, options=options), **judges}, {}, residents)

@@ -13,17 +13,17 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.algo.presets import build
+from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
-from fulltilt.config import Config, uses_reward_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
-from fulltilt.memory.offload import why_not, why_not_params
+from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
 from fulltilt.records import UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.rollout.engine import engine_mistakes
+from fulltilt.schema import Config, uses_reward_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +122,8 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():
         for key in OFFLOADS:
-            if getattr(getattr(config, section), key, None) is not True:
-                continue
-            reason = why_not(device)
-            if key == "offload_params":
-                reason = why_not_params(role, device, alone=not others, shared=role == "ref" and shared)
-            if reason:
+            reason = why_not(key, role, device, alone=not others, shared=role == "ref" and shared)
+            if reason and getattr(getattr(config, section), key, None) is True:
                 yield f"{section}.{key}: true, but {reason}. Remove the key"
 
 
@@ -184,7 +180,7 @@ def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
 
 def check_sources(config: Config, sets: list[PromptSet]) -> None:
     """A reward for a data source that no row has is a misspelling: its rows would go to another function."""
-    seen = {prompt.data_source for prompts in sets for prompt in prompts.prompts}
+    seen = {prompt.data_source for prompts in sets for prompt in prompts.items}
     unknown = sorted(set(config.reward.sources) - seen)
     if sets and unknown:
         raise UserError(
@@ -194,7 +190,7 @@ def check_sources(config: Config, sets: list[PromptSet]) -> None:
 
 
 def check_template(config: Config, sets: list[PromptSet]) -> None:
-    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.prompts):
+    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.items):
         raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
 
 

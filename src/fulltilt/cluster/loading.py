@@ -14,17 +14,17 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fulltilt.config import Config, LoraConfig
 from fulltilt.data.prompts import PromptSet
 from fulltilt.kernels import dispatch
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
-from fulltilt.model.compiled import WrongCompile, compile_and_compare
-from fulltilt.model.fuse import WrongFusion, fuse_and_compare, saved_tensors
+from fulltilt.model.compiled import compile_and_compare
+from fulltilt.model.fuse import WrongLayers, fuse_and_compare, saved_tensors
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify, verify_body
 from fulltilt.records import UserError
 from fulltilt.reward.model import RewardEncoder
+from fulltilt.schema import Config, LoraConfig
 from fulltilt.train.checkpoint import Checkpoint
 
 
@@ -90,7 +90,7 @@ class Fusing:
             return
         try:
             self.found[role] = str(report := fuse_and_compare(model))
-        except WrongFusion as error:
+        except WrongLayers as error:
             self.found[role] = f"not fused: {error}"
             self._refuse(role, str(error))
         else:
@@ -101,7 +101,7 @@ class Fusing:
     def _compile(self, role: str, model: PreTrainedModel) -> None:
         try:
             self.found[role] = compile_and_compare(model)
-        except WrongCompile as error:
+        except WrongLayers as error:
             raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
 
     def _refuse(self, role: str, reason: str) -> None:
@@ -160,7 +160,7 @@ def make_encoder(config: Config, sets: list[PromptSet]) -> RewardEncoder:
     limit = load.context_limit(load.read_config(config.model, section.path, "reward_model.path"))
     encoder = RewardEncoder(tokenizer, limit)
     for data in sets:
-        encoder.check(data.prompts)
+        encoder.check(data.items)
     return encoder
 
 
@@ -208,6 +208,6 @@ def exporter(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokeni
     if not config.lora.rank:
         return lambda folder: load.export(model, tokenizer, folder, saved_tensors(model)), everything
     if config.lora.export == "merged":
-        return partial(lora.export_merged, model, tokenizer), everything
+        return lambda folder: load.export(model, tokenizer, folder, lora.merged_tensors(model)), everything
     trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     return partial(lora.export_adapter, model, tokenizer, base=config.model), trained

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Fusing, Models
-from fulltilt.config import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.experts import why_not_captured
@@ -26,7 +25,8 @@ from fulltilt.model.scalar import ScalarModel
 from fulltilt.plan import Budgets, Facts, RoleFacts, given_settings, longest_response, uses_graphs
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.shape import KEYS, Shape
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
+from fulltilt.shape import Shape
 
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
@@ -63,7 +63,8 @@ def role_facts(model: torch.nn.Module, *, learns: bool) -> RoleFacts:
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
     text, parameters = body.config.get_text_config(), list(model.parameters())
-    shape = Shape.from_config({key: getattr(text, key, None) for key in KEYS})
+    aliases = {name: getattr(text, name, None) for name in text.attribute_map}  # a few families have names of their own for usual sizes
+    shape = Shape.from_config(text.to_dict() | aliases)
     return RoleFacts(
         shape=shape if body is not model else replace(shape, vocabulary=len(Head.of(body).weight)),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),
@@ -91,7 +92,7 @@ def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
 
 def sizing(config: Config, role: str, budget: int) -> MicroSizing:
     section: ActorConfig | RefConfig | CriticConfig | RewardModelConfig = getattr(config, role)
-    return MicroSizing(section.dynamic_batch, budget, section.micro_batch, packing=given_settings(config, role)["packing"])
+    return MicroSizing(budget, section.micro_batch, packing=given_settings(config, role)["packing"])
 
 
 def limits(config: Config, budgets: Budgets, device: torch.device, longest_prompt: int) -> EngineLimits:

@@ -4,15 +4,15 @@ Enters: prompts, rows and names of roles, phases and steps. Leaves: groups, anno
 records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. On one
 device a call is a plain call in the same process and a row is its own handle, so that the same calls can later go to processes. What does
 not pickle stays on its side: callbacks (`report`, `say`) are the caller's and are given records or text, the function that `save` returns
-is the worker's, as is the stream of `weights`, which its engine reads. Groups come back with the caller's own prompts.
+is the worker's, as is the stream of `weights`, which its engine reads. A group says by its place which of the caller's prompts it is of.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, scatter
 from fulltilt.batching.schedule import split_minibatches
-from fulltilt.config import Config
 from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
@@ -30,8 +29,9 @@ from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserErro
 from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import write_trainer
-from fulltilt.train.roles import Annotator, Policy, annotate_all
+from fulltilt.train.roles import Policy, Role, annotate_all
 from fulltilt.train.trainer import Trainer
 
 Metrics = dict[str, float]
@@ -137,8 +137,8 @@ class Worker:
     config: Config
     algorithm: Algorithm
     plan: Plan
-    roles: Mapping[str, Annotator]
-    trainers: Mapping[str, Trainer[Any]]  # of the roles that learn
+    roles: Mapping[str, Role]
+    trainers: Mapping[str, Trainer]  # of the roles that learn
     engine: Engine | None  # None: nothing is sampled (SFT)
     residents: Residents
     account: Account
@@ -155,14 +155,16 @@ class Worker:
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
-        """One group for each prompt, each as soon as it is complete."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
+        """One group for each prompt, each as soon as it is complete. The KV cache is given back also where the caller stops early."""
         assert self.engine
         self.residents.need("actor")
-        yield from self.engine.generate(prompts, sampling, seed)
-        self.account.look()  # while the KV cache still exists
-        if releases_memory(self.config):
-            self.engine.release()
+        try:
+            yield from self.engine.generate(prompts, sampling, seed)
+            self.account.look()  # while the KV cache still exists
+        finally:
+            if releases_memory(self.config):
+                self.engine.release()
 
     def rollout_stats(self) -> EngineStats:
         """The engine's statistics of the last `generate`."""
@@ -278,9 +280,9 @@ class Worker:
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
         return write_trainer(folder, tensors, self.export, beside=beside)
 
-    @property
+    @cached_property
     def checkpoint_bytes(self) -> int:
-        return self.export_bytes + sum(tensor.numel() * tensor.element_size() for tensor in self._tensors().values())
+        return self.export_bytes + sum(tensor.nbytes for tensor in self._tensors().values())
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The states of the roles that learn, beside the exported model."""

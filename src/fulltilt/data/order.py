@@ -8,17 +8,17 @@ no batch is ever partial or spans two epochs.
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
+import json
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from fulltilt.records import UserError
+from fulltilt.records import Prompt, Row, UserError
 from fulltilt.words import many
 
-Item = TypeVar("Item")
+Item = TypeVar("Item", Prompt, Row)
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,18 @@ def epoch_order(size: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class InEpochs(ABC, Generic[Item]):
-    """A data set, in the order of its files, that is used in epochs of whole batches; with what was counted while it was read."""
+class InEpochs(Generic[Item]):
+    """A data set, in the order of its files, that is used in epochs of whole batches."""
 
     noun: ClassVar[str]  # what an item is called in messages, in the singular
 
     items: tuple[Item, ...]
-    rows_read: int  # from the files
-    too_long: int  # items left out
-    longest: int  # tokens of the longest item kept
     said: str = ""  # what was read and what was left out, in words
 
-    @staticmethod
-    @abstractmethod
-    def arrays(item: Item) -> tuple[np.ndarray, ...]:
-        """What the model reads of an item, arrays of one length: its ids and, where there is one, its mask."""
-
-    @staticmethod
-    def judged_by(item: Item) -> str:
-        """What a reward is given beside the text; empty where there is no reward."""
-        return ""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest item."""
+        return max(len(item.ids) for item in self.items)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -100,12 +92,15 @@ class InEpochs(ABC, Generic[Item]):
         """Tells one data set from another by its tokens, which of them are trained on, and what answers are judged by, in order."""
         found = hashlib.sha256()
         for item in self.items:
-            arrays = self.arrays(item)
-            found.update(len(arrays[0]).to_bytes(8, "little"))
-            for array in arrays:
-                found.update(np.ascontiguousarray(array).tobytes())
-            found.update(self.judged_by(item).encode("utf-8", "backslashreplace"))
+            found.update(len(item.ids).to_bytes(8, "little") + item.ids.tobytes() + _beside_tokens(item))
         return found.hexdigest()
+
+
+def _beside_tokens(item: Prompt | Row) -> bytes:
+    if isinstance(item, Row):
+        return item.mask.tobytes()
+    judged_by = [item.data_source, item.ground_truth, dict(item.extra_info)]
+    return json.dumps(judged_by, sort_keys=True, default=str).encode("utf-8", "backslashreplace")
 
 
 def _unit(key: str) -> str:

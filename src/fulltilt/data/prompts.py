@@ -10,13 +10,10 @@ there, `data_source`, `ability` (kept inside `extra_info`) and `extra_info`.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from fulltilt.data.load import Columns, Limit, load_items
+from fulltilt.data.load import Columns, Limit, column, load_items
 from fulltilt.data.order import InEpochs
 from fulltilt.data.template import PromptEncoder, without_missing
 from fulltilt.records import Prompt, UserError
@@ -24,23 +21,11 @@ from fulltilt.records import Prompt, UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fulltilt.config import DataConfig
+    from fulltilt.schema import DataConfig
 
 
 class PromptSet(InEpochs[Prompt]):
     noun = "prompt"
-
-    @property
-    def prompts(self) -> tuple[Prompt, ...]:
-        return self.items
-
-    @staticmethod
-    def arrays(item: Prompt) -> tuple[np.ndarray, ...]:
-        return (item.ids,)
-
-    @staticmethod
-    def judged_by(item: Prompt) -> str:
-        return json.dumps([item.data_source, item.ground_truth, dict(item.extra_info)], sort_keys=True, default=str)
 
 
 def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
@@ -48,41 +33,24 @@ def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase,
     encoder = PromptEncoder(tokenizer, config)
 
     def parse(number: int, row: Columns) -> list[Prompt]:
-        ids, text, source = encoder.encode(_prompt_column(row, config.prompt_key))
-        return [Prompt(number, ids, text, _data_source(row), _ground_truth(row), _extra_info(row), source)]
+        if row.get(config.prompt_key) is None:
+            raise UserError(f"the row has no '{config.prompt_key}'. Set data.prompt_key to the column with the prompt, or fix the row.")
+        ids, text, source = encoder.encode(row[config.prompt_key])
+        data_source = column(row, "data_source", str, "a string")
+        return [Prompt(number, ids, text, "unknown" if data_source is None else data_source, _ground_truth(row), _extra_info(row), source)]
 
-    limit: Limit[Prompt] = Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda prompt: len(prompt.ids))
-    return PromptSet(*load_items(paths, parse, [limit], limit.tokens))
-
-
-def _prompt_column(row: Columns, key: str) -> Any:
-    if row.get(key) is None:
-        raise UserError(f"the row has no '{key}'. Set data.prompt_key to the column with the prompt, or fix the row.")
-    return row[key]
-
-
-def _data_source(row: Columns) -> str:
-    source = row.get("data_source")
-    if source is None:
-        return "unknown"
-    if not isinstance(source, str):
-        raise UserError(f"'data_source' is of type {type(source).__name__}; it must be a string.")
-    return source
+    limit = Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda prompt: len(prompt.ids))
+    return load_items(PromptSet, paths, parse, [limit])
 
 
 def _ground_truth(row: Columns) -> Any:
-    reward_model = row.get("reward_model")
-    if reward_model is not None and not isinstance(reward_model, Mapping):
-        raise UserError(f"'reward_model' is of type {type(reward_model).__name__}; it must be an object with a 'ground_truth'.")
-    candidates = ((reward_model or {}).get("ground_truth"), row.get("ground_truth"), row.get("answer"))
+    reward_model = column(row, "reward_model", dict, "an object with a 'ground_truth'") or {}
+    candidates = (reward_model.get("ground_truth"), row.get("ground_truth"), row.get("answer"))
     return next((candidate for candidate in candidates if candidate is not None), None)
 
 
 def _extra_info(row: Columns) -> dict[str, Any]:
-    extra_info = row.get("extra_info")
-    if extra_info is not None and not isinstance(extra_info, Mapping):
-        raise UserError(f"'extra_info' is of type {type(extra_info).__name__}; it must be an object.")
-    kept: dict[str, Any] = without_missing(extra_info or {})
+    kept: dict[str, Any] = without_missing(column(row, "extra_info", dict, "an object") or {})
     if row.get("ability") is not None:
         kept.setdefault("ability", row["ability"])
     return kept

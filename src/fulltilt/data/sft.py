@@ -16,12 +16,12 @@ not, because the template changes earlier turns (for example, drops their reason
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fulltilt.data.load import Columns, Limit, load_items
+from fulltilt.data.load import Columns, Limit, column, load_items
 from fulltilt.data.order import InEpochs
 from fulltilt.data.template import Message, PromptEncoder
 from fulltilt.records import Row, UserError
@@ -30,22 +30,11 @@ from fulltilt.words import many, shortened
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fulltilt.config import DataConfig
+    from fulltilt.schema import DataConfig
 
 
-@dataclass(frozen=True, eq=False)
 class RowSet(InEpochs[Row]):
     noun = "row"
-
-    split: tuple[int, int] = (0, 0)  # conversations that became several rows, and how many rows
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        return self.items
-
-    @staticmethod
-    def arrays(item: Row) -> tuple[np.ndarray, ...]:
-        return item.ids, item.mask
 
 
 def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int] = ()) -> RowSet:
@@ -53,42 +42,20 @@ def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, con
 
     `end_ids`: further tokens that end a response (those of the generation config); the tokenizer's own always does.
     """
-    encoder = PromptEncoder(tokenizer, config)
-    writer = _Writer(tokenizer, encoder, end_ids)
+    writer = _Writer(tokenizer, config, end_ids)
     split: list[int] = []  # rows of each conversation that became several
 
     def parse(number: int, row: Columns) -> list[Row]:
-        rows = _rows(row, config, encoder, writer)
+        rows = writer.rows(row)
         split.extend([len(rows)] if len(rows) > 1 else [])
         return rows
 
-    limits: list[Limit[Row]] = [Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda row: int(np.argmax(row.mask)))]
+    limits = [Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda row: int(np.argmax(row.mask)))]
     if config.max_tokens is not None:
         limits.append(Limit("data.max_tokens", config.max_tokens, "row", lambda row: row.tokens))
-    loaded = load_items(paths, parse, limits, lambda row: row.tokens)
+    loaded = load_items(RowSet, paths, parse, limits)
     changed = f"; {many(len(split), 'conversation')} became {sum(split)} rows, since the chat template changes earlier turns"
-    return RowSet(*loaded._replace(said=loaded.said + (changed if split else "")), split=(len(split), sum(split)))
-
-
-def _rows(row: Columns, config: DataConfig, encoder: PromptEncoder, writer: _Writer) -> list[Row]:
-    prompt, response, messages = row.get(config.prompt_key), row.get(config.response_key), row.get(config.messages_key)
-    if prompt is not None and response is not None:
-        if not isinstance(response, str):
-            raise UserError(f"'{config.response_key}' is of type {type(response).__name__}; it must be a string.")
-        history = encoder.messages(prompt)
-        if history is None:
-            return [writer.plain(prompt, response)]
-        return writer.conversation([*history, {"role": "assistant", "content": response}], [len(history)])
-    if messages is None:
-        raise UserError(
-            f"an SFT row needs '{config.prompt_key}' and '{config.response_key}', or '{config.messages_key}'. Set data.prompt_key and "
-            "data.response_key, or data.messages_key, to the columns you have, or fix the row."
-        )
-    conversation = encoder.messages(messages)
-    if conversation is None or conversation[-1]["role"] != "assistant":
-        raise UserError(f"'{config.messages_key}' must be a list of messages that ends with the assistant's. Fix the row or remove it.")
-    turns = _weighted_turns(conversation)
-    return writer.conversation(conversation, turns if config.train_turns == "all" else turns[-1:])
+    return replace(loaded, said=loaded.said + changed) if split else loaded
 
 
 def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
@@ -110,20 +77,39 @@ def _weighted_turns(conversation: Sequence[Message]) -> list[int]:
 class _Writer:
     """Writes what the assistant says after its prompt, as ids."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PromptEncoder, end_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int]) -> None:
+        self._encoder = PromptEncoder(tokenizer, config)
+        self._config = config
         if tokenizer.eos_token_id is None:
             raise UserError("SFT trains the model to end its response, and the tokenizer has no end-of-sequence token. Set its eos_token.")
         self._end = int(tokenizer.eos_token_id)
         self._ends = {self._end, *end_ids}
-        self._encoder = encoder
 
-    def plain(self, prompt: object, response: str) -> Row:
-        """A prompt that stays a string, and its response."""
+    def rows(self, row: Columns) -> list[Row]:
+        """The rows that a row of the data becomes."""
+        prompt_key, response_key, messages_key = self._config.prompt_key, self._config.response_key, self._config.messages_key
+        if row.get(prompt_key) is not None and row.get(response_key) is not None:
+            return self._answer(row[prompt_key], column(row, response_key, str, "a string") or "")
+        if row.get(messages_key) is None:
+            raise UserError(
+                f"an SFT row needs '{prompt_key}' and '{response_key}', or '{messages_key}'. Set data.prompt_key and data.response_key, or "
+                "data.messages_key, to the columns you have, or fix the row."
+            )
+        conversation = self._encoder.messages(row[messages_key])
+        if conversation is None or conversation[-1]["role"] != "assistant":
+            raise UserError(f"'{messages_key}' must be a list of messages that ends with the assistant's. Fix the row or remove it.")
+        turns = _weighted_turns(conversation)
+        return self._conversation(conversation, turns if self._config.train_turns == "all" else turns[-1:])
+
+    def _answer(self, prompt: object, response: str) -> list[Row]:
+        history = self._encoder.messages(prompt)
+        if history is not None:
+            return self._conversation([*history, {"role": "assistant", "content": response}], [len(history)])
         if not response:
             raise UserError("the response is empty. Remove the row, or give it a response.")
-        return _row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response)))
+        return [_row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response)))]
 
-    def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
+    def _conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
         """The rows that train the messages at `turns`."""
         rows: list[Row] = []
         for turn in turns:

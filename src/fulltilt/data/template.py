@@ -19,7 +19,7 @@ from fulltilt.records import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from fulltilt.config import DataConfig
+    from fulltilt.schema import DataConfig
 
 Message = dict[str, Any]
 

@@ -1,7 +1,7 @@
 """Choice between an op's Triton kernel and its torch reference. This is the only file that imports triton.
 
 Enters: a tensor of the call. Leaves: whether the kernel runs. Guaranteed: CUDA tensors run the compiled kernel, or raise with the remedy;
-tensors elsewhere run the reference, except CPU tensors inside `interpreted()`, which run the kernel in Triton's interpreter.
+tensors elsewhere run the reference, except CPU tensors while `interpreting` is set, which run the kernel in Triton's interpreter.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so a process has either compiled or interpreted kernels. Where neither could run,
 triton is not imported and `jit` leaves functions as they are.
@@ -10,8 +10,7 @@ triton is not imported and `jit` leaves functions as they are.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -27,7 +26,7 @@ except ImportError:
     triton = tl = None
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # types that kernels of layers take; float64 runs the reference
-_interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
+interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)  # set by tests; a thousand times slower than the references
 
 
 def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -40,23 +39,9 @@ def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 def runs_triton(x: torch.Tensor) -> bool:
     """Whether an op on this tensor launches its kernel."""
     if not x.is_cuda:
-        return x.is_cpu and _interpreting.get()
+        return x.is_cpu and interpreting.get()
     if triton is None:
         raise RuntimeError('kernels on CUDA need triton, which is not installed: pip install "fulltilt[gpu]"')
     if INTERPRETED:
         raise RuntimeError("TRITON_INTERPRET is set, so kernels are interpreted and cannot read CUDA memory: unset it, or run on CPU")
     return True
-
-
-@contextmanager
-def interpreted() -> Iterator[None]:
-    """Run kernels of CPU tensors in Triton's interpreter, a thousand times slower than the references: for tests."""
-    if not INTERPRETED:
-        raise RuntimeError("kernels were not made for the interpreter: set TRITON_INTERPRET=1 before fulltilt is imported")
-    if triton is None:
-        raise RuntimeError('the interpreter is a part of triton, which is not installed: pip install "fulltilt[gpu]" (Linux)')
-    token = _interpreting.set(True)
-    try:
-        yield
-    finally:
-        _interpreting.reset(token)

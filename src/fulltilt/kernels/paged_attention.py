@@ -1,9 +1,10 @@
-"""Attention of one new token per sequence over a paged cache of keys and values, and the writing of that cache.
+"""Attention of one new token per sequence over a paged cache of keys and values, and the writing of that cache, where Triton runs.
+Elsewhere decoding attends in `model/attention.py`.
 
 Enters: queries [B, heads, width]; the caches of one layer [slots, key heads, width], where slot = block * block_tokens + place; the blocks
-of each sequence, and its length with the new token. A cache is given twice: as a tensor, which the torch reference reads and shapes are
-checked against, and as a base, an int64 tensor [1] on the device that holds the cache's address. Kernels follow only the base: a captured
-CUDA graph keeps working after the cache has moved, once the new address is written into the base.
+of each sequence, and its length with the new token. A cache is given twice: as a tensor, which is only checked, and as a base, an int64
+tensor [1] on the device that holds the cache's address. Kernels follow only the base: a captured CUDA graph keeps working after the cache
+has moved, once the new address is written into the base.
 
 Leaves: the attention output [B, heads, width]; the writers fill the cache at the given slots.
 
@@ -27,21 +28,14 @@ from functools import cache
 import numpy as np
 import torch
 
-from fulltilt import footprint
 from fulltilt.footprint import PROCESSORS, Launch, launch_for, padded, power_of_two
 from fulltilt.kernels.dispatch import jit, runs_triton, tl
-from fulltilt.kernels.rotary import rotary_reference
+from fulltilt.kernels.rotary import turned
 
-CHECK_BASES = False  # compare base and cache on CUDA too, which waits for the device; on CPU they are always compared
 LOG2_E = math.log2(math.e)
 
 # Bases may be rows of one tensor of addresses, half of them not aligned to 16 bytes: that must not compile a kernel twice.
 BASES = ("key_base", "value_base")
-
-
-def workspace_numbers(batch: int, heads: int, key_heads: int, width: int, itemsize: int, longest: int) -> int:
-    """Float32 numbers that `paged_attention` needs in `workspace` for this shape; it grows with `longest`, but not always with `batch`."""
-    return footprint.workspace_numbers(batch, heads, key_heads, width, itemsize, longest, processors_of(torch.device("cuda")))
 
 
 @jit()
@@ -54,6 +48,14 @@ def _share(
         span = tl.minimum(span, WINDOW)
     share = tl.maximum(tl.cdiv(tl.cdiv(span, SPLITS), TILE) * TILE, FEWEST)
     return span, tl.where(span <= WHOLE, tl.maximum(share, span), share)
+
+
+@jit()
+def _cached(base: tl.tensor, index: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
+    """The address of a row of ROW numbers in the cache at `base`, which has the type of `states`. The hints let loads be 16 bytes wide
+    although the compiler cannot see where the address came from."""
+    cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
+    return tl.multiple_of(cached, 16) + index * ROW
 
 
 @jit(do_not_specialize_on_alignment=BASES)
@@ -81,11 +83,7 @@ def _attend(
     asked = (rows < tl.where(length > 0, GROUP, 0))[:, None] & (columns < WIDTH)[None, :]
     queries = tl.load(q + row * q_row + head[:, None] * q_head + columns[None, :], mask=asked, other=0.0)
 
-    # The hint lets loads be 16 bytes wide although the compiler cannot see where the address came from.
-    keys = tl.multiple_of(tl.load(key_base), 16).to(tl.pointer_type(q.dtype.element_ty))
-    values = tl.multiple_of(tl.load(value_base), 16).to(tl.pointer_type(q.dtype.element_ty))
-    keys = tl.multiple_of(keys, 16) + key_head * WIDTH
-    values = tl.multiple_of(values, 16) + key_head * WIDTH
+    keys, values = _cached(key_base, key_head, q, WIDTH), _cached(value_base, key_head, q, WIDTH)
     blocks = table + row * table_row
 
     highest = tl.full([ROWS], float("-inf"), tl.float32)
@@ -160,13 +158,6 @@ def _combine(
     tl.store(out + row * out_row + head * out_head + columns, mixed.to(out.dtype.element_ty), mask=columns < WIDTH)
 
 
-@jit()
-def _cache_row(base: tl.tensor, slot: tl.tensor, states: tl.tensor, ROW: tl.constexpr) -> tl.tensor:
-    """The address of a token's keys or values in the cache at `base`."""
-    cached = tl.multiple_of(tl.load(base), 16).to(tl.pointer_type(states.dtype.element_ty))
-    return tl.multiple_of(cached, 16) + slot * ROW
-
-
 @jit(do_not_specialize_on_alignment=BASES)
 def _write(
     k: tl.tensor, v: tl.tensor, key_base: tl.tensor, value_base: tl.tensor, slots: tl.tensor, k_row: tl.tensor, k_head: tl.tensor,
@@ -181,28 +172,9 @@ def _write(
     # Everything is loaded before anything is stored: the compiler cannot move a load across a store that might touch the same place.
     key = tl.load(k + token * k_row + heads * k_head + columns, mask=kept, other=0.0)
     value = tl.load(v + token * v_row + heads * v_head + columns, mask=kept, other=0.0)
-    keys = _cache_row(key_base, slot, k, KEY_HEADS * WIDTH)
-    values = _cache_row(value_base, slot, v, KEY_HEADS * WIDTH)
+    keys, values = _cached(key_base, slot, k, KEY_HEADS * WIDTH), _cached(value_base, slot, v, KEY_HEADS * WIDTH)
     tl.store(keys + heads * WIDTH + columns, key, mask=kept)
     tl.store(values + heads * WIDTH + columns, value, mask=kept)
-
-
-@jit()
-def _turned(
-    states: tl.tensor, kept: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, HALF: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The rotated halves of some heads. Rounds where transformers does: products to the type of cos before they are added."""
-    first = tl.load(states, mask=kept, other=0.0).to(tl.float32)
-    second = tl.load(states + HALF, mask=kept, other=0.0).to(tl.float32)
-    inside = columns < HALF
-    cos_first = tl.load(cos + columns, mask=inside, other=0.0).to(tl.float32)
-    cos_second = tl.load(cos + HALF + columns, mask=inside, other=0.0).to(tl.float32)
-    sin_first = tl.load(sin + columns, mask=inside, other=0.0).to(tl.float32)
-    sin_second = tl.load(sin + HALF + columns, mask=inside, other=0.0).to(tl.float32)
-    rounded = cos.dtype.element_ty
-    turned_first = (first * cos_first).to(rounded).to(tl.float32) - (second * sin_first).to(rounded).to(tl.float32)
-    turned_second = (second * cos_second).to(rounded).to(tl.float32) + (first * sin_second).to(rounded).to(tl.float32)
-    return turned_first.to(states.dtype.element_ty), turned_second.to(states.dtype.element_ty)
 
 
 @jit(do_not_specialize_on_alignment=BASES)
@@ -226,40 +198,16 @@ def _rotate_and_write(
     sin += token * sin_row
 
     # Everything is loaded before anything is stored, as in `_write`.
-    query_first, query_second = _turned(q + token * q_row + query_heads * q_head + half, kept_queries, cos, sin, half, HALF)
-    key_first, key_second = _turned(k + token * k_row + heads * k_head + half, kept_keys, cos, sin, half, HALF)
+    query_first, query_second = turned(q + token * q_row + query_heads * q_head + half, kept_queries, cos, sin, half, HALF, False)
+    key_first, key_second = turned(k + token * k_row + heads * k_head + half, kept_keys, cos, sin, half, HALF, False)
     value = tl.load(v + token * v_row + heads * v_head + columns, mask=kept_values, other=0.0)
-    keys = _cache_row(key_base, slot, k, KEY_HEADS * WIDTH)
-    values = _cache_row(value_base, slot, v, KEY_HEADS * WIDTH)
+    keys, values = _cached(key_base, slot, k, KEY_HEADS * WIDTH), _cached(value_base, slot, v, KEY_HEADS * WIDTH)
     rotated = out + token * out_row + query_heads * out_head + half
     tl.store(rotated, query_first, mask=kept_queries)
     tl.store(rotated + HALF, query_second, mask=kept_queries)
     tl.store(keys + heads * WIDTH + half, key_first, mask=kept_keys)
     tl.store(keys + heads * WIDTH + half + HALF, key_second, mask=kept_keys)
     tl.store(values + heads * WIDTH + columns, value, mask=kept_values)
-
-
-def paged_attention_reference(
-    q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor, *,
-    scale: float, block_tokens: int = 16, window: int | None = None, softcap: float | None = None,
-) -> torch.Tensor:  # fmt: skip
-    wide = torch.promote_types(q.dtype, torch.float32)
-    place = torch.arange(table.shape[1] * block_tokens, device=q.device)
-    seen = place < lengths[:, None]
-    if window is not None:
-        seen &= place >= lengths[:, None] - window
-    slots = table.long()[:, place // block_tokens] * block_tokens + place % block_tokens
-    slots = slots.masked_fill(~seen, 0)
-    hidden = ~seen[:, :, None, None]
-    # [B, longest, key heads, width]
-    keys, values = (states[slots].to(wide).masked_fill(hidden, 0.0) for states in (key_cache, value_cache))
-    grouped = q.to(wide).unflatten(1, (keys.shape[2], -1))  # [B, key heads, group, width]
-    scores = torch.einsum("bhgw,bthw->bhgt", grouped, keys) * scale
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    weights = scores.masked_fill(~seen[:, None, None, :], -torch.inf).softmax(-1)
-    weights = weights.masked_fill((lengths <= 0)[:, None, None, None], 0.0)
-    return torch.einsum("bhgt,bthw->bhgw", weights, values).flatten(1, 2).to(q.dtype)
 
 
 def paged_attention(
@@ -276,8 +224,7 @@ def paged_attention(
     block_tokens: int = 16,
     window: int | None = None,  # tokens that the newest one sees, itself included
     softcap: float | None = None,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,  # float32, `workspace_numbers` of them; taken from the allocator when missing
+    workspace: torch.Tensor | None = None,  # float32, `footprint.workspace_numbers` of them; taken from the allocator when missing
     launch: Launch | None = None,  # `launch_for` chooses
 ) -> torch.Tensor:
     batch, heads, width = q.shape
@@ -287,13 +234,7 @@ def paged_attention(
     assert table.shape[0] == lengths.shape[0] == batch and table.stride(1) == 1 and lengths.is_contiguous()
     assert longest <= table.shape[1] * block_tokens, "the table cannot hold the longest sequence"
     assert window is None or window > 0
-    if not runs_triton(q):
-        result = paged_attention_reference(
-            q, key_cache, value_cache, table, lengths, scale=scale, block_tokens=block_tokens, window=window, softcap=softcap
-        )
-        return result if out is None else out.copy_(result)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert out.shape == q.shape and out.dtype == q.dtype and out.stride(2) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
 
@@ -319,12 +260,6 @@ def paged_attention(
     return out
 
 
-def write_kv_reference(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor) -> None:
-    kept = slots >= 0
-    key_cache[slots[kept]] = k[kept]
-    value_cache[slots[kept]] = v[kept]
-
-
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, key_base: torch.Tensor,
     value_base: torch.Tensor, slots: torch.Tensor,
@@ -333,8 +268,6 @@ def write_kv(
     tokens, key_heads, width = k.shape
     check_caches(k, key_cache, value_cache, key_base, value_base)
     check_new(k, v, key_cache, slots)
-    if not runs_triton(k):
-        return write_kv_reference(k, v, key_cache, value_cache, slots)
     if tokens:
         _write[(tokens,)](
             k, v, key_base, value_base, slots, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
@@ -343,23 +276,14 @@ def write_kv(
         )  # fmt: skip
 
 
-def rotate_and_write_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
-    value_cache: torch.Tensor, slots: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
-    rotated_q, rotated_k = rotary_reference(q, k, cos, sin)
-    write_kv_reference(rotated_k.to(k.dtype), v, key_cache, value_cache, slots)
-    return rotated_q.to(q.dtype)
-
-
 def rotate_and_write(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, key_cache: torch.Tensor,
-    value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor, slots: torch.Tensor, *, out: torch.Tensor | None = None,
+    value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor, slots: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
     """Rotated queries [T, heads, width]; rotated keys and plain values go to the cache. Bit for bit what transformers computes in bfloat16.
 
-    q, k and v may be views of one tensor, the last dimension dense, but `out` is no view of q. cos and sin [T, width] are as transformers
-    gives them: both halves equal, attention scaling included. `slots` are as in `write_kv`; the query of slot -1 is rotated too.
+    q, k and v may be views of one tensor, the last dimension dense. cos and sin [T, width] are as transformers gives them: both halves
+    equal, attention scaling included. `slots` are as in `write_kv`; the query of slot -1 is rotated too.
 
     One launch instead of three (Liger's rotary and two index_copy_) or about ten (transformers' own): in decoding batches each kernel runs
     for less than a microsecond, so launches are the cost.
@@ -370,11 +294,7 @@ def rotate_and_write(
     assert len(k) == tokens and cos.shape == sin.shape == (tokens, width) and width % 2 == 0
     assert q.stride(2) == cos.stride(1) == sin.stride(1) == 1
     assert cos.dtype == sin.dtype and cos.dtype in (q.dtype, torch.float32)
-    if not runs_triton(q):
-        result = rotate_and_write_reference(q, k, v, cos, sin, key_cache, value_cache, slots)
-        return result if out is None else out.copy_(result)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    assert out.shape == q.shape and out.dtype == q.dtype and out.stride(2) == 1
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if tokens:
         key_heads = k.shape[1]
         _rotate_and_write[(tokens,)](
@@ -387,20 +307,15 @@ def rotate_and_write(
     return out
 
 
-def base_of(states: torch.Tensor) -> torch.Tensor:
-    """A base that points at a cache. The engine keeps one per layer and writes the new address into it when the cache moves."""
-    return torch.tensor([states.data_ptr()], dtype=torch.int64, device=states.device)
-
-
 def check_caches(
     q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, key_base: torch.Tensor, value_base: torch.Tensor
 ) -> None:
+    assert runs_triton(q), "without Triton, decoding attends in model/attention.py"
     for states, base in ((key_cache, key_base), (value_cache, value_base)):
         assert states.is_contiguous() and states.dtype == q.dtype and states.shape == key_cache.shape and states.shape[2] == q.shape[2]
         assert base.dtype == torch.int64 and base.shape == (1,) and base.device == q.device
         assert states.data_ptr() % 16 == 0, "kernels read 16 bytes at a time"
-        comparable = not q.is_cuda or (CHECK_BASES and not torch.cuda.is_current_stream_capturing())
-        assert not comparable or int(base) == states.data_ptr(), "the base does not point at the cache"
+        assert q.is_cuda or int(base) == states.data_ptr(), "the base does not point at the cache"  # on CUDA this would wait
 
 
 def check_new(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, slots: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Root-mean-square norm, with the addition of a residual before it, in one kernel each way.
 
-Enters: rows [T, H] (or [T, heads, H]; views of a wider tensor are allowed if the last axis is dense), a weight [H] of the same type, and
-perhaps a residual of the rows' shape. Leaves: the normed rows, contiguous; with a residual also the sum, which is what was normed.
+Enters: rows [..., H] (views of a wider tensor must be [T, heads, H] with a dense last axis), a weight [H] of the same type, and perhaps a
+residual of the rows' shape. Leaves: the normed rows, contiguous; with a residual also the sum, which is what was normed.
 Guaranteed: float32 inside and rounding where transformers' Llama rounds (the sum and the normed rows to the type of the rows, before the
 weight); a row's result depends on that row and on H alone, not on how many rows there are; the weight's gradient is summed in float32
 over partial sums whose order follows from the shape, so it is the same every time.
@@ -110,13 +110,8 @@ def strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     assert all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in tensors), "the last axis must be dense"
     if all(x.is_contiguous() for x in tensors):
         return 1, *(tensors[0].shape[-1], 0) * len(tensors)
-    if tensors[0].ndim == 2:
-        return 1, *(number for x in tensors for number in (x.stride(0), 0))
+    assert tensors[0].ndim == 3, "views must be of tokens and heads"
     return tensors[0].shape[1], *(number for x in tensors for number in x.stride()[:2])
-
-
-def at_most_three(x: torch.Tensor) -> torch.Tensor:
-    return x.unsqueeze(0) if x.ndim == 1 else x if x.ndim <= 3 else x.flatten(0, -3)
 
 
 def forward(
@@ -129,11 +124,11 @@ def forward(
     total = x if residual is None else torch.empty_like(normed)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device) if keep_scale else None
     if rows:
-        flat, other = at_most_three(x), at_most_three(x if residual is None else residual)
-        heads, *apart = strides(flat, other)
+        other = x if residual is None else residual
+        heads, *apart = strides(x, other)
         per_program, block, warps = block_shape(width)
         _forward_kernel[(triton.cdiv(rows, per_program),)](
-            flat, other, weight, normed, total, normed if scale is None else scale, rows, heads, width, eps, *apart,
+            x, other, weight, normed, total, normed if scale is None else scale, rows, heads, width, eps, *apart,
             HAS_RESIDUAL=residual is not None, KEEP_SCALE=keep_scale, ROWS=per_program, BLOCK=block, num_warps=warps,
             enable_fp_fusion=False,
         )  # fmt: skip
@@ -164,10 +159,9 @@ class _RmsNorm(torch.autograd.Function):
         programs = triton.cdiv(blocks, loops)
         partial = torch.empty(programs, width, dtype=torch.float32, device=total.device) if ctx.needs_input_grad[1] else None
         if rows:
-            flat = at_most_three(total)
-            heads, *apart = strides(flat)
+            heads, *apart = strides(total)
             _backward_kernel[(programs,)](
-                of_normed, of_normed if of_total is None else of_total, flat, weight, scale, of_x, scale if partial is None else partial,
+                of_normed, of_normed if of_total is None else of_total, total, weight, scale, of_x, scale if partial is None else partial,
                 rows, heads, width, loops, *apart, HAS_TOTAL=of_total is not None, OF_WEIGHT=partial is not None, ROWS=per_program,
                 BLOCK=block, num_warps=warps, enable_fp_fusion=False,
             )  # fmt: skip

@@ -39,22 +39,18 @@ def rotary_reference(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: t
 
 
 @jit
-def _rotate_heads(
-    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, token: tl.tensor, first: tl.tensor, heads: tl.tensor,
-    half: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
-    BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
-) -> None:  # fmt: skip
-    head = first + tl.arange(0, HEADS)[:, None]
-    column = tl.arange(0, HALF)[None, :]
-    inside = (head < heads) & (column < half)
-    there = column < half
-    low = tl.load(x + token * x_stride + head * x_head_stride + column, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(x + token * x_stride + head * x_head_stride + half + column, mask=inside, other=0.0).to(tl.float32)
-    low_cos = tl.load(cos + token * cos_stride + column, mask=there, other=0.0).to(tl.float32)
-    high_cos = tl.load(cos + token * cos_stride + half + column, mask=there, other=0.0).to(tl.float32)
-    low_sin = tl.load(sin + token * sin_stride + column, mask=there, other=0.0).to(tl.float32)
-    high_sin = tl.load(sin + token * sin_stride + half + column, mask=there, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
+def turned(
+    x: tl.tensor, inside: tl.tensor, cos: tl.tensor, sin: tl.tensor, columns: tl.tensor, half: tl.tensor, BACKWARD: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rotated halves of some heads, `x` being the places of their first halves. Rounds where transformers does: products to the type of
+    the cosines before they are added."""
+    low, high = tl.load(x, mask=inside, other=0.0).to(tl.float32), tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+    there = columns < half
+    low_cos = tl.load(cos + columns, mask=there, other=0.0).to(tl.float32)
+    high_cos = tl.load(cos + half + columns, mask=there, other=0.0).to(tl.float32)
+    low_sin = tl.load(sin + columns, mask=there, other=0.0).to(tl.float32)
+    high_sin = tl.load(sin + half + columns, mask=there, other=0.0).to(tl.float32)
+    kind = cos.dtype.element_ty
     # Forward: low' = low cos - high sin, high' = high cos + low sin. The gradient is multiplied by the transpose of that.
     if BACKWARD:
         low_beside = (high * high_sin).to(kind).to(tl.float32)
@@ -62,11 +58,24 @@ def _rotate_heads(
     else:
         low_beside = (-high * low_sin).to(kind).to(tl.float32)
         high_beside = (low * high_sin).to(kind).to(tl.float32)
-    low_out = (low * low_cos).to(kind).to(tl.float32) + low_beside
-    high_out = (high * high_cos).to(kind).to(tl.float32) + high_beside
+    low_turned = (low * low_cos).to(kind).to(tl.float32) + low_beside
+    high_turned = (high * high_cos).to(kind).to(tl.float32) + high_beside
+    return low_turned.to(x.dtype.element_ty), high_turned.to(x.dtype.element_ty)
+
+
+@jit
+def _rotate_heads(
+    x: tl.tensor, out: tl.tensor, cos: tl.tensor, sin: tl.tensor, token: tl.tensor, first: tl.tensor, heads: tl.tensor,
+    half: tl.tensor, x_stride: tl.tensor, x_head_stride: tl.tensor, cos_stride: tl.tensor, sin_stride: tl.tensor,
+    BACKWARD: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+) -> None:  # fmt: skip
+    head, column = first + tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
+    inside = (head < heads) & (column < half)
+    source = x + token * x_stride + head * x_head_stride + column
+    low, high = turned(source, inside, cos + token * cos_stride, sin + token * sin_stride, column, half, BACKWARD)
     place = out + (token * heads + head) * (2 * half) + column
-    tl.store(place, low_out.to(kind), mask=inside)
-    tl.store(place + half, high_out.to(kind), mask=inside)
+    tl.store(place, low, mask=inside)
+    tl.store(place + half, high, mask=inside)
 
 
 @jit

@@ -7,7 +7,7 @@ Guaranteed:
 - the log-prob is that of the full softmax at the temperature, in float32, whatever top-k and top-p cut away;
 - the noise is a function of (seed, position, vocabulary entry) alone: a token does not depend on what else is in the batch. Random words
   are the same on every device; logarithms and sums differ in the last bits, so a token differs only where two candidates tie within those;
-- everything runs on the device, without allocation when `Workspace` and `out` are given and with fixed shapes: it can be captured;
+- kernels have fixed shapes and wait for nothing: they can be captured;
 - NaN among the logits gives a NaN log-prob and a token inside the vocabulary.
 
 How a token is drawn: Gumbel-max in two levels. The vocabulary is cut into blocks of `BLOCK` entries; argmax(log mass + Gumbel) over the
@@ -24,7 +24,6 @@ share that is cut, to the power of CANDIDATES), more are drawn from the entries 
 Reads of the logits: plain and greedy read all of them once and one block twice. With top-k or top-p all but those few rows read them at
 most twice, and CANDIDATES blocks again; blocks whose largest logit lies below all candidates are skipped. Only top-k and top-p together
 also need the mass of the k likeliest entries; it is searched in the blocks that can hold them (about k blocks, a few times).
-`Workspace.reads` counts blocks.
 """
 
 from __future__ import annotations
@@ -44,108 +43,71 @@ WAYS = 16  # thresholds tried at a time in the search for the k-th largest logit
 
 EMPTY, RUNNING, STOPPED, FULL = -1, 0, 1, 2  # states of a slot: unused, decoding, ended by an end token, ended by its length
 
-CHUNK_NUMBERS = {"cpu": 1 << 22, "cuda": 1 << 25}  # logits that the reference handles at a time
-
-
-@dataclass(frozen=True, eq=False)
-class Workspace:
-    """Memory between the passes of `sample`, for any number of draws up to `rows`. A captured graph keeps its addresses."""
-
-    maxima: torch.Tensor  # float32 [rows, blocks]: largest scaled logit
-    masses: torch.Tensor  # float32 [rows, blocks]: log of the sum of exp(scaled logit)
-    normalisers: torch.Tensor  # float32 [rows]
-    candidates: torch.Tensor  # int64 [rows, CANDIDATES]
-    values: torch.Tensor  # float32 [rows, CANDIDATES]: their scaled logits
-    before_mass: torch.Tensor  # float32 [rows, blocks, CANDIDATES]: probability of the entries before a candidate
-    before_count: torch.Tensor  # int32 [rows, blocks, CANDIDATES]: entries strictly larger
-    kept: torch.Tensor  # float32 [rows]: probability of the k likeliest
-    reads: torch.Tensor  # int32 [rows]: blocks of logits read after the first pass by the latest `sample` with top-k or top-p
-
-    @staticmethod
-    def make(rows: int, vocabulary: int, device: torch.device | str, *, restricted: bool = True) -> Workspace:
-        """`restricted`: also for draws with top-k or top-p."""
-        blocks, more = -(-vocabulary // BLOCK), rows if restricted else 0
-        numbers = partial(torch.empty, dtype=torch.float32, device=device)
-        return Workspace(
-            maxima=numbers(rows, blocks),
-            masses=numbers(rows, blocks),
-            normalisers=numbers(more),
-            candidates=numbers(more, CANDIDATES, dtype=torch.int64),
-            values=numbers(more, CANDIDATES),
-            before_mass=numbers(more, blocks, CANDIDATES),
-            before_count=numbers(more, blocks, CANDIDATES, dtype=torch.int32),
-            kept=numbers(more),
-            reads=numbers(more, dtype=torch.int32),
-        )
+CHUNK_NUMBERS = 1 << 22  # logits that the reference handles at a time
 
 
 def sample(
     logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: float | torch.Tensor = 1.0,
     top_k: int | torch.Tensor = 0, top_p: float | torch.Tensor = 1.0, *, rows: torch.Tensor | None = None, scale: float = 1.0,
-    cap: float | None = None, workspace: Workspace | None = None, out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Tokens int64 [S] and their log-probs float32 [S].
 
     `seeds` int64 [S] (the bits of a uint64) and `positions` int32 or int64 [S] (tokens drawn so far) determine the noise. `rows` int64 [S]
-    is the row of the logits that each draw reads, where several draws read one row. Temperature, top-k and top-p are numbers, or float32,
-    int32 and float32 [S], which a captured graph reads anew; temperature 0 is greedy (its log-prob is at temperature 1), top-k 0 and top-p
-    1 cut nothing. `scale` and `cap` are the model's `LogitShape`: tokens are drawn from cap * tanh(logits * scale / cap).
+    is the row of the logits that each draw reads, where several draws read one row. Temperature, top-k and top-p are numbers or, where
+    kernels run, float32, int32 and float32 [S], which a captured graph reads anew; temperature 0 is greedy (its log-prob is at temperature
+    1), top-k 0 and top-p 1 cut nothing. `scale` and `cap` are the model's `LogitShape`: tokens are drawn from
+    cap * tanh(logits * scale / cap).
     """
-    draws = len(seeds)
-    assert logits.dim() == 2 and logits.stride(1) == 1 and 0 < logits.shape[1] <= 1 << ENTRY_BITS
+    draws, vocabulary, device = len(seeds), logits.shape[1], logits.device
+    assert logits.dim() == 2 and logits.stride(1) == 1 and 0 < vocabulary <= 1 << ENTRY_BITS
     assert seeds.dtype == torch.int64 and positions.shape == seeds.shape and len(logits if rows is None else rows) == draws
     if not runs_triton(logits):
-        return sample_reference(logits, seeds, positions, temperature, top_k, top_p, rows=rows, scale=scale, cap=cap, out=out)
+        assert not any(isinstance(number, torch.Tensor) for number in (temperature, top_k, top_p))
+        return sample_reference(logits, seeds, positions, temperature, top_k, top_p, rows=rows, scale=scale, cap=cap)  # type: ignore[arg-type]
     assert draws < 1 << 16  # the second side of a launch grid
-    assert all(number.is_contiguous() for number in (seeds, positions, rows, temperature, top_k, top_p) if isinstance(number, torch.Tensor))
-    by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < logits.shape[1]
+    by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < vocabulary
     by_p = isinstance(top_p, torch.Tensor) or top_p < 1.0
-    space = workspace or Workspace.make(draws, logits.shape[1], logits.device, restricted=by_k or by_p)
-    tokens, logprobs = out or _results(draws, logits.device)
-    blocks = space.maxima.shape[1]
-    assert len(space.maxima) >= draws and blocks == -(-logits.shape[1] // BLOCK)
+    assert all(number.is_contiguous() for number in (seeds, positions, rows, temperature, top_k, top_p) if isinstance(number, torch.Tensor))
+    numbers, blocks = partial(torch.empty, dtype=torch.float32, device=device), -(-vocabulary // BLOCK)
+    tokens, logprobs = numbers(draws, dtype=torch.int64), numbers(draws)
     if draws == 0:
         return tokens, logprobs
+    maxima, masses = numbers(draws, blocks), numbers(draws, blocks)  # largest scaled logit; log of the sum of exp(scaled logit)
     group, warps = _tile(draws, blocks)
     padded = triton.next_power_of_2(blocks)
-    heat, k, p = (number if isinstance(number, torch.Tensor) else float(number) for number in (temperature, top_k, top_p))
-    shape = (rows, heat, logits.stride(0), logits.shape[1], blocks, float(scale), float(cap or 1.0))
-    fixed = dict(HAS_ROWS=rows is not None, TEMPERATURES=isinstance(temperature, torch.Tensor), CAPPED=cap is not None, BLOCK=BLOCK)
-    _blocks_kernel[(triton.cdiv(blocks, group), draws)](logits, *shape, space.maxima, space.masses, GROUP=group, num_warps=warps, **fixed)
+    shape = (rows, _each(temperature, seeds, torch.float32), logits.stride(0), vocabulary, blocks, float(scale), float(cap or 1.0))
+    fixed = dict(HAS_ROWS=rows is not None, CAPPED=cap is not None, BLOCK=BLOCK)
+    _blocks_kernel[(triton.cdiv(blocks, group), draws)](logits, *shape, maxima, masses, GROUP=group, num_warps=warps, **fixed)
+    drawn = (logits, *shape, seeds, positions, maxima, masses)
     if not (by_k or by_p):
-        _draw_kernel[(draws,)](
-            logits, *shape, seeds, positions, space.maxima, space.masses, tokens, logprobs, None,
-            CANDIDATES=1, PADDED=padded, num_warps=4, **fixed,
-        )  # fmt: skip
+        _draw_kernel[(draws,)](*drawn, tokens, logprobs, None, CANDIDATES=1, PADDED=padded, num_warps=4, **fixed)
         return tokens, logprobs
-    assert len(space.reads) >= draws, "a workspace made with restricted=False"
-    _draw_kernel[(draws,)](
-        logits, *shape, seeds, positions, space.maxima, space.masses, space.candidates, space.values, space.normalisers,
-        CANDIDATES=CANDIDATES, PADDED=padded, num_warps=4, **fixed,
-    )  # fmt: skip
+    candidates, values = numbers(draws, CANDIDATES, dtype=torch.int64), numbers(draws, CANDIDATES)  # and their scaled logits
+    normalisers, kept = numbers(draws), numbers(draws)  # and the probability of the k likeliest
+    _draw_kernel[(draws,)](*drawn, candidates, values, normalisers, CANDIDATES=CANDIDATES, PADDED=padded, num_warps=4, **fixed)
+    k, p = _each(top_k, seeds, torch.int32), _each(top_p, seeds, torch.float32)
     if by_k and by_p:
-        _kept_kernel[(draws,)](
-            logits, *shape, k, space.maxima, space.normalisers, space.kept, space.reads,
-            TOP_KS=isinstance(top_k, torch.Tensor), WAYS=WAYS, PADDED=padded, num_warps=4, **fixed,
-        )  # fmt: skip
+        _kept_kernel[(draws,)](logits, *shape, k, maxima, normalisers, kept, WAYS=WAYS, PADDED=padded, num_warps=4, **fixed)
+    # Probability of the entries before a candidate, and how many are strictly larger, by tile.
+    before_mass, before_count = numbers(draws, blocks, CANDIDATES), numbers(draws, blocks, CANDIDATES, dtype=torch.int32)
     group = max(1, group // 2)  # it holds more numbers for each entry
     tiles = triton.cdiv(blocks, group)
     _before_kernel[(tiles, draws)](
-        logits, *shape, space.maxima, space.normalisers, space.candidates, space.values, space.before_mass, space.before_count,
+        logits, *shape, maxima, normalisers, candidates, values, before_mass, before_count,
         CANDIDATES=CANDIDATES, GROUP=group, num_warps=warps, **fixed,
     )  # fmt: skip
     _settle_kernel[(draws,)](
-        logits, *shape, seeds, positions, k, p,
-        space.maxima, space.normalisers, space.candidates, space.values, space.before_mass, space.before_count, space.kept, space.reads,
-        tokens, logprobs, tiles,
-        BY_K=by_k, BY_P=by_p, TOP_KS=isinstance(top_k, torch.Tensor), TOP_PS=isinstance(top_p, torch.Tensor),
-        CANDIDATES=CANDIDATES, ROUNDS=ROUNDS, GROUP=4, PADDED=padded, PADDED_TILES=triton.next_power_of_2(tiles), num_warps=4, **fixed,
+        logits, *shape, seeds, positions, k, p, maxima, normalisers, candidates, values, before_mass, before_count, kept,
+        tokens, logprobs, tiles, BY_K=by_k, BY_P=by_p, CANDIDATES=CANDIDATES, ROUNDS=ROUNDS, GROUP=4, PADDED=padded,
+        PADDED_TILES=triton.next_power_of_2(tiles), num_warps=4, **fixed,
     )  # fmt: skip
     return tokens, logprobs
 
 
-def _results(draws: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(draws, dtype=torch.int64, device=device), torch.empty(draws, dtype=torch.float32, device=device)
+def _each(number: float | torch.Tensor, draws: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A number for each draw."""
+    return number if isinstance(number, torch.Tensor) else torch.full_like(draws, number, dtype=dtype)
 
 
 def _tile(draws: int, blocks: int) -> tuple[int, int]:
@@ -206,44 +168,29 @@ def _low_word(value: torch.Tensor) -> torch.Tensor:
 
 
 def sample_reference(
-    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: float | torch.Tensor = 1.0,
-    top_k: int | torch.Tensor = 0, top_p: float | torch.Tensor = 1.0, *, rows: torch.Tensor | None = None, scale: float = 1.0,
-    cap: float | None = None, out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, *,
+    rows: torch.Tensor | None = None, scale: float = 1.0, cap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """`sample` in plain torch, on any device. CPU tensors always use it."""
-    draws = len(seeds)
-    tokens, logprobs = out or _results(draws, logits.device)
-    by_k = isinstance(top_k, torch.Tensor) or 0 < top_k < logits.shape[1]
-    by_p = isinstance(top_p, torch.Tensor) or top_p < 1.0
-    size = max(1, CHUNK_NUMBERS[logits.device.type] // logits.shape[1])
-    for start in range(0, draws, size):
-        part = slice(start, start + size)
-        given = logits[part] if rows is None else logits[rows[part]]
-        heat = temperature[part, None] if isinstance(temperature, torch.Tensor) else temperature
-        k, p = (torch.as_tensor(number, device=logits.device).expand(draws)[part] for number in (top_k, top_p))
-        scaled = _scaled(given, heat, scale, cap)
+    tokens = torch.empty(len(seeds), dtype=torch.int64, device=logits.device)
+    logprobs = torch.empty(len(seeds), dtype=torch.float32, device=logits.device)
+    size = max(1, CHUNK_NUMBERS // logits.shape[1])
+    for part in (slice(start, start + size) for start in range(0, len(seeds), size)):
+        scaled = (logits[part] if rows is None else logits[rows[part]]).float()
+        scaled = scaled if scale == 1.0 else scaled * scale
+        scaled = scaled if cap is None else torch.tanh(scaled / cap) * cap
+        scaled = scaled if temperature in (0, 1) else scaled * (1.0 / temperature)
         masses = _block_masses(scaled)
         low, high = noise_keys(seeds[part], positions[part])
-        if not isinstance(heat, torch.Tensor) and heat == 0:
+        if temperature == 0:
             chosen = scaled.argmax(-1)
-        elif by_k or by_p:
-            chosen = _restricted(scaled, masses, low, high, k if by_k else None, p if by_p else None)
+        elif 0 < top_k < logits.shape[1] or top_p < 1.0:
+            chosen = _restricted(scaled, masses, low, high, top_k, top_p)
         else:
             chosen = _pick(scaled, masses, low, high, turn=0)
-        if isinstance(heat, torch.Tensor):
-            chosen = torch.where(heat[:, 0] > 0, chosen, scaled.argmax(-1))
         tokens[part] = chosen
         logprobs[part] = scaled.gather(1, chosen[:, None])[:, 0] - masses.logsumexp(-1)
     return tokens, logprobs
-
-
-def _scaled(logits: torch.Tensor, temperature: float | torch.Tensor, scale: float, cap: float | None) -> torch.Tensor:
-    values = logits.float()
-    values = values if scale == 1.0 else values * scale
-    values = values if cap is None else torch.tanh(values / cap) * cap
-    if isinstance(temperature, torch.Tensor):
-        return values * torch.where(temperature > 0, 1.0 / temperature, 1.0)
-    return values if temperature in (0, 1) else values * (1.0 / temperature)
 
 
 def _block_masses(scaled: torch.Tensor) -> torch.Tensor:
@@ -267,24 +214,17 @@ def _pick(scaled: torch.Tensor, masses: torch.Tensor, low: torch.Tensor, high: t
 
 
 def _restricted(
-    scaled: torch.Tensor,
-    masses: torch.Tensor,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    top_k: torch.Tensor | None,
-    top_p: torch.Tensor | None,
+    scaled: torch.Tensor, masses: torch.Tensor, low: torch.Tensor, high: torch.Tensor, top_k: int, top_p: float
 ) -> torch.Tensor:
-    """The first candidate that top-k [S] and top-p [S] keep. Candidates are drawn until every row has one."""
+    """The first candidate that top-k and top-p keep. Candidates are drawn until every row has one."""
     vocabulary = scaled.shape[1]
+    by_k, by_p = 0 < top_k < vocabulary, top_p < 1.0
     entries = torch.arange(vocabulary, device=scaled.device)
     kept = torch.ones(len(scaled), device=scaled.device)
-    if top_k is not None:
-        top_k = torch.where(top_k > 0, top_k, vocabulary).long()
-        if top_p is not None:
-            # Those that equal the k-th likeliest are kept as well.
-            last = (top_k.clamp(max=vocabulary) - 1)[:, None]
-            smallest = scaled.topk(int(last.max()) + 1, dim=-1).values.gather(1, last)
-            kept = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(scaled < smallest, 0.0).sum(-1)
+    if by_k and by_p:
+        # Those that equal the k-th likeliest are kept as well.
+        smallest = scaled.topk(top_k, dim=-1).values[:, -1:]
+        kept = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(scaled < smallest, 0.0).sum(-1)
     tokens = scaled.argmax(-1)  # for a row that can keep nothing
     waiting = torch.arange(len(scaled), device=scaled.device)
     pivot = torch.full_like(waiting, vocabulary)  # the best that was rejected
@@ -301,20 +241,18 @@ def _restricted(
             drawn = _pick(left, _block_masses(left), low, high, turn)
         value = scaled.gather(1, drawn[:, None])[:, 0]
         keep = torch.ones_like(drawn, dtype=torch.bool)
-        if top_k is not None:
+        if by_k:
             keep &= (scaled > value[:, None]).sum(-1) < top_k
-        if top_p is not None:
+        if by_p:
             mass = (scaled - masses.logsumexp(-1, keepdim=True)).exp_().masked_fill_(~before(value, drawn), 0.0).sum(-1)
-            keep &= ~(mass >= top_p * kept) | (top_p >= 1)  # also where the mass is NaN
+            keep &= ~(mass >= top_p * kept)  # also where the mass is NaN
         tokens[waiting[keep]] = drawn[keep]
         better = (value > pivot_value) | ((value == pivot_value) & (drawn < pivot))
         pivot, pivot_value = torch.where(better, drawn, pivot), torch.where(better, value, pivot_value)
-        on = ~keep
-        if not on.any():
+        if keep.all():
             break
-        waiting, scaled, masses, low, high, kept = waiting[on], scaled[on], masses[on], low[on], high[on], kept[on]
-        pivot, pivot_value = pivot[on], pivot_value[on]
-        top_k, top_p = None if top_k is None else top_k[on], None if top_p is None else top_p[on]
+        rows = (waiting, scaled, masses, low, high, kept, pivot, pivot_value)
+        waiting, scaled, masses, low, high, kept, pivot, pivot_value = (numbers[~keep] for numbers in rows)
     return tokens
 
 
@@ -352,15 +290,9 @@ def _gumbel(low: tl.tensor, high: tl.tensor, entries: tl.tensor, turn: tl.tensor
 
 
 @jit
-def _number(source: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
-    """A draw's own number, or the one that all draws share."""
-    return tl.load(source + draw).to(tl.float32) if EACH else source
-
-
-@jit
-def _sharpness(temperature: tl.tensor, draw: tl.tensor, EACH: tl.constexpr) -> tl.tensor:
+def _sharpness(temperature: tl.tensor, draw: tl.tensor) -> tl.tensor:
     """The factor on a draw's logits, and whether it is greedy."""
-    heat = _number(temperature, draw, EACH) + 0.0
+    heat = tl.load(temperature + draw)
     return tl.where(heat > 0.0, tl.div_rn(1.0, tl.where(heat > 0.0, heat, 1.0)), 1.0), heat <= 0.0
 
 
@@ -385,12 +317,12 @@ def _read(
 @jit
 def _blocks_kernel(
     logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
-    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, masses: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, masses: tl.tensor, HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """First pass: maximum and log mass of every block."""
     draw = tl.program_id(1)
-    sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+    sharpness, _greedy = _sharpness(temperature, draw)
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     entries = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     values = _read(_row(logits, rows, stride, draw, HAS_ROWS), entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
@@ -422,12 +354,12 @@ def _inside(
 def _draw_kernel(
     logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
     scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, maxima: tl.tensor, masses: tl.tensor, tokens: tl.tensor,
-    numbers: tl.tensor, normalisers: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, PADDED: tl.constexpr,
+    numbers: tl.tensor, normalisers: tl.tensor, HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """Draws from the full softmax. `numbers` gets the log-prob of one draw, or the scaled logits of several, with the normaliser apart."""
     draw = tl.program_id(0)
-    sharpness, greedy = _sharpness(temperature, draw, TEMPERATURES)
+    sharpness, greedy = _sharpness(temperature, draw)
     row = _row(logits, rows, stride, draw, HAS_ROWS)
     block = tl.arange(0, PADDED)
     place = draw.to(tl.int64) * blocks + block
@@ -457,12 +389,12 @@ def _draw_kernel(
 def _before_kernel(
     logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
     scale: tl.tensor, cap: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor,
-    before_mass: tl.tensor, before_count: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, GROUP: tl.constexpr,
+    before_mass: tl.tensor, before_count: tl.tensor, HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr, GROUP: tl.constexpr,
 ) -> None:  # fmt: skip
     """Second pass: mass and number of entries before each candidate, per tile of GROUP blocks. Blocks below all candidates are skipped."""
     draw = tl.program_id(1)
-    sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+    sharpness, _greedy = _sharpness(temperature, draw)
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     top = tl.load(maxima + draw.to(tl.int64) * blocks + block, mask=block < blocks, other=float("-inf"))
     lowest = tl.min(tl.load(candidate_values + draw * CANDIDATES + tl.arange(0, CANDIDATES)), 0)
@@ -503,15 +435,14 @@ def _settle_kernel(
     logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
     scale: tl.tensor, cap: tl.tensor, seeds: tl.tensor, positions: tl.tensor, top_ks: tl.tensor, top_ps: tl.tensor, maxima: tl.tensor,
     normalisers: tl.tensor, candidates: tl.tensor, candidate_values: tl.tensor, before_mass: tl.tensor, before_count: tl.tensor,
-    kept_masses: tl.tensor, reads: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, tiles: tl.tensor, BY_K: tl.constexpr,
-    BY_P: tl.constexpr, TOP_KS: tl.constexpr, TOP_PS: tl.constexpr, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr,
-    CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROUNDS: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    PADDED_TILES: tl.constexpr,
+    kept_masses: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, tiles: tl.tensor, BY_K: tl.constexpr, BY_P: tl.constexpr,
+    HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, CANDIDATES: tl.constexpr, ROUNDS: tl.constexpr,
+    GROUP: tl.constexpr, PADDED: tl.constexpr, PADDED_TILES: tl.constexpr,
 ) -> None:  # fmt: skip
     """The first candidate in the prefix; where there is none, more are drawn from the entries before the best rejected one."""
     draw = tl.program_id(0)
-    top_k = _number(top_ks, draw, TOP_KS)
-    top_p = _number(top_ps, draw, TOP_PS)
+    top_k = tl.load(top_ks + draw).to(tl.float32)
+    top_p = tl.load(top_ps + draw)
     normaliser = tl.load(normalisers + draw)
     base = draw.to(tl.int64) * blocks
     kept = 1.0
@@ -522,7 +453,6 @@ def _settle_kernel(
     value = tl.full([], float("-inf"), tl.float32)
     pivot = tl.zeros([], tl.int32) + vocabulary
     pivot_value = tl.full([], float("-inf"), tl.float32)
-    lowest = tl.full([], float("inf"), tl.float32)
     tile = tl.arange(0, PADDED_TILES)
     for index in tl.static_range(CANDIDATES):
         place = (base + tile) * CANDIDATES + index
@@ -538,12 +468,8 @@ def _settle_kernel(
         better = (drawn_value > pivot_value) | ((drawn_value == pivot_value) & (drawn < pivot))
         pivot = tl.where(better, drawn, pivot)
         pivot_value = tl.where(better, drawn_value, pivot_value)
-        lowest = tl.minimum(lowest, drawn_value)
 
-    block = tl.arange(0, PADDED)
-    top = tl.load(maxima + base + block, mask=block < blocks, other=float("-inf"))
-    read = CANDIDATES + tl.sum((top >= lowest).to(tl.int32), 0)  # those they were drawn in, and the second pass
-    sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+    sharpness, _greedy = _sharpness(temperature, draw)
     row = _row(logits, rows, stride, draw, HAS_ROWS)
     low, high = _key(seeds, positions, draw)
     turn = tl.zeros([], tl.int32) + CANDIDATES
@@ -569,7 +495,6 @@ def _settle_kernel(
                 highest = tl.max(score, 0)
                 chosen = tl.where(highest > best, first + tl.argmax(score, 0), chosen)
                 best = tl.maximum(best, highest)
-                read += tl.sum((their_top >= pivot_value).to(tl.int32), 0)
         keep = _keeps(count, mass, top_k, top_p, kept, BY_K, BY_P)
         token = tl.where(keep, pivot, token)
         value = tl.where(keep, pivot_value, value)
@@ -578,15 +503,12 @@ def _settle_kernel(
             row, chosen, vocabulary, sharpness, scale, cap, low, high, turn.to(tl.uint32), False, pivot_value, pivot, CAPPED, BLOCK
         )
         turn += 1
-        read += 1
     if found == 0:  # only where nothing may be kept: the likeliest is
+        block = tl.arange(0, PADDED)
+        top = tl.load(maxima + base + block, mask=block < blocks, other=float("-inf"))
         token, value = _inside(
             row, tl.argmax(top, 0), vocabulary, sharpness, scale, cap, low, high, 0, True, float("-inf"), vocabulary, CAPPED, BLOCK
         )
-        read += 1
-    if BY_K and BY_P:
-        read += tl.load(reads + draw)
-    tl.store(reads + draw, read)
     tl.store(tokens + draw, token.to(tl.int64))
     tl.store(logprobs + draw, value - normaliser)
 
@@ -601,17 +523,15 @@ def _order(bits: tl.tensor) -> tl.tensor:
 def _kept_kernel(
     logits: tl.tensor, rows: tl.tensor, temperature: tl.tensor, stride: tl.tensor, vocabulary: tl.tensor, blocks: tl.tensor,
     scale: tl.tensor, cap: tl.tensor, top_ks: tl.tensor, maxima: tl.tensor, normalisers: tl.tensor, kept_masses: tl.tensor,
-    reads: tl.tensor, HAS_ROWS: tl.constexpr, TEMPERATURES: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, TOP_KS: tl.constexpr,
-    WAYS: tl.constexpr, PADDED: tl.constexpr,
+    HAS_ROWS: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, WAYS: tl.constexpr, PADDED: tl.constexpr,
 ) -> None:  # fmt: skip
     """The probability of the k likeliest entries and those that equal the k-th, by search for the k-th largest logit."""
     draw = tl.program_id(0)
-    top_k = _number(top_ks, draw, TOP_KS)
+    top_k = tl.load(top_ks + draw).to(tl.float32)
     base = draw.to(tl.int64) * blocks
-    read = tl.zeros([], tl.int32)
     mass = tl.full([], 1.0, tl.float32)
     if (top_k > 0.0) & (top_k < vocabulary):
-        sharpness, _greedy = _sharpness(temperature, draw, TEMPERATURES)
+        sharpness, _greedy = _sharpness(temperature, draw)
         row = _row(logits, rows, stride, draw, HAS_ROWS)
         normaliser = tl.load(normalisers + draw)
         block = tl.arange(0, PADDED)
@@ -639,7 +559,6 @@ def _kept_kernel(
                     entries = index * BLOCK + tl.arange(0, BLOCK)
                     values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
                     counts += tl.sum((values[None, :] >= thresholds[:, None]).to(tl.int32), 1)
-                    read += 1
             low = tl.max(tl.where((counts >= top_k) & (keys < high), keys, low), 0)
             exact = tl.max((counts == top_k).to(tl.int32), 0)
             high = tl.minimum(low + step, high)
@@ -651,9 +570,7 @@ def _kept_kernel(
                 entries = index * BLOCK + tl.arange(0, BLOCK)
                 values = _read(row, entries, entries < vocabulary, sharpness, scale, cap, CAPPED)
                 mass += tl.sum(tl.where(values >= threshold, tl.exp(values - normaliser), 0.0), 0)
-                read += 1
     tl.store(kept_masses + draw, mass)
-    tl.store(reads + draw, read)
 
 
 # -- after a token is drawn ------------------------------------------------------------------------------------------------------------
@@ -689,14 +606,12 @@ class DecodeProgress:
         )
 
 
-def finish(
-    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor | None = None
-) -> None:
+def finish(tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor) -> None:
     """Record the drawn token of each row in its slot and update the slot's state. Slots that are not RUNNING are left alone.
 
-    `tokens` int64 [S] and `logprobs` float32 [S] are from `sample`; row i belongs to slot i, or to `slots[i]` (int64 [S], each at most
-    once; negative: no slot). `end_tokens`: int64 [E] for all slots, or [slots, E] padded with -1. An end token is recorded too, and stops
-    its slot (STOPPED) even where it is the last token that fits.
+    `tokens` int64 [S] and `logprobs` float32 [S] are from `sample`; row i belongs to `slots[i]` (int64 [S], each at most once; negative: no
+    slot). `end_tokens`: int64 [slots, E], padded with -1. An end token is recorded too, and stops its slot (STOPPED) even where it is the
+    last token that fits.
     """
     if not runs_triton(tokens):
         return finish_reference(tokens, logprobs, end_tokens, progress, slots)
@@ -708,20 +623,17 @@ def finish(
     _finish_kernel[(triton.cdiv(len(tokens), rows),)](
         tokens, logprobs, end_tokens, slots, progress.states, progress.lengths, progress.limits, progress.positions, progress.inputs,
         progress.tokens, progress.logprobs, len(tokens), len(progress.states), progress.tokens.shape[1],
-        end_tokens.shape[-1], end_tokens.shape[-1] if end_tokens.dim() == 2 else 0,
-        HAS_SLOTS=slots is not None, ROWS=rows, STOPPED=STOPPED, FULL=FULL, RUNNING=RUNNING, num_warps=4,
+        end_tokens.shape[1], ROWS=rows, STOPPED=STOPPED, FULL=FULL, RUNNING=RUNNING, num_warps=4,
     )  # fmt: skip
     return None
 
 
 def finish_reference(
-    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor | None = None
+    tokens: torch.Tensor, logprobs: torch.Tensor, end_tokens: torch.Tensor, progress: DecodeProgress, slots: torch.Tensor
 ) -> None:
     """`finish` in plain torch."""
-    slot = torch.arange(len(tokens), device=tokens.device) if slots is None else slots
-    run = (slot >= 0) & (progress.states[slot.clamp(min=0)] == RUNNING)
-    slot, token, logprob = slot[run], tokens[run], logprobs[run]
-    ends = end_tokens[slot] if end_tokens.dim() == 2 else end_tokens.expand(len(slot), -1)
+    run = (slots >= 0) & (progress.states[slots.clamp(min=0)] == RUNNING)
+    slot, token, logprob = slots[run], tokens[run], logprobs[run]
     lengths = progress.lengths[slot]
     column = lengths.long() % progress.tokens.shape[1]
     progress.tokens[slot, column] = token
@@ -729,7 +641,7 @@ def finish_reference(
     progress.inputs[slot] = token
     progress.lengths[slot] = lengths + 1
     progress.positions[slot] += 1
-    stopped = (ends == token[:, None]).any(-1)
+    stopped = (end_tokens[slot] == token[:, None]).any(-1)
     full = lengths + 1 >= progress.limits[slot]
     progress.states[slot] = torch.where(stopped, STOPPED, torch.where(full, FULL, RUNNING)).int()
 
@@ -738,12 +650,12 @@ def finish_reference(
 def _finish_kernel(
     drawn: tl.tensor, drawn_logprobs: tl.tensor, end_tokens: tl.tensor, slots: tl.tensor, states: tl.tensor, lengths: tl.tensor,
     limits: tl.tensor, positions: tl.tensor, inputs: tl.tensor, tokens: tl.tensor, logprobs: tl.tensor, count: tl.tensor,
-    slot_count: tl.tensor, capacity: tl.tensor, ends: tl.tensor, end_stride: tl.tensor, HAS_SLOTS: tl.constexpr, ROWS: tl.constexpr,
-    STOPPED: tl.constexpr, FULL: tl.constexpr, RUNNING: tl.constexpr,
+    slot_count: tl.tensor, capacity: tl.tensor, ends: tl.tensor, ROWS: tl.constexpr, STOPPED: tl.constexpr,
+    FULL: tl.constexpr, RUNNING: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     here = row < count
-    slot = tl.load(slots + row, mask=here, other=-1) if HAS_SLOTS else row.to(tl.int64)
+    slot = tl.load(slots + row, mask=here, other=-1)
     here = here & (slot >= 0) & (slot < slot_count)
     run = here & (tl.load(states + slot, mask=here, other=-1) == RUNNING)
     token = tl.load(drawn + row, mask=run, other=0)
@@ -752,7 +664,7 @@ def _finish_kernel(
     position = tl.load(positions + slot, mask=run, other=0)
     stopped = tl.zeros([ROWS], tl.int32)
     for end in range(0, ends):
-        stopped = stopped | (tl.load(end_tokens + slot * end_stride + end, mask=run, other=-1) == token).to(tl.int32)
+        stopped = stopped | (tl.load(end_tokens + slot * ends + end, mask=run, other=-1) == token).to(tl.int32)
     place = slot * capacity + length % capacity
     tl.store(tokens + place, token, mask=run)
     tl.store(logprobs + place, tl.load(drawn_logprobs + row, mask=run, other=0.0), mask=run)

@@ -79,9 +79,7 @@ def linear_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tenso
 def product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None = None) -> torch.Tensor:
     """hidden @ weight.T + bias, in float32 or better."""
     found = multiply(hidden, weight.t(), out)
-    if bias is None:
-        return found
-    return found + bias if out is None else found.add_(bias)
+    return found if bias is None else found.add_(bias)
 
 
 def multiply(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

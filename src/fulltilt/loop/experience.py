@@ -15,13 +15,13 @@ import numpy as np
 from fulltilt.algo.base import Algorithm
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import WorkProgress
-from fulltilt.config import Config
 from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config
 
 
 def training_sampling(config: Config) -> Sampling:
@@ -55,7 +55,7 @@ def greedy_sampling(config: Config) -> Sampling:
 def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
     assert parts.reward
-    return collect(parts.worker, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
+    return collect(parts.worker.generate, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
 
 
 def show_progress(console: Console, progress: WorkProgress) -> None:

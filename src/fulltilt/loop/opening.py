@@ -19,7 +19,6 @@ from typing import Any
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.run import Progress, Run, Summary
@@ -30,6 +29,7 @@ from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.schema import Config, to_toml
 from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
@@ -150,7 +150,7 @@ def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint
     """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration and the plan beside them."""
     state = found.state() if found else None
     try:
-        (folder / "run.toml").write_text(configuration.to_toml(config), encoding="utf-8")
+        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
         plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
         partial = folder / f"{PLAN}.partial"
         partial.write_text(json.dumps(plan, indent=1), encoding="utf-8")
@@ -183,9 +183,7 @@ def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], cons
     if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
         console.warn(f"{len(state['surplus'])} groups carried over from before the checkpoint are left out: the algorithm carries none")
         return ()
-    kept, lost = surplus.unpack(
-        found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.prompts}
-    )
+    kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.items})
     if lost:
         console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
     return tuple(kept)

@@ -19,7 +19,6 @@ from typing import Any, cast
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS, WorkProgress
-from fulltilt.config import Config
 from fulltilt.data.order import Cursor, InEpochs
 from fulltilt.loop.experience import (
     good_rewards,
@@ -43,6 +42,7 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 
 Metrics = dict[str, float]

@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.config import Config
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
 from fulltilt.loop.experience import sample_groups, score_groups, show_progress, validation_sampling
 from fulltilt.observe.console import Console
 from fulltilt.observe.validation import sample_rows, summarise
 from fulltilt.records import Group, Row, Score
+from fulltilt.schema import Config
 
 EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
 
@@ -39,10 +39,10 @@ def validate(config: Config, parts: RunParts, console: Console) -> Validated:
 
 def _validate(config: Config, parts: RunParts, console: Console) -> Validated:
     if isinstance(parts.val_data, RowSet):
-        found = parts.worker.sum_logprobs(parts.val_data.rows)
+        found = parts.worker.sum_logprobs(parts.val_data.items)
         return Validated({"val/loss": -found.total / max(1, found.tokens)})
     assert isinstance(parts.val_data, PromptSet)
-    prompts = parts.val_data.prompts[: config.eval.max_prompts]
+    prompts = parts.val_data.items[: config.eval.max_prompts]
     groups = sample_groups(parts, console, prompts, validation_sampling(config), EVALUATION_STREAM ^ config.run.seed)
 
     def judge(rows: Sequence[Row]) -> list[Row]:

@@ -48,34 +48,22 @@ class HeldBytes:
     device: Mapping[str, int]
     host: Mapping[str, int]  # of a CUDA run: offloaded
 
-    def most(self, other: HeldBytes | None) -> HeldBytes:
+    def most(self, other: HeldBytes) -> HeldBytes:
         """The larger number of each kind."""
-        if other is None:
-            return self
-        device = {kind: max(count, other.device[kind]) for kind, count in self.device.items()}
-        return HeldBytes(device, {kind: max(count, other.host[kind]) for kind, count in self.host.items()})
+        device = {kind: max(count, other.device.get(kind, 0)) for kind, count in self.device.items()}
+        return HeldBytes(device, {kind: max(count, other.host.get(kind, 0)) for kind, count in self.host.items()})
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Memory of one phase, in bytes. None: not measurable on this device."""
+    """Memory of one phase, in bytes; of one that ran twice in a step, the most of both. None: not measurable on this device."""
 
-    held: HeldBytes  # the most of each kind that was found
+    held: HeldBytes = HeldBytes({}, {})  # the most of each kind that was found
     other: int | None = None  # of no known kind, on the device, at the end
     reserved: int | None = None  # taken from the device by the allocator, in use or not, at the end
     peak: int | None = None
     activations: int | None = None  # the most that passes took beyond what was allocated before or after them, with the head's share
     head: int | None = None  # the head's largest temporaries, by its own count
-
-    def after(self, earlier: Reading) -> Reading:
-        """The reading of a phase that ran twice in a step."""
-        return replace(
-            self,
-            held=self.held.most(earlier.held),
-            peak=larger(earlier.peak, self.peak),
-            activations=larger(earlier.activations, self.activations),
-            head=larger(earlier.head, self.head),
-        )
 
     def numbers(self) -> dict[str, int | None]:
         on_host = sum(self.held.host.values()) if self.peak is not None else None
@@ -85,14 +73,11 @@ class Reading:
 
 @dataclass(eq=False)
 class Span:
-    """A phase, or the passes inside one, while it is measured."""
+    """A phase, or the passes inside one, while it is measured: bytes allocated at its beginning and end, and the most in between."""
 
-    begin: int  # bytes allocated at its beginning
-    end: int = 0  # and at its end
-    peak: int = 0  # and most in between
-    held: HeldBytes | None = None  # the most found so far
-    activations: int | None = None
-    head: int | None = None
+    begin: int
+    end: int = 0
+    peak: int = 0
 
 
 class Account:
@@ -101,9 +86,9 @@ class Account:
         self.device = device
         self._sources = {kind: tuple(sources[kind]) for kind in KINDS if kind in sources}
         self._counted = device.type == "cuda"
-        self._peak = self._peak_reserved = 0
+        self._peak = self._peak_reserved = self._reserved = 0
         self._spans: list[Span] = []  # open, the innermost last
-        self._phases: list[Span] = []  # those of them that are phases
+        self._phases: list[Reading] = []  # of open phases, the innermost last
         self._readings: dict[str, Reading] = {}  # of phases that ended since the last `take`
 
     def held(self) -> HeldBytes:
@@ -136,21 +121,24 @@ class Account:
     def look(self) -> None:
         """Count what is held now. Call it before a phase frees tensors."""
         held = self.held()
-        for phase in self._phases:
-            phase.held = held.most(phase.held)
+        self._phases = [replace(reading, held=held.most(reading.held)) for reading in self._phases]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure a phase, unless it fails. Phases may nest: an inner one's peak counts for the outer one too."""
         assert name in TIMING_NAMES, f"{name!r} is not the name of a phase"
         with self._span() as span:
-            self._phases.append(span)
+            self._phases.append(self._readings.get(name, Reading()))
             try:
                 yield
             finally:
-                self._phases.pop()
-        reading = self._read(span)
-        self._readings[name] = reading.after(self._readings[name]) if name in self._readings else reading
+                reading = self._phases.pop()
+        held = self.held()
+        reading = replace(reading, held=held.most(reading.held))
+        if self._counted:
+            other, peak = span.end - sum(held.device.values()), larger(reading.peak, span.peak)
+            reading = replace(reading, other=other, reserved=self._reserved, peak=peak)
+        self._readings[name] = reading
 
     @contextmanager
     def passes(self, head_bytes: int | None = None) -> Iterator[None]:
@@ -161,10 +149,9 @@ class Account:
         with self._span() as span:
             yield
         self.look()
-        phase = self._phases[-1]
-        if self._counted:
-            phase.activations = larger(phase.activations, span.peak - max(span.begin, span.end))
-        phase.head = larger(phase.head, head_bytes)
+        found = self._phases[-1]
+        taken = span.peak - max(span.begin, span.end) if self._counted else None
+        self._phases[-1] = replace(found, activations=larger(found.activations, taken), head=larger(found.head, head_bytes))
 
     def take(self) -> dict[str, Reading]:
         """Readings of the phases that ended since the last call, in the order in which they first ended."""
@@ -198,27 +185,12 @@ class Account:
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         allocated = stats["allocated_bytes"]["all"]
         self._peak = max(self._peak, allocated["peak"])
-        self._peak_reserved = max(self._peak_reserved, stats["reserved_bytes"]["all"]["peak"])
+        reserved = stats["reserved_bytes"]["all"]
+        self._reserved, self._peak_reserved = reserved["current"], max(self._peak_reserved, reserved["peak"])
         for span in self._spans:
             span.peak = max(span.peak, allocated["peak"])
         torch.cuda.reset_peak_memory_stats(self.device)
         return int(allocated["current"])
-
-    def _read(self, span: Span) -> Reading:
-        held = self.held()
-        most = held.most(span.held)
-        if not self._counted:
-            return Reading(most, head=span.head)
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated, reserved = (int(stats[name]["all"]["current"]) for name in ("allocated_bytes", "reserved_bytes"))
-        return Reading(
-            held=most,
-            other=allocated - sum(held.device.values()),
-            reserved=reserved,
-            peak=span.peak,
-            activations=span.activations,
-            head=span.head,
-        )
 
 
 def weights_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:

@@ -1,18 +1,17 @@
 """Offload of activations: saved tensors are on the host between the forward and the backward pass.
 
 Enters: a loaded model on its device, after fusing and recompute. Leaves: the same model, whose decoder layers send the tensors that they
-save for the backward pass to host memory as soon as they have run, and a handle that counts and undoes. With recompute these are the inputs
+save for the backward pass to host memory as soon as they have run, and a handle that undoes it. With recompute these are the inputs
 of layers, and kept results of products and attention. The backward pass fetches them one layer ahead.
 
 Guaranteed: tensors come back with their bits, shape, strides and alignment. A storage is copied once per layer, however many views of it
 were saved. Parameters, arguments that all layers share (rotary angles, bounds of documents), small tensors and the last layer, which is
 needed first, stay on the device. The host waits for nothing: copies run on a stream of their own, and streams wait for each other. While a
-layer runs, at most `ahead` others are being copied out and at most one is fetched early, so device memory is bounded although the host runs
+layer runs, at most one other is being copied out and at most one is fetched early, so device memory is bounded although the host runs
 ahead of the device; between the passes only the last layer's tensors are on the device. Host memory is pinned once, in pages that serve
 micro-batches of any size. Without gradients nothing changes. On CPU the same code copies within main memory, for tests: it saves nothing.
 
     handle = offload_activations(model)
-    handle.device_bytes, handle.host_bytes, handle.sent_bytes
     handle.remove()
     saved_bytes(run)  # bytes that autograd keeps for the backward pass of run()'s result
 """
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,11 +34,11 @@ PAGE = 16 << 20  # bytes of host memory that belong to one layer at a time
 ALIGNED = 512  # torch's allocator aligns to it; kernels choose their form by alignment, so fetched tensors have the same
 
 
-def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, ahead: int = 1, page: int = PAGE) -> ActivationOffload:
-    """Send the tensors that the model's layers save to the host. `ahead`: layers that may still be copied while the next one runs."""
-    assert smallest >= 1 and ahead >= 0 and page % ALIGNED == 0
+def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, page: int = PAGE) -> ActivationOffload:
+    """Send the tensors that the model's layers save to the host."""
+    assert smallest >= 1 and page % ALIGNED == 0
     layers = decoder_layers(model)
-    offload = ActivationOffload(next(layers[0].parameters()).device, smallest, ahead, page)
+    offload = ActivationOffload(next(layers[0].parameters()).device, smallest, page)
     for layer in layers:
         forward = OffloadedForward(layer.forward, offload, list(layer.parameters()), layer is layers[0], layer is layers[-1])
         offload.forwards.put(layer, forward)
@@ -50,23 +48,21 @@ def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, ahe
 class ActivationOffload:
     """The handle, shared by the layers of one model."""
 
-    def __init__(self, device: torch.device, smallest: int, ahead: int, page: int) -> None:
-        self.device, self.smallest, self.ahead = device, smallest, ahead
+    def __init__(self, device: torch.device, smallest: int, page: int) -> None:
+        self.device, self.smallest = device, smallest
         self.lane, self.pages, self.forwards = Lane(device), HostPages(device, page), Forwards()
-        self.sent_bytes = 0  # since the beginning
-        self.host_bytes = self.device_bytes = 0  # saved tensors that are on the host and on the device now
-        self._waiting: deque[SavedByLayer] = deque()  # being copied to the host, and still on the device
+        self._waiting: SavedByLayer | None = None  # being copied to the host, and still on the device
         self._latest: weakref.ref[SavedByLayer] | None = None
         self._given: dict[int, set[int]] = {}  # id of an argument of this pass -> addresses of the storages in it
 
     def remove(self) -> None:
         """Restore the model. Passes under way are completed."""
         self.forwards.remove()
-        self._let_go(0)
+        self._let_go()
 
     def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> SavedByLayer:
         if first:
-            self._let_go(0)  # from a pass that was aborted
+            self._let_go()  # from a pass that was aborted
             self._latest = None
             self._given.clear()
         stays = {parameter.untyped_storage().data_ptr() for parameter in parameters}
@@ -83,13 +79,14 @@ class ActivationOffload:
         saved.before = self._latest() if self._latest else None
         self._latest = weakref.ref(saved)
         saved.close()
-        self._waiting.append(saved)
-        self._let_go(self.ahead if saved.leaves else 0)
+        self._let_go()
+        self._waiting = saved if saved.leaves else None
 
-    def _let_go(self, allowed: int) -> None:
-        """Make the compute stream wait for copies until at most `allowed` layers are being copied."""
-        while len(self._waiting) > allowed:
-            self._waiting.popleft().let_go()
+    def _let_go(self) -> None:
+        """Make the compute stream wait for the copies of the layer before, and release its device memory."""
+        if self._waiting is not None:
+            self._waiting.let_go()
+        self._waiting = None
 
 
 @dataclass(eq=False)
@@ -149,24 +146,10 @@ class Parcel:
         here = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload]
         return here[self.begin - self.origin : self.end - self.origin]
 
-    def count(self, sign: int) -> None:
-        if self.storage is not None:
-            self.saved.offload.device_bytes += sign * self.storage.nbytes()
-
-    def let_go(self) -> None:
-        self.count(-1)
-        self.storage = None
-
-    def make_room(self) -> None:
-        self.storage = torch.empty(self.span, dtype=torch.uint8, device=self.saved.offload.device).untyped_storage()
-        self.origin = self.begin
-        self.count(+1)
-
     def __del__(self) -> None:
         # Its memory goes back to the compute stream, which must not write there before copies from and to it are done.
-        if self.saved.closed and self.storage is not None:
+        if self.storage is not None:
             self.saved.settle()
-            self.count(-1)
 
 
 class SavedByLayer:
@@ -176,10 +159,9 @@ class SavedByLayer:
         self.offload, self.leaves = offload, leaves
         self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()  # by address in the forward pass
         self.before: SavedByLayer | None = None
-        self.closed = self.opened = False
+        self.opened = False
         self._stays = stays
         self._pages: list[torch.Tensor] = []
-        self._on_host = 0
         self._pending: Mark = None  # end of its copies, until the compute stream waits for that
 
     def put(self, tensor: torch.Tensor) -> Any:
@@ -204,20 +186,14 @@ class SavedByLayer:
 
     def close(self) -> None:
         """Start copying to the host."""
-        offload, self.closed, self._stays = self.offload, True, set()
-        parcels = list(self.parcels.values())
-        for parcel in parcels:
-            parcel.count(+1)
-        leaving = [parcel for parcel in parcels if self.leaves and parcel.span >= offload.smallest]
+        offload, on_host, self._stays = self.offload, 0, set()
+        leaving = [parcel for parcel in list(self.parcels.values()) if self.leaves and parcel.span >= offload.smallest]
         for parcel in leaving:
-            parcel.place, self._on_host = self._on_host, self._on_host + -(-parcel.span // ALIGNED) * ALIGNED
-        if not leaving:
-            return
-        self._pages = offload.pages.take(self._on_host)
-        pairs = [(page, part) for parcel in leaving for page, part in self._pieces(parcel)]
-        self._pending = offload.lane.copy(pairs, [now(offload.device)])
-        offload.sent_bytes += sum(parcel.span for parcel in leaving)
-        offload.host_bytes += self._on_host
+            parcel.place, on_host = on_host, on_host + -(-parcel.span // ALIGNED) * ALIGNED
+        if leaving:
+            self._pages = offload.pages.take(on_host)
+            pairs = [(page, part) for parcel in leaving for page, part in self._pieces(parcel)]
+            self._pending = offload.lane.copy(pairs, [now(offload.device)])
 
     def let_go(self) -> None:
         """Release the device memory of tensors that are on the host, once the copies are done."""
@@ -226,7 +202,7 @@ class SavedByLayer:
         self.settle()
         for parcel in list(self.parcels.values()):
             if parcel.place is not None:
-                parcel.let_go()
+                parcel.storage = None
 
     def open(self) -> None:
         """When the layer's backward pass begins: have its tensors on the device, and start fetching those of the layer before it."""
@@ -244,7 +220,8 @@ class SavedByLayer:
         missing = [parcel for parcel in list(self.parcels.values()) if parcel.storage is None]
         if missing:
             for parcel in missing:
-                parcel.make_room()
+                parcel.storage = torch.empty(parcel.span, dtype=torch.uint8, device=self.offload.device).untyped_storage()
+                parcel.origin = parcel.begin
             # The memory was the compute stream's until now: copies come after all of its queued work.
             pairs = [(part, page) for parcel in missing for page, part in self._pieces(parcel)]
             self._pending = self.offload.lane.copy(pairs, [now(self.offload.device)])
@@ -270,8 +247,7 @@ class SavedByLayer:
     def _leave_host(self) -> None:
         """Give the pages back. Others may take them at once: only the lane writes them, after all copies queued so far."""
         self.offload.pages.give(self._pages)
-        self.offload.host_bytes -= self._on_host
-        self._pages, self._on_host = [], 0
+        self._pages = []
 
     def __del__(self) -> None:
         self._leave_host()  # after an aborted pass
@@ -298,7 +274,7 @@ class HostPages:
     """Host memory in pages of one size. It grows to the most that was ever needed at once."""
 
     def __init__(self, device: torch.device, size: int) -> None:
-        self.size, self.allocated_bytes, self._device = size, 0, device
+        self.size, self._device = size, device
         self._free: list[torch.Tensor] = []
         self._taken: list[torch.Tensor] = []  # allocations, free or in use
 
@@ -311,7 +287,6 @@ class HostPages:
         if missing > 0:
             self._taken.append(host_memory(missing, self._device))
             self._free += self._taken[-1].split(self.size)
-            self.allocated_bytes += missing
         return [self._free.pop() for _ in range(count)]
 
     def give(self, pages: Sequence[torch.Tensor]) -> None:

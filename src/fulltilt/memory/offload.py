@@ -18,8 +18,7 @@ allocated before its first bucket. Copies run on streams of their own; on a CPU 
 
     residence = Residence(ref.model, "ref", learns=False)
     residence.to_host()
-    with residence.needed():        # around the phase
-        annotate(...)
+    residence.to_device()  # before the phase in which the role works
 """
 
 from __future__ import annotations
@@ -28,14 +27,12 @@ import contextlib
 import mmap
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.model.fuse import fuse, is_fused
 from fulltilt.records import UserError
 
 ALIGN = 256  # bytes: alignment of tensors in one memory, and of buckets
@@ -57,24 +54,15 @@ class OffloadSetting:
 ON_DEVICE = OffloadSetting()
 
 
-def why_not(device: str) -> str | None:
-    """Why offload can have no effect on a device of this type."""
-    return None if device == "cuda" else "the run is on the CPU: its memory is the host's already"
-
-
-def why_not_params(role: str, device: str, *, cuda_graphs: bool = False, alone: bool = False, shared: bool = False) -> str | None:
-    """Why a role's parameters cannot leave the device. `alone`: no other role has its own model. `shared`: the model is the actor's."""
-    if reason := why_not(device):
-        return reason
-    if shared:
+def why_not(key: str, role: str, device: str, *, alone: bool = False, shared: bool = False) -> str | None:
+    """Why an offload setting of a role can have no effect. `alone`: no other role has a model of its own. `shared`: the role's model is the
+    actor's."""
+    if device != "cuda":
+        return "the run is on the CPU: its memory is the host's already"
+    if key == "offload_params" and shared:
         return f"the {role} runs the actor's own model without its adapters: it has no parameters that could leave"
-    if role == "actor" and alone:
+    if key == "offload_params" and role == "actor" and alone:
         return "no other role has a model of its own, so there is no phase in which the actor's parameters could be away"
-    if role == "actor" and cuda_graphs:
-        return (
-            "rollout replays CUDA graphs, which read the actor's parameters at fixed addresses, and memory that was given back may belong "
-            "to another tensor when they return. Set rollout.cuda_graphs = false"
-        )
     return None
 
 
@@ -161,47 +149,32 @@ def aligned(count: int) -> int:
 class Residence:
     """Moves the parameters of a role's model, which are on the device at first.
 
-    `learns`: they change on the device, so they are copied out whenever they leave. Fused layers are joined again when the model comes
-    back, since its addresses are new. Running a model that is away fails at once.
+    `learns`: they change on the device, so they are copied out whenever they leave. Running a model that is away fails at once.
     """
 
     def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
         self.role, self.learns, self.on_device = role, learns, True
-        self._model = model
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in model.parameters() if tensor.numel()}
         assert all(storage.resizable() for storage in storages.values()), "a parameter is in memory that cannot be given back"
         self.device = next(model.parameters()).device
         self._device_flats = [torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage) for storage in storages.values()]  # type: ignore[call-overload]
-        self.nbytes = sum(len(flat) for flat in self._device_flats)
         self._host = host_memory(sum(aligned(len(flat)) for flat in self._device_flats), self.device)
         parts = self._host.split([aligned(len(flat)) for flat in self._device_flats])
         self._host_flats = [part[: len(flat)] for part, flat in zip(parts, self._device_flats, strict=True)]
         self._out, self._in = Lane(self.device), Lane(self.device)
-        self._copied = self._in_use = False
+        self._copied = False
         self._left: Mark = None
-        self._arrived: Mark = None
-        for body in bodies(model):
-            body.register_forward_pre_hook(self._refuse_absent)
-
-    @contextmanager
-    def needed(self, *, unchanged: bool = False) -> Iterator[None]:
-        """Have the parameters on the device inside the context, around a phase in which the role works. Does not nest. `unchanged`: the
-        phase only reads, so a role that learns need not be copied out after it."""
-        assert not self._in_use, f"the {self.role} is in use already"
-        self.to_device()
-        self._in_use = True
-        try:
-            yield
-        finally:
-            self._in_use = False
-            self.to_host(unchanged=unchanged)
+        # The transformer inside a model with any head.
+        self._body = next((module.base_model for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if self._body is not None:
+            self._body.register_forward_pre_hook(self._refuse_absent)
 
     @torch.no_grad()
     def to_host(self, *, unchanged: bool = False) -> None:
-        """Give the device memory back. Copies run beside the computation that follows."""
+        """Give the device memory back. Copies run beside the computation that follows. `unchanged`: the role has only been read since it
+        came, so that one that learns need not be copied out again."""
         if not self.on_device:
             return
-        wait(self.device, self._arrived)
         if not self._copied or (self.learns and not unchanged):
             self._left = self._out.copy(zip(self._host_flats, self._device_flats, strict=True), [now(self.device)])
             self._copied = True
@@ -210,8 +183,8 @@ class Residence:
         self._give_back()
 
     @torch.no_grad()
-    def fetch(self) -> None:
-        """Allocate the device memory and start filling it. May be called a phase before `to_device`, where memory allows."""
+    def to_device(self) -> None:
+        """Have the parameters on the device for all computation from here on."""
         if self.on_device:
             return
         try:
@@ -220,14 +193,9 @@ class Residence:
         except torch.OutOfMemoryError:
             self._give_back()
             raise
-        self._arrived = self._in.copy(zip(self._device_flats, self._host_flats, strict=True), [now(self.device), self._left])
+        pairs = zip(self._device_flats, self._host_flats, strict=True)
+        wait(self.device, self._in.copy(pairs, [now(self.device), self._left]))
         self.on_device = True
-        join_again(self._model)
-
-    def to_device(self) -> None:
-        """Have the parameters on the device for all computation from here on."""
-        self.fetch()
-        wait(self.device, self._arrived)
 
     def memory(self) -> Iterator[torch.Tensor]:
         """Its host memory."""
@@ -239,19 +207,7 @@ class Residence:
             flat.untyped_storage().resize_(0)
 
     def _refuse_absent(self, *_: object) -> None:
-        assert self.on_device, f"the parameters of the {self.role} are on the host: it runs only inside needed()"
-
-
-def bodies(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The transformer inside a model with any head."""
-    return next(([module.base_model] for module in model.modules() if isinstance(module, PreTrainedModel)), [])
-
-
-def join_again(model: torch.nn.Module) -> None:
-    """Tell fused layers the new addresses of their joined weights, which are still slices of one storage."""
-    for body in bodies(model):
-        if is_fused(body):
-            fuse(body)
+        assert self.on_device, f"the parameters of the {self.role} are on the host: it runs only after to_device()"
 
 
 def absent(tensor: torch.Tensor) -> bool:
@@ -287,7 +243,7 @@ class Part:
 
 class Layout:
     """Placement of entries: one memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind
-    fills the beginning of its memory. A bucket is the same range of each memory. Allocates nothing: a plan can use it without weights."""
+    fills the beginning of its memory. A bucket is the same range of each memory."""
 
     def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None = None) -> None:
         """`bucket_bytes`: for all kinds together; None: one bucket for everything."""
@@ -304,23 +260,6 @@ class Layout:
         wanted = end if bucket_bytes is None else bucket_bytes // max(1, len(self.kinds)) // ALIGN * ALIGN
         self.width = min(max(wanted, ALIGN), end)  # bytes of a bucket in each kind's memory
         self.count = -(-end // self.width) if end else 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(self.extents.values())
-
-    def stretch(self, number: int, kind: str) -> slice:
-        """The bucket's range in the kind's memory."""
-        end = self.extents[kind]
-        return slice(min(number * self.width, end), min((number + 1) * self.width, end))
-
-    def cuts(self) -> Iterator[tuple[int, Entry, slice]]:
-        """Bucket, entry, and the bytes of the entry that are in the bucket."""
-        for entry in self.entries:
-            place, end = self.places[entry.name], self.places[entry.name] + entry.nbytes
-            for number in range(place // self.width, -(-end // self.width) if entry.count else 0):
-                begin = max(place, number * self.width)
-                yield number, entry, slice(begin - place, min(end, (number + 1) * self.width) - place)
 
 
 class States:
@@ -344,17 +283,18 @@ class States:
             for memory in slot.values():
                 self._in.uses(memory)
                 self._out.uses(memory)
-        self.buckets: list[list[Part]] = [[] for _ in range(layout.count)]
-        for number, entry, of_entry in layout.cuts():
-            self.buckets[number].append(self._part(number, entry, of_entry))
+        self.buckets = [list(self._parts(number)) for number in range(layout.count)]
 
-    def _part(self, number: int, entry: Entry, of_entry: slice) -> Part:
-        begin = self.layout.places[entry.name] + of_entry.start - number * self.layout.width
-        place = slice(begin, begin + of_entry.stop - of_entry.start)
+    def _parts(self, number: int) -> Iterator[Part]:
+        """What a bucket has of each entry."""
+        first, last = number * self.layout.width, (number + 1) * self.layout.width
         memory = self._slots[number % len(self._slots)] if self._slots else self._homes
-        states = {kind: memory[kind][place].view(entry.dtype) for kind in entry.kinds}
-        size = entry.dtype.itemsize
-        return Part(entry.name, slice(of_entry.start // size, of_entry.stop // size), states)
+        for entry in self.layout.entries:
+            place, size = self.layout.places[entry.name], entry.dtype.itemsize
+            begin, end = max(place, first), min(place + entry.nbytes, last)
+            if begin < end:
+                states = {kind: memory[kind][begin - first : end - first].view(entry.dtype) for kind in entry.kinds}
+                yield Part(entry.name, slice((begin - place) // size, (end - place) // size), states)
 
     def home(self, entry: Entry, kind: str) -> torch.Tensor:
         """An entry's numbers in their permanent memory [count]. Those on the host are up to date after `settle`."""
@@ -367,16 +307,16 @@ class States:
         if not self._slots:
             yield from range(len(self.buckets))
             return
-        arrived = self._fetch(0, read, self._left)  # all that the last pass copied out must have arrived before it is read again
+        # All that the last pass copied out must have arrived before it is read again.
+        arrived = self._in.copy(self._pairs(0, read), self._left)
         for number in range(len(self.buckets)):
-            slot = number % len(self._slots)
             following = None
             if number + 1 < len(self.buckets):
-                following = self._fetch(number + 1, read, [self._left[(number + 1) % len(self._slots)]])
+                following = self._in.copy(self._pairs(number + 1, read), [self._left[(number + 1) % len(self._slots)]])
             wait(self.device, arrived)
             yield number
             pairs = [(home, part) for part, home in self._pairs(number, written)]
-            self._left[slot] = self._out.copy(pairs, [now(self.device)])
+            self._left[number % len(self._slots)] = self._out.copy(pairs, [now(self.device)])
             arrived = following
 
     def settle(self) -> None:
@@ -390,14 +330,8 @@ class States:
         for memory in (self._homes, *self._slots):
             yield from memory.values()
 
-    def _fetch(self, number: int, kinds: Sequence[str] | None, after: Iterable[Mark]) -> Mark:
-        return self._in.copy(self._pairs(number, kinds), after)
-
     def _pairs(self, number: int, kinds: Sequence[str] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The bucket's memory in its slot, and its permanent memory."""
-        slot, found = self._slots[number % len(self._slots)], []
-        for kind in self.layout.kinds:
-            stretch = self.layout.stretch(number, kind)
-            if stretch.start < stretch.stop and (kinds is None or kind in kinds):
-                found.append((slot[kind][: stretch.stop - stretch.start], self._homes[kind][stretch]))
-        return found
+        slot, bucket = self._slots[number % len(self._slots)], slice(number * self.layout.width, (number + 1) * self.layout.width)
+        homes = {kind: home[bucket] for kind, home in self._homes.items() if kinds is None or kind in kinds}
+        return [(slot[kind][: len(home)], home) for kind, home in homes.items() if len(home)]

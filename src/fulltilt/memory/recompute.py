@@ -25,20 +25,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.fuse import PRODUCT_NODE
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.records import UserError
+from fulltilt.shape import Recompute
 
-Kind = Literal["none", "selective", "full"]
-Method = Literal["block", "uniform"]
 Forward = Callable[..., Any]
 
 # Operations whose results selective recompute keeps. Batched products (bmm) are not among them: they are attention scores in plain torch,
@@ -51,39 +50,14 @@ ATTENTION = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Recompute:
-    kind: Kind = "none"
-    layers: int | None = None  # block: number of first layers; uniform: layers per unit. None: all layers, one by one
-    method: Method = "block"
-
-    def __post_init__(self) -> None:
-        assert self.kind in get_args(Kind) and self.method in get_args(Method)
-        assert self.layers is None or self.layers >= 1
-
-    def units(self, count: int) -> list[range]:
-        """Which of a model's `count` layers are recomputed together."""
-        if self.kind == "none":
-            return []
-        if self.layers is not None and self.layers > count:
-            raise UserError(f"recompute_layers is {self.layers}, and the model has {count} layers. Give at most {count}")
-        if self.method == "block":
-            return [range(layer, layer + 1) for layer in range(self.layers or count)]
-        size = self.layers or 1
-        return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
 def apply_recompute(model: torch.nn.Module, setting: Recompute) -> Forwards:
     """Apply the setting to the model's layers. The handle's `remove` undoes it."""
     layers = decoder_layers(model)
-    run = {"none": None, "full": run_full, "selective": run_selective}[setting.kind]
     forwards = Forwards()
-    for unit in setting.units(len(layers)):
-        assert run is not None
-        members = [layers[index] for index in unit]
-        shared = Unit(run, len(members))
-        for place, layer in enumerate(members):
-            forwards.put(layer, UnitForward(layer, layer.forward, shared, place))
+    for members in setting.units(len(layers)):
+        unit = Unit(run_full if setting.kind == "full" else run_selective, len(members))
+        for place, index in enumerate(members):
+            forwards.put(layers[index], UnitForward(layers[index], layers[index].forward, unit, place))
     return forwards
 
 
@@ -212,8 +186,7 @@ class KeptResults:
 
     def __init__(self, keeper: Keeper | None) -> None:
         self._keeper, self._expensive = keeper, expensive_operations()
-        # operation, its results with whether each is a tensor (None: forgotten), whether they were a tuple
-        self._results: deque[tuple[Any, list[tuple[bool, Any]] | None, bool]] = deque()
+        self._results: deque[tuple[Any, Any]] = deque()  # operation, and its results as functions that return them (None: forgotten)
         self._addresses: set[int] = set()
 
     def record(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -222,12 +195,15 @@ class KeptResults:
             self._refuse_change(operation, args)
         result = operation(*args, **kwargs)
         if operation in self._expensive:
-            parts = result if isinstance(result, tuple | list) else (result,)
-            # Detached: the tensor itself will refer to the graph, whose nodes hold this record. Attention also returns numbers.
-            held = [(True, self._hold(part.detach())) if isinstance(part, torch.Tensor) else (False, part) for part in parts]
-            self._results.append((operation, held, parts is result))
-            self._addresses.update(part.untyped_storage().data_ptr() for part in parts if isinstance(part, torch.Tensor))
+            self._results.append((operation, tree_map(self._hold, result)))
         return result
+
+    def _hold(self, part: Any) -> Callable[[], Any]:
+        if not isinstance(part, torch.Tensor):  # attention also returns numbers
+            return lambda: part
+        self._addresses.add(part.untyped_storage().data_ptr())
+        tensor = part.detach()  # the tensor itself will refer to the graph, whose nodes hold this record
+        return partial(self._keeper.take, self._keeper.put(tensor)) if self._keeper else lambda: tensor
 
     def replay(self, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run an operation of the second forward pass, or return its kept result."""
@@ -235,20 +211,14 @@ class KeptResults:
             return operation(*args, **kwargs)
         if not self._results:
             raise RuntimeError("a second backward pass through the same selectively recomputed layers: their kept results are used up")
-        same, held, several = self._results.popleft()
+        same, held = self._results.popleft()
         assert same is operation, f"{operation} where the first forward pass ran {same}"
-        if held is None:
-            return operation(*args, **kwargs)
-        parts = tuple(self._keeper.take(part) if tensor and self._keeper else part for tensor, part in held)
-        return parts if several else parts[0]
+        return operation(*args, **kwargs) if held is None else tree_map(lambda give: give(), held)
 
     def forget_last(self) -> None:
         """Release the last result. If it is needed after all, it is computed again."""
-        operation, _, several = self._results.pop()
-        self._results.append((operation, None, several))
-
-    def _hold(self, tensor: torch.Tensor) -> Any:
-        return self._keeper.put(tensor) if self._keeper else tensor
+        operation, _ = self._results.pop()
+        self._results.append((operation, None))
 
     def _refuse_change(self, operation: Any, args: Sequence[Any]) -> None:
         changed = args[0] if args else None

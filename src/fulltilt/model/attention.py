@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,8 @@ class Packed:
         their tokens, int64 [documents of that length, length], and the index that restores stream order, int64 [T]."""
         starts, lengths, device = self.bounds[:-1], np.diff(self.bounds), self.cu_seqlens.device
         buckets = [starts[lengths == length][:, None] + np.arange(length)[None, :] for length in np.unique(lengths) if length]
-        order = np.concatenate([bucket.ravel() for bucket in buckets]) if buckets else np.zeros(0, np.int64)
-        unsort = np.empty_like(order)
-        unsort[order] = np.arange(len(order))
-        return tuple(to_device(bucket, device) for bucket in buckets), to_device(unsort, device)
+        order = np.concatenate([np.zeros(0, np.int64), *(bucket.ravel() for bucket in buckets)])
+        return tuple(to_device(bucket, device) for bucket in buckets), to_device(np.argsort(order), device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,17 +103,9 @@ class Paged:
     keys: Sequence[torch.Tensor]  # per layer [slots, key heads, head width]; slot = block * block_tokens + place in the block
     values: Sequence[torch.Tensor]
     slots: torch.Tensor  # int64 [T]: where the new tokens' keys and values go
-    query_lengths: tuple[int, ...]  # new tokens of each sequence
-    key_lengths: tuple[int, ...]  # tokens of each sequence, new ones included
-    read: torch.Tensor  # int64 [sequences, longest]: slots of each sequence's tokens; beyond its length any legal slot
-    read_flat: torch.Tensor  # int64 [sum of key_lengths]
-    cu_queries: torch.Tensor  # int32 [sequences + 1]
-    cu_keys: torch.Tensor  # int32 [sequences + 1]
-
-    @cached_property
-    def alone(self) -> Packed:
-        """The new tokens alone, without those in the cache."""
-        return Packed.of(np.cumsum([0, *self.query_lengths]), self.slots.device)
+    new: Packed  # the new tokens of each sequence
+    whole: Packed  # all tokens of each sequence, new ones included
+    read: torch.Tensor  # int64 [tokens of `whole`]: their slots
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,10 +116,8 @@ class Decode:
     neighbours.
     """
 
-    keys: Sequence[torch.Tensor]  # per layer, as in Paged
-    values: Sequence[torch.Tensor]
-    key_bases: Sequence[torch.Tensor]  # int64 [1] per layer: the cache's address, which may change between runs of a graph
-    value_bases: Sequence[torch.Tensor]
+    # Per layer: keys and values as in Paged, and the address of each, int64 [1], which may change between runs of a graph.
+    caches: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
     slots: torch.Tensor  # int64 [B]; -1: empty
     table: torch.Tensor  # int32 [B, most blocks]
     lengths: torch.Tensor  # int32 [B], the new token included
@@ -136,9 +125,6 @@ class Decode:
     block_tokens: int
     workspace: torch.Tensor | None = None  # float32
     bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU: window -> bunches, filled by its first layer
-
-    def caches(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.keys[layer], self.values[layer], self.key_bases[layer], self.value_bases[layer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,50 +185,44 @@ def refuse_unknown(
     module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor | None,
     dropout: float, context: Context | None, features: dict[str, Any],
 ) -> None:  # fmt: skip
-    who = type(module).__name__
-    if context is None:
-        raise UnsupportedModel(f"{who} does not pass keyword arguments on to its attention: documents cannot be kept apart")
-    if attention_mask is not None:
-        raise UnsupportedModel(f"{who} builds an attention mask of its own, which packed documents cannot honour")
-    if dropout:
-        raise UnsupportedModel(f"{who} applies dropout ({dropout}) to attention weights: rollout and training would disagree")
-    if features.get("is_causal", getattr(module, "is_causal", True)) is False:
-        raise UnsupportedModel(f"{who} is not causal")
-    if value.shape[-1] != key.shape[-1] or query.shape[-1] != key.shape[-1]:
-        raise UnsupportedModel(
-            f"{who} has values of width {value.shape[-1]} and keys of width {key.shape[-1]}: unequal widths are not supported"
-        )
+    widths = [states.shape[-1] for states in (query, key, value)]
+    refusals = {
+        "does not pass keyword arguments on to its attention: documents cannot be kept apart": context is None,
+        "builds an attention mask of its own, which packed documents cannot honour": attention_mask is not None,
+        f"applies dropout ({dropout}) to attention weights: rollout and training would disagree": dropout,
+        "is not causal": features.get("is_causal", getattr(module, "is_causal", True)) is False,
+        f"has values of width {widths[2]} and keys of width {widths[1]}: unequal widths are not supported": len(set(widths)) > 1,
+    }
     for name, given in features.items():
         if given is not None and name not in HARMLESS:
-            what = REFUSED.get(name, "an attention feature that is not supported")
-            raise UnsupportedModel(f"{who} asks for {what} ({name}={str(given)[:40]})")
+            refusals[f"asks for {REFUSED.get(name, 'an attention feature that is not supported')} ({name}={str(given)[:40]})"] = True
+    for words, refused in refusals.items():
+        if refused:
+            raise UnsupportedModel(f"{type(module).__name__} {words}")
 
 
-def decode_batch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
+def decode_batch(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring,
+    angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Attention of states [B, heads, width] over the cache, which gets the new keys and values. `angles`: the cosines and sines [B, width]
+    of queries and keys that are not rotated yet, which is one kernel less, only where Triton runs."""
     if not runs_triton(q):
+        assert angles is None
         return decode_bunches(q, k, v, context, layer, scoring)
-    write_kv(k, v, *context.caches(layer), context.slots)
-    return decode_written(q, context, layer, scoring)
-
-
-def decode_rotating(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, context: Decode, layer: int, scoring: Scoring
-) -> torch.Tensor:
-    """`decode_batch` for states [B, heads, width] that are not rotated yet, with one kernel less. Only where Triton runs."""
-    rotated = rotate_and_write(q, k, v, cos, sin, *context.caches(layer), context.slots)
-    return decode_written(rotated, context, layer, scoring)
-
-
-def decode_written(q: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
+    if angles is None:
+        write_kv(k, v, *context.caches[layer], context.slots)
+    else:
+        q = rotate_and_write(q, k, v, *angles, *context.caches[layer], context.slots)
     return paged_attention(
-        q, *context.caches(layer), context.table, context.lengths, scale=scoring.scale, longest=context.longest,
+        q, *context.caches[layer], context.table, context.lengths, scale=scoring.scale, longest=context.longest,
         block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
     )  # fmt: skip
 
 
 def decode_bunches(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Decode, layer: int, scoring: Scoring) -> torch.Tensor:
     """Decoding on CPU. Heads that share keys become rows of one query, so keys are not repeated."""
-    keys, values = context.keys[layer], context.values[layer]
+    keys, values, *_ = context.caches[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
     if scoring.window not in context.bunches:
@@ -306,22 +286,20 @@ def paged(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Paged, lay
     keys, values = context.keys[layer], context.values[layer]
     keys.index_copy_(0, context.slots, k)
     values.index_copy_(0, context.slots, v)
-    fresh = context.query_lengths == context.key_lengths  # every sequence is here from its first token
+    new, whole = context.new, context.whole
+    fresh = np.array_equal(new.bounds, whole.bounds)  # every sequence is here from its first token
     if flash_runs(q, scoring):
-        longest_query, longest_key = max(context.query_lengths), max(context.key_lengths)
-        k_all, v_all = (k, v) if fresh else (keys[context.read_flat], values[context.read_flat])
-        return flash(q, k_all, v_all, context.cu_queries, context.cu_keys, longest_query, longest_key, scoring)[0]
+        k_all, v_all = (k, v) if fresh else (keys[context.read], values[context.read])
+        return flash(q, k_all, v_all, new.cu_seqlens, whole.cu_seqlens, new.longest, whole.longest, scoring)[0]
     if fresh:
-        return packed(q, k, v, context.alone, scoring)
-    parts, start = [], 0
-    for sequence, (queries, length) in enumerate(zip(context.query_lengths, context.key_lengths, strict=True)):
-        slots = context.read[sequence, :length]
-        mask = causal_mask(queries, length, scoring.window, q.device)
-        states = (q[start : start + queries], keys.index_select(0, slots), values.index_select(0, slots))
+        return packed(q, k, v, new, scoring)
+    parts = []
+    for (start, stop), slots in zip(pairwise(new.bounds.tolist()), context.read.split(np.diff(whole.bounds).tolist()), strict=True):
+        mask = causal_mask(stop - start, len(slots), scoring.window, q.device)
+        states = (q[start:stop], keys.index_select(0, slots), values.index_select(0, slots))
         qs, ks, vs = (part.transpose(0, 1).unsqueeze(0) for part in states)
         out = attend(qs, repeat(ks, q), repeat(vs, q), mask, scoring)
         parts.append(out[0].transpose(0, 1))
-        start += queries
     return torch.cat(parts)
 
 

@@ -5,14 +5,13 @@ packed documents, its own where an engine samples, with or without CUDA graphs. 
 addresses; attention and experts stay the functions they are, called between compiled parts; layers of one kind share compiled code, and
 other numbers of tokens do not compile again.
 
-    compile_and_compare(model)  # raises WrongCompile and restores the model where values or gradients differ
+    compile_and_compare(model)  # raises WrongLayers and restores the model where values or gradients differ
     restore(model)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from fulltilt.model import attention, experts
 from fulltilt.model.attention import Packed
-from fulltilt.model.fuse import STATES, DifferentNumbers, change_and_compare, numbers_of
+from fulltilt.model.fuse import STATES, WrongLayers, change_and_compare, numbers_of
 from fulltilt.model.lora import without_adapters
 from fulltilt.model.verify import run_packed
 
@@ -31,24 +30,15 @@ MARK = "_compiled"  # attribute of a layer that has two forwards
 MOST_KINDS = 64  # compiled versions of layers in one process: of four roles, with and without gradients, and of a model's unequal layers
 
 
-class WrongCompile(RuntimeError):
-    """The layers cannot be compiled, or do not compute compiled what they do by themselves."""
-
-
 def compile_and_compare(model: PreTrainedModel) -> str:
     """Compile, and compare with the model's own layers as for fused layers, also with the adapters off where a model has some. Returns a
     report in words."""
-    layers = decoder_layers(model)
-    measures = {"": partial(numbers_of, model)}
+    layers, measures = decoder_layers(model), {"": numbers_of}
     if hasattr(model, "peft_config"):
-        measures[" with the adapters off"] = partial(bare_states, model)
+        measures[" with the adapters off"] = bare_states
     # Beyond the limit, which is 8, torch would run layers uncompiled and only log it.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_KINDS)
-    try:
-        change_and_compare(model, partial(install, layers), "compiled", measures)
-    except DifferentNumbers as error:
-        restore(model)
-        raise WrongCompile(str(error)) from error.__cause__
+    change_and_compare(model, install, restore, "compiled", measures)
     return f"compiled: {len(layers)} layers"
 
 
@@ -70,14 +60,14 @@ def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     body: Any = model.base_model
     layers = getattr(body, "layers", None)
     if not isinstance(layers, torch.nn.ModuleList) or not hasattr(body, "norm"):
-        raise WrongCompile(f"{type(body).__name__} does not keep its decoder layers as `layers`, with a `norm` behind them")
+        raise WrongLayers(f"{type(body).__name__} does not keep its decoder layers as `layers`, with a `norm` behind them")
     return list(layers)
 
 
-def install(layers: Sequence[torch.nn.Module]) -> None:
-    for layer in layers:
+def install(model: PreTrainedModel) -> None:
+    for layer in decoder_layers(model):
         if "forward" in vars(layer):
-            raise WrongCompile(f"a {type(layer).__name__} already runs a forward that is not its class's: a forward has one owner")
+            raise WrongLayers(f"a {type(layer).__name__} already runs a forward that is not its class's: a forward has one owner")
         setattr(layer, MARK, True)
         layer.forward = two_forwards(layer.forward)
 

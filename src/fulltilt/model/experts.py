@@ -8,7 +8,7 @@ are sorted by expert and counted on the device, once per layer, and torch multip
 and four backward, whatever the number of experts. In bfloat16 on a GPU that has the kernel, sums are in float32 and the host waits for
 nothing, so a CUDA graph can hold the layer; `why_not_captured` says where that is not so.
 
-An adapter on a stack of weights (`run_adapter`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
+An adapter on a stack of weights (`ADAPTERS`) runs as two thin grouped products beside the stack's own. The stack itself is only read: no
 pass creates a tensor of its size, and in bfloat16 no change is lost because it is too small for the weight.
 
 Routers and their gradients, which come through the weights of the choices, are the model's own. The load-balancing loss belongs to
@@ -19,19 +19,19 @@ transformers' own language-model head, which training here does not use.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from fulltilt.kernels.gated import gated
 
 NAME = "fulltilt"
-ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: parameter name -> function that returns its adapter
+ADAPTERS = "_fulltilt_adapters"  # attribute of a module with adapters: parameter name -> the layer of peft that holds its adapter
 GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # torch has one call for all experts in these types
 ALIGNED = 16  # rows must be a multiple of this many bytes in that call
 MOST_EXPERTS = 1023  # limit of that call on CUDA
@@ -54,15 +54,6 @@ class Route:
         places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
         numbers = torch.arange(count, dtype=torch.int16, device=order.device)
         return Route(experts, order, places, torch.searchsorted(experts, numbers, right=True, out_int32=True))
-
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """An adapter of a stack of weights [experts, in, out], which adds scale * inward @ outward."""
-
-    inward: torch.Tensor  # [experts, in, rank]
-    outward: torch.Tensor  # [experts, rank, out]
-    scale: float
 
 
 def run_experts(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -88,17 +79,19 @@ def projections(module: Any) -> tuple[str, str]:
 def project(module: Any, name: str, rows: torch.Tensor, route: Route) -> torch.Tensor:
     weight = getattr(module, name)
     out = grouped_product(rows, weight if module.is_transposed else weight.transpose(1, 2), route.ends)
-    read = getattr(module, ADAPTERS, {}).get(name)
-    adapter = read() if read else None
-    if adapter is not None:
-        out = torch.add(out, adapter_product(rows, adapter, route.ends), alpha=adapter.scale)
+    adapter = getattr(module, ADAPTERS, {}).get(name)
+    if adapter is not None and not (adapter.disable_adapters or adapter.merged):
+        inward, outward, scale = adapter.get_delta_factors(*adapter.active_adapters)
+        if not module.is_transposed:
+            inward, outward = outward.transpose(1, 2), inward.transpose(1, 2)
+        out = torch.add(out, adapter_product(rows, inward, outward, route.ends), alpha=scale)
     return out + getattr(module, f"{name}_bias")[route.experts.long()] if module.has_bias else out
 
 
 def activate(module: Any, inner: torch.Tensor) -> torch.Tensor:
     if not module.has_gate:
         return module.act_fn(inner)
-    plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) is torch.nn.SiLU
+    plain = type(module)._apply_gate is _default_apply_gate and type(module.act_fn) in (torch.nn.SiLU, SiLUActivation)
     return gated(inner) if plain else module._apply_gate(inner)
 
 
@@ -110,10 +103,9 @@ def grouped_product(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tenso
     return torch.cat([group @ weight for group, weight in zip(rows.split(counts), weights, strict=True)])
 
 
-def adapter_product(rows: torch.Tensor, adapter: LowRank, ends: torch.Tensor) -> torch.Tensor:
-    """rows @ inward @ outward. Ranks that torch's call does not accept are padded with zeros."""
-    missing = -adapter.inward.shape[-1] % (ALIGNED // adapter.inward.itemsize)
-    inward, outward = adapter.inward, adapter.outward
+def adapter_product(rows: torch.Tensor, inward: torch.Tensor, outward: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """rows @ inward [experts, in, rank] @ outward [experts, rank, out]. Ranks that torch's call does not accept are padded with zeros."""
+    missing = -inward.shape[-1] % (ALIGNED // inward.itemsize)
     if missing:
         inward, outward = F.pad(inward, (0, missing)), F.pad(outward, (0, 0, 0, missing))
     return grouped_product(grouped_product(rows, inward, ends), outward.contiguous(), ends)
@@ -137,13 +129,6 @@ def why_one_by_one(weights: torch.Tensor) -> str | None:
 def takes_adapter(module: torch.nn.Module, name: str) -> bool:
     """Whether an adapter on this parameter of the module can run through `run_experts`."""
     return has_interface(module) and name in projections(module)
-
-
-def run_adapter(module: torch.nn.Module, name: str, read: Callable[[], LowRank | None]) -> None:
-    """Let `run_experts` add the adapter that `read` returns to products with the parameter. `read` is called in every pass; None adds
-    nothing."""
-    assert takes_adapter(module, name)
-    setattr(module, ADAPTERS, {**getattr(module, ADAPTERS, {}), name: read})
 
 
 def runs_here(module: Any) -> bool:

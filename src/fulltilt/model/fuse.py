@@ -14,7 +14,7 @@ transformers' attention interface, so packed training, prefill and windows are u
 and write the cache in one kernel.
 
     report = fuse(model)      # after the model is on its device; again after anything moved the weights
-    fuse_and_compare(model)   # the same for a run: raises WrongFusion and restores the model where values or gradients differ
+    fuse_and_compare(model)   # the same for a run: raises WrongLayers and restores the model where values or gradients differ
     check_fused(model)        # raises BrokenFusion where parameters have left their storage
     unfuse(model)             # restores the model; call it before `model.to(...)`
 """
@@ -22,9 +22,9 @@ and write the cache in one kernel.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import accumulate
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ from fulltilt.kernels.gated import gated
 from fulltilt.kernels.linear import add_product, linear
 from fulltilt.kernels.rms_norm import rms_norm
 from fulltilt.kernels.rotary import rotary
-from fulltilt.model.attention import NAME, Decode, Scoring, decode_rotating
+from fulltilt.model.attention import NAME, Decode, Scoring, decode_batch
 from fulltilt.model.verify import random_documents, run_packed
 
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
@@ -55,8 +55,8 @@ class BrokenFusion(RuntimeError):
     """Parameters that ran as one product are no longer in one storage."""
 
 
-class WrongFusion(RuntimeError):
-    """The fused layers do not compute what the model's own layers do."""
+class WrongLayers(RuntimeError):
+    """Fused or compiled layers do not run, or do not compute what the model's own layers do."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +106,7 @@ class FusedState:
     refused: str | None = None  # why they never run as one
     activation: str = ""
     following: torch.nn.Module | None = None  # the norm after this layer
-    joined: list[Joined] = field(default_factory=list)  # weights, then biases if there are any
-
-
-@dataclass(eq=False)
-class Joined:
-    """Parameters that are slices of `whole`, in order. While `whole` is held its memory is not reused, so equal addresses mean that the
-    parameters still are its slices."""
-
-    whole: torch.Tensor
-    addresses: list[int]
-    moved: bool  # whether `fuse` put them there
+    joined: list[torch.Tensor] = field(default_factory=list)  # the tensors whose slices are the weights, and the biases if there are any
 
 
 # ---- fusing ------------------------------------------------------------------------------------------------------------------------
@@ -126,11 +116,10 @@ def fuse(model: PreTrainedModel) -> FusedReport:
     """Fuse the model's layers, on its device. On a fused model, join parameters again that have been moved apart."""
     body = model.base_model
     if not is_fused(model):
-        family = FAMILIES.get(type(body).__module__)
-        reason = obstacle_of(body, family)
-        if family is None or reason is not None:
+        reason = obstacle_of(body)
+        if reason is not None:
             return FusedReport(None, left_alone=reason)
-        install(body, family)
+        install(body, FAMILIES[type(body).__module__])
     for _, owner in owners(body):
         state = state_of(owner)
         state.refused = why_not_joinable(owner, state)
@@ -143,7 +132,7 @@ def check_fused(model: PreTrainedModel) -> FusedReport:
     """What runs fused now. Raises BrokenFusion if parameters that ran as one product have been moved apart."""
     body: Any = model.base_model
     if not is_fused(model):
-        return FusedReport(None, left_alone=obstacle_of(body, FAMILIES.get(type(body).__module__)) or "fuse was not called")
+        return FusedReport(None, left_alone=obstacle_of(body) or "fuse was not called")
     groups = list(owners(body))
     aside = {}
     for name, owner in groups:
@@ -161,8 +150,10 @@ def unfuse(model: PreTrainedModel) -> None:
     """Restore transformers' own forwards and give every parameter its own memory again, one group at a time."""
     body = model.base_model
     for _, owner in owners(body):
-        if any(joined.moved for joined in state_of(owner).joined):
-            for parameter in joined_parameters(owner):
+        # Storages that hold nothing else, as `join` makes them.
+        made = {whole.data_ptr() for whole in state_of(owner).joined if whole.untyped_storage().nbytes() == whole.nbytes}
+        for parameter in joined_parameters(owner):
+            if parameter.untyped_storage().data_ptr() in made:
                 parameter.data = parameter.data.clone()
     for module in body.modules():
         if STATE in vars(module):
@@ -178,26 +169,17 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) if id(tensor) in joined else tensor.detach() for name, tensor in tensors.items()}
 
 
-def obstacle_of(body: Any, family: LayerFamily | None) -> str | None:
+def obstacle_of(body: Any) -> str | None:
     """Why this model is left alone; None if it can be fused."""
     home = type(body).__module__
+    family = FAMILIES.get(home)
     if family is None:
         return f"{type(body).__name__} is not of a known family ({', '.join(known.prefix for known in FAMILIES.values())})"
     if not family.is_(body, "Model", home):
         return f"{type(body).__name__} is not {family.prefix}Model"
     if body.config.hidden_act not in ACTIVATIONS:
         return f"its activation {body.config.hidden_act} has no kernel"
-    heads = set(HEAD_NORMS) if family.head_norms else set()
-    parts: list[tuple[str, Any, str, set[str]]] = [("norm", body.norm, "RMSNorm", set())]
-    for index, layer in enumerate(body.layers):
-        parts += [
-            (f"layers.{index}", layer, "DecoderLayer", {"self_attn", "mlp", *LAYER_NORMS}),
-            (f"layers.{index}.self_attn", layer.self_attn, "Attention", {*QKV, "o_proj", *heads}),
-            (f"layers.{index}.mlp", layer.mlp, "MLP", {*GATE_UP, "down_proj", "act_fn"}),
-            *((f"layers.{index}.{name}", getattr(layer, name), "RMSNorm", set()) for name in LAYER_NORMS),
-            *((f"layers.{index}.self_attn.{name}", getattr(layer.self_attn, name), "RMSNorm", set()) for name in heads),
-        ]
-    for name, module, part, children in parts:
+    for name, module, part, children in parts_of(body, family):
         if not family.is_(module, part, home):
             return f"{name} is a {type(module).__name__}, not {family.prefix}{part}"
         if {child for child, _ in module.named_children()} != children:
@@ -209,23 +191,30 @@ def obstacle_of(body: Any, family: LayerFamily | None) -> str | None:
     return None
 
 
+def parts_of(body: Any, family: LayerFamily) -> Iterator[tuple[str, Any, str, set[str]]]:
+    """Every module that gets a fused forward: its name, the module, the end of its class's name, and the names of its children."""
+    head_norms = set(HEAD_NORMS) if family.head_norms else set()
+    yield "norm", body.norm, "RMSNorm", set()
+    for index, layer in enumerate(body.layers):
+        yield f"layers.{index}", layer, "DecoderLayer", {"self_attn", "mlp", *LAYER_NORMS}
+        yield f"layers.{index}.self_attn", layer.self_attn, "Attention", {*QKV, "o_proj", *head_norms}
+        yield f"layers.{index}.mlp", layer.mlp, "MLP", {*GATE_UP, "down_proj", "act_fn"}
+        for name in (*LAYER_NORMS, *(f"self_attn.{name}" for name in head_norms)):
+            yield f"layers.{index}.{name}", layer.get_submodule(name), "RMSNorm", set()
+
+
 def install(body: Any, family: LayerFamily) -> None:
     """Put a fused forward and its state on every module."""
-    norms = [body.norm]
+    activation = ACTIVATIONS[body.config.hidden_act]
+    forwards: dict[str, Callable[..., Any]]
+    forwards = {"RMSNorm": norm_forward, "DecoderLayer": layer_forward, "Attention": attention_forward, "MLP": mlp_forward}
+    joined, activation = {"Attention": QKV, "MLP": GATE_UP}, ACTIVATIONS[body.config.hidden_act]
+    for _, module, part, _ in parts_of(body, family):
+        module.forward = MethodType(forwards[part], module)
+        setattr(module, STATE, FusedState(family, joined.get(part, ()), activation=activation))
     for layer, following in zip(body.layers, [*(later.input_layernorm for later in body.layers[1:]), body.norm], strict=True):
-        set_forward(layer, layer_forward, FusedState(family, following=following))
-        set_forward(layer.self_attn, attention_forward, FusedState(family, QKV))
-        set_forward(layer.mlp, mlp_forward, FusedState(family, GATE_UP, activation=ACTIVATIONS[body.config.hidden_act]))
-        norms += [getattr(layer, name) for name in LAYER_NORMS]
-        norms += [getattr(layer.self_attn, name) for name in HEAD_NORMS if family.head_norms]
-    for norm in norms:
-        set_forward(norm, norm_forward, FusedState(family))
+        state_of(layer).following = following
     setattr(body, STATE, FusedState(family))
-
-
-def set_forward(module: torch.nn.Module, forward: Callable[..., Any], state: FusedState) -> None:
-    module.forward = MethodType(forward, module)
-    setattr(module, STATE, state)
 
 
 def is_fused(model: PreTrainedModel) -> bool:
@@ -260,11 +249,15 @@ def adapter_or_hook(owner: torch.nn.Module, names: tuple[str, ...]) -> str | Non
         layer = owner._modules[name]
         if type(layer) is not torch.nn.Linear:
             return f"{name} is a {type(layer).__module__.partition('.')[0]} {type(layer).__name__}, not a plain linear layer"
-        if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+        if has_hooks(layer):
             return f"{name} has hooks"
         if "forward" in layer.__dict__:
             return f"{name} runs a forward that is not its class's"
     return None
+
+
+def has_hooks(module: Any) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def why_not_joinable(owner: torch.nn.Module, state: FusedState) -> str | None:
@@ -282,7 +275,7 @@ def why_not_joinable(owner: torch.nn.Module, state: FusedState) -> str | None:
         return "a parameter is sharded, quantised or without memory"
     if len({(parameter.dtype, parameter.device) for parameter in parameters}) != 1 or len({p.shape[1] for p in groups[0]}) != 1:
         return "they differ in type, device or width"
-    own = {joined.whole.untyped_storage().data_ptr() for joined in state.joined}
+    own = {whole.untyped_storage().data_ptr() for whole in state.joined}
     for group in groups:
         shared = [p for p in group if p.untyped_storage().nbytes() != p.nbytes and p.untyped_storage().data_ptr() not in own]
         if shared and side_by_side(group) is None:
@@ -293,15 +286,14 @@ def why_not_joinable(owner: torch.nn.Module, state: FusedState) -> str | None:
 @torch.no_grad()
 def join(owner: torch.nn.Module, state: FusedState) -> None:
     """Move the parameters of a group into one storage, unless they are neighbours in one already."""
-    old, state.joined = state.joined, []
-    for place, parameters in enumerate(grouped(owner, state.names)):
+    state.joined = []
+    for parameters in grouped(owner, state.names):
         whole = side_by_side(parameters)
-        moved = whole is None or (place < len(old) and old[place].moved)
         if whole is None:
             whole = torch.cat([parameter.data for parameter in parameters])
             for parameter, part in zip(parameters, whole.split([len(parameter) for parameter in parameters]), strict=True):
                 parameter.data = part
-        state.joined.append(Joined(whole, [parameter.data_ptr() for parameter in parameters], moved))
+        state.joined.append(whole)
 
 
 def grouped(owner: torch.nn.Module, names: tuple[str, ...]) -> list[list[torch.nn.Parameter]]:
@@ -323,17 +315,19 @@ def side_by_side(parameters: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def whole_tensors(owner: torch.nn.Module, state: FusedState) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.nn.Parameter]]:
-    """The joined weight, the joined bias if there is one, and the parameters of both."""
+    """The joined weight, the joined bias if there is one, and the parameters of both. While a joined tensor is held its memory is not
+    reused, so the right address means that a parameter still is its slice, also where its storage was emptied and filled meanwhile."""
     parameters = grouped(owner, state.names)
-    for group, joined in zip(parameters, state.joined, strict=False):
-        if [parameter.data_ptr() for parameter in group] != joined.addresses:
+    for group, whole in zip(parameters, state.joined, strict=False):
+        places = accumulate((parameter.nbytes for parameter in group), initial=whole.data_ptr())
+        if any(parameter.data_ptr() != place for parameter, place in zip(group, places, strict=False)):
             raise BrokenFusion(
                 f"{'/'.join(state.names)} of a {type(owner).__name__} have left the storage in which they ran as one product: the model "
                 "was moved, copied or given other tensors after fuse. Call fuse(model) again, or unfuse(model) before such a change"
             )
     assert len(parameters) == len(state.joined), "a bias appeared or vanished after fuse"
-    bias = state.joined[1].whole if len(state.joined) == 2 else None
-    return state.joined[0].whole, bias, [parameter for group in parameters for parameter in group]
+    bias = state.joined[1] if len(state.joined) == 2 else None
+    return state.joined[0], bias, [parameter for group in parameters for parameter in group]
 
 
 def joined_product(owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor | None:
@@ -473,7 +467,7 @@ def attention_forward(
     window = family.window(self) if family.window is not None else None
     context = kwargs.get("fulltilt")
     if isinstance(context, Decode) and runs_triton(q) and past_key_values is None and self.config._attn_implementation == NAME:
-        decoded = decode_rotating(q, k, v, cos, sin, context, self.layer_idx, Scoring(self.scaling, window))
+        decoded = decode_batch(q, k, v, context, self.layer_idx, Scoring(self.scaling, window), (cos, sin))
         return product_of(self, "o_proj", decoded.reshape(*shape, -1)), None
     q, k = rotary(q, k, cos, sin)
     query, key, value = (states.view(batch, -1, *states.shape[1:]).transpose(1, 2) for states in (q, k, v))  # [batch, heads, T, width]
@@ -512,7 +506,7 @@ def add_norm(norm: Any, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.
 
 def is_fused_norm(norm: Any) -> bool:
     """Whether a norm may be computed without calling it: it has our forward, and no hooks."""
-    return STATE in vars(norm) and not (norm._forward_hooks or norm._forward_pre_hooks or norm._backward_hooks or norm._backward_pre_hooks)
+    return STATE in vars(norm) and not has_hooks(norm)
 
 
 # ---- the same numbers --------------------------------------------------------------------------------------------------------------
@@ -522,44 +516,41 @@ STATES = ("hidden states", "hidden states under a gradient")
 # gradients. A forgotten term is as large as the whole. In float64 norms still round to float32, as in transformers.
 ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 OF_GRADIENTS = 4.0
-Measure = Callable[[Sequence[Sequence[np.ndarray]]], dict[str, torch.Tensor]]  # packs of documents -> numbers to compare, by name
+# A model and packs of documents -> numbers to compare, by name.
+Measure = Callable[[PreTrainedModel, Sequence[Sequence[np.ndarray]]], dict[str, torch.Tensor]]
 
 
 def fuse_and_compare(model: PreTrainedModel) -> FusedReport:
-    """Fuse a run's model; raise WrongFusion and restore it where the fused layers do not compute the same (`change_and_compare`)."""
-    body = model.base_model
-    if not is_fused(model) and obstacle_of(body, FAMILIES.get(type(body).__module__)) is not None:
+    """Fuse a run's model; raise WrongLayers and restore it where the fused layers do not compute the same (`change_and_compare`)."""
+    if not is_fused(model) and obstacle_of(model.base_model) is not None:
         return fuse(model)
     assert not any(hasattr(parameter, "main_grad") for parameter in model.parameters()), "before the optimizer, or gradients would go there"
-    try:
-        return change_and_compare(model, partial(fuse, model), "fused", {"": partial(numbers_of, model)})
-    except DifferentNumbers as error:
-        unfuse(model)
-        raise WrongFusion(str(error)) from error.__cause__
+    return change_and_compare(model, fuse, unfuse, "fused", {"": numbers_of})
 
 
-class DifferentNumbers(RuntimeError):
-    """The changed layers do not run, or do not compute what the model's own layers do."""
-
-
-def change_and_compare(model: PreTrainedModel, change: Callable[[], Changed], kind: str, measures: Mapping[str, Measure]) -> Changed:
+def change_and_compare(
+    model: PreTrainedModel, change: Callable[[PreTrainedModel], Changed], restore: Callable[[PreTrainedModel], None], kind: str,
+    measures: Mapping[str, Measure],
+) -> Changed:  # fmt: skip
     """Change the layers, and compare on random documents that hidden states, with and without gradients, and the gradients of the first
     and last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
-    documents alone and side by side. Raises DifferentNumbers."""
+    documents alone and side by side. Where they are not, restores the model and raises WrongLayers."""
     documents = random_documents(model)
-    own = {words: measure([documents]) for words, measure in measures.items()}
-    alone = {words: gaps(own[words], measure([[document] for document in documents])) for words, measure in measures.items()}
+    own = {words: measure(model, [documents]) for words, measure in measures.items()}
+    alone = {words: gaps(own[words], measure(model, [[document] for document in documents])) for words, measure in measures.items()}
     try:
-        result = change()
-        found = {words: gaps(own[words], measure([documents])) for words, measure in measures.items()}
-    except Exception as error:  # a kernel or a compiler that does not work here
-        raise DifferentNumbers(f"a {kind} pass failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
-    for words, name, gap in ((words, name, gap) for words, found_gaps in found.items() for name, gap in found_gaps.items()):
-        rounding = max(4 * alone[words][name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
-        if not gap <= rounding:
-            raise DifferentNumbers(
-                f"{name}{words} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding"
-            )
+        result = change(model)
+        found = {words: gaps(own[words], measure(model, [documents])) for words, measure in measures.items()}
+        for words, name, gap in ((words, name, gap) for words, found_gaps in found.items() for name, gap in found_gaps.items()):
+            rounding = max(4 * alone[words][name], ROUNDING[model.dtype] * (1.0 if name in STATES else OF_GRADIENTS))
+            if not gap <= rounding:
+                raise WrongLayers(f"{name}{words} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding")
+    except Exception as error:
+        restore(model)
+        if isinstance(error, WrongLayers):
+            raise
+        # A kernel or a compiler does not work here.
+        raise WrongLayers(f"a {kind} pass failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     return result
 
 

@@ -9,8 +9,6 @@ does more than scale and cap is refused: `model/verify.py` compares with the mod
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +20,6 @@ from fulltilt.kernels.token_logprobs import Call, linear_product, product
 from fulltilt.kernels.token_logprobs import token_logprobs as fused_logprobs
 from fulltilt.records import UserError
 
-# Configuration key -> factor on the logits.
-SCALES: dict[str, Callable[[float], float]] = {"logits_scaling": lambda given: 1.0 / given, "logit_scale": lambda given: given}
-CAP = "final_logit_softcapping"
-
 
 @dataclass(frozen=True)
 class LogitShape:
@@ -36,9 +30,8 @@ class LogitShape:
 
     @staticmethod
     def of(config: Any) -> LogitShape:
-        given = {key: float(getattr(config, key)) for key in SCALES if getattr(config, key, None)}
-        scale = math.prod((SCALES[key](number) for key, number in given.items()), start=1.0)
-        cap = getattr(config, CAP, None)
+        scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+        cap = getattr(config, "final_logit_softcapping", None)
         return LogitShape(scale, float(cap) if cap else None)
 
     def logits(self, product: torch.Tensor) -> torch.Tensor:

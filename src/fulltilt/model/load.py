@@ -8,7 +8,7 @@ tokens are all that the generation config, the model config or the tokenizer nam
 from __future__ import annotations
 
 import contextlib
-import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +17,16 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import ModelConfig
 from fulltilt.model import attention, experts
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
+from fulltilt.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+READ_ERRORS = (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError)  # of transformers on files that it cannot read
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -46,27 +48,24 @@ def read_model(
     for messages."""
     transformers_logging.disable_progress_bar()
     options = origin(config, source)
-    try:
-        model, report = kind.from_pretrained(
-            source,
-            dtype=choose_dtype(config.dtype, device),
-            attn_implementation=attention.register(),
-            experts_implementation=experts.register(),
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError, RuntimeError) as error:
-        if isinstance(error, KeyError) and attention.NAME in str(error):
+    with reading(f"{source} could not be loaded as {what}", key, source, "config.json and the files of its weights"):
+        try:
+            model, report = kind.from_pretrained(
+                source,
+                dtype=choose_dtype(config.dtype, device),
+                attn_implementation=attention.register(),
+                experts_implementation=experts.register(),
+                output_loading_info=True,
+                **options,
+            )
+        except KeyError as error:
+            if attention.NAME not in str(error):
+                raise
+            names = ", ".join(AutoConfig.from_pretrained(source, **options).architectures or ["unnamed"])
             raise attention.UnsupportedModel(
-                f"{key}: the architecture of {source} ({architecture(source, options)}) does not use transformers' attention "
-                "interface, so packed documents would mix. It cannot be run here"
+                f"{key}: the architecture of {source} ({names}) does not use transformers' attention interface, so packed documents would "
+                "mix. It cannot be run here"
             ) from error
-        remedy = ""
-        if "trust_remote_code" in str(error):
-            remedy = ". Read that code, then set model.trust_remote_code = true"
-        elif not Path(source).is_dir():
-            remedy = ". It is not a folder here, and a hub name needs a network: offline, give the folder of a downloaded model"
-        raise UserError(f"{key}: {source} could not be loaded as {what}: {first_line(error)}{remedy}") from error
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
     if missing:
         raise UserError(
@@ -90,10 +89,8 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of `config`, or that of another model, whose chat template is its own or `chat_template`, never the one of `config`."""
     source = str(path or config.path)
-    try:
+    with reading(f"the tokenizer of {source} could not be loaded", key, source, "tokenizer.json and tokenizer_config.json"):
         tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
-    except (OSError, ValueError, KeyError, ImportError, TypeError, json.JSONDecodeError) as error:
-        raise UserError(f"{key}: the tokenizer of {source} could not be loaded: {first_line(error)}") from error
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         # Without files, transformers creates tokenizers of some families that have special tokens only.
         raise UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
@@ -116,22 +113,18 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
 def read_config(config: ModelConfig, path: str | None = None, key: str = "model.path") -> PretrainedConfig:
     """The configuration of the model, or of another one."""
     source = path or config.path
-    try:
+    with reading(f"the configuration of {source} could not be loaded", key, source, "config.json"):
         return AutoConfig.from_pretrained(source, **origin(config, source))
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{key}: the configuration of {source} could not be loaded: {first_line(error)}") from error
 
 
 def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Every token that ends a response, from the model's configuration files."""
     named: list[Any] = [tokenizer.eos_token_id]
     options: dict[str, Any] = {"revision": config.revision} if config.revision else {}
-    try:
-        if not Path(config.path).is_dir() or (Path(config.path) / "generation_config.json").exists():
-            with contextlib.suppress(EntryNotFoundError):  # many models have none
-                named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: the configuration of {config.path} could not be loaded: {first_line(error)}") from error
+    if not Path(config.path).is_dir() or (Path(config.path) / "generation_config.json").exists():
+        reads = reading(f"the generation config of {config.path} could not be loaded", "model.path", config.path, "generation_config.json")
+        with reads, contextlib.suppress(EntryNotFoundError):  # many models have none
+            named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
     named.append(getattr(read_config(config).get_text_config(), "eos_token_id", None))
     ids: set[int] = set()
     for entry in named:
@@ -163,10 +156,18 @@ def context_limit(config: PretrainedConfig) -> int | None:
     return int(limit) if limit else None
 
 
-def architecture(source: str, options: dict[str, Any]) -> str:
-    return ", ".join(AutoConfig.from_pretrained(source, **options).architectures or ["unnamed"])
-
-
-def first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+@contextlib.contextmanager
+def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
+    """Turn what transformers raises into a UserError that says how to go on. `files`: those of the model's folder that are read."""
+    try:
+        yield
+    except attention.UnsupportedModel:
+        raise
+    except READ_ERRORS as error:
+        if "trust_remote_code" in str(error):
+            remedy = "Read that code, then set model.trust_remote_code = true"
+        elif not Path(source).is_dir():
+            remedy = "It is not a folder here, and a hub name needs a network: offline, give the folder of a downloaded model"
+        else:
+            remedy = f"Repair or replace {files} in that folder, or give the folder of another model"
+        raise UserError(f"{key}: {failure}: {first_line(error).rstrip('.')}. {remedy}") from error

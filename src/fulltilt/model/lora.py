@@ -21,10 +21,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from fulltilt.config import LoraConfig, ModelConfig
 from fulltilt.model import experts
-from fulltilt.model.load import export, first_line
 from fulltilt.records import UserError
+from fulltilt.schema import LoraConfig, ModelConfig
+from fulltilt.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,9 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: st
             torch.default_generator.manual_seed(seed)
             peft.inject_adapter_in_model(settings, model, NAME)
     except ValueError as error:
-        raise UserError(f"lora: peft cannot adapt these layers of {type(model).__name__}: {first_line(error)}") from error
+        raise UserError(
+            f"lora: peft cannot adapt these layers of {type(model).__name__}: {first_line(error)}. Name others in [lora]"
+        ) from error
     refuse_other_layers(model, layers, parameters)
     if path:
         read_adapter(model, path)
@@ -94,15 +96,10 @@ def export_adapter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, f
     tokenizer.save_pretrained(folder)
 
 
-def export_merged(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write the whole model with the adapters added in, as transformers loads it without peft."""
-    export(model, tokenizer, folder, merged_tensors(model))
-
-
 @torch.no_grad()
 def merged_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors under their names without adapters. Those with an adapter are new, in main memory, summed in float32 or better
-    and rounded once; all others are the model's own."""
+    """The model's tensors for `export`, under their names without adapters. Those with an adapter have it added in: they are new, in main
+    memory, summed in float32 or better and rounded once. All others are the model's own."""
     layers = {f"{plain_name(name)}.{target_of(layer)}": layer for name, layer in adapted(model)}
     own = {f"{name}.lora_{side}.{NAME}.weight" for name, _ in adapted(model) for side in "AB"}
     tensors = {plain_name(name): tensor for name, tensor in model.state_dict().items() if name not in own}
@@ -128,19 +125,10 @@ def run_with_experts(model: torch.nn.Module) -> None:
     """Let `run_experts` run the adapters of stacked experts as products of their own. peft would add them to a copy of the parameter, in
     every pass, and keep the copy for the backward pass."""
     for _, layer in adapted(model):
-        module = layer.get_base_layer()
-        if experts.takes_adapter(module, target_of(layer)):
-            experts.run_adapter(module, target_of(layer), MethodType(low_rank, layer))
+        module, name = layer.get_base_layer(), target_of(layer)
+        if experts.takes_adapter(module, name):
+            setattr(module, experts.ADAPTERS, {**getattr(module, experts.ADAPTERS, {}), name: layer})
             layer.forward = MethodType(pass_through, layer)
-
-
-def low_rank(layer: Any) -> experts.LowRank | None:
-    if layer.disable_adapters or layer.merged:
-        return None
-    left, right, scale = layer.get_delta_factors(NAME)
-    if not layer.get_base_layer().is_transposed:
-        left, right = right.transpose(1, 2), left.transpose(1, 2)
-    return experts.LowRank(left, right, scale)
 
 
 def pass_through(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,7 +155,9 @@ def stored_settings(model: PreTrainedModel, path: str) -> Any:
     try:
         settings = peft.PeftConfig.from_pretrained(path)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"lora.path: the adapter in {path} could not be read: {first_line(error)}") from error
+        raise UserError(
+            f"lora.path: the adapter in {path} could not be read: {first_line(error)}. Give the folder of an adapter that peft saved"
+        ) from error
     if not isinstance(settings, peft.LoraConfig):
         raise UserError(f"lora.path: {path} holds an adapter of type {settings.peft_type}; only LoRA can be trained here")
     odd = [f"{name} = {getattr(settings, name)}" for name, plain in PLAIN.items() if getattr(settings, name, plain) not in (plain, [], ())]
@@ -318,11 +308,9 @@ def read_adapter(model: PreTrainedModel, path: str) -> None:
         raise UserError(f"lora.path: {path} has no adapter_model.safetensors. Give the folder of an adapter that peft saved")
     try:
         report: Any = set_peft_model_state_dict(model, load_peft_weights(path, device="cpu"), adapter_name=NAME)
+        odd = [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]
+        misfit = f"{', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}"
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        raise UserError(f"lora.path: the adapter in {path} does not fit the model: {' '.join(str(error).split())[:300]}") from error
-    odd = [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]
-    if odd:
-        raise UserError(
-            f"lora.path: the adapter in {path} does not fit the model: {', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}. "
-            "Give an adapter of model.path"
-        )
+        misfit = " ".join(str(error).split())[:300]
+    if misfit:
+        raise UserError(f"lora.path: the adapter in {path} does not fit the model: {misfit}. Give an adapter of model.path")

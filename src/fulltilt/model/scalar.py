@@ -7,9 +7,7 @@ outputs is refused. Numbers are float32 (float64 when the model is) whatever typ
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -19,11 +17,11 @@ from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import ModelConfig
 from fulltilt.model.attention import Context
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import origin, read_model
 from fulltilt.records import UserError
+from fulltilt.schema import ModelConfig
 
 # Where transformers' sequence and token classification models keep their head.
 WEIGHT, BIAS = "score.weight", "score.bias"
@@ -65,8 +63,12 @@ def load_scalar(
     first update changes the head alone, the following ones the body too.
     """
     source = str(path or config.path)
-    with no_warnings():  # about the head, which this way of loading does not use
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # no warning about the head, which this way of loading does not use
+    try:
         body, report = read_model(AutoModel, "a transformer", config, device, source, key)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     stored = stored_head(source, config, key) if WEIGHT in report["unexpected_keys"] else {}
     if not stored and head == "required":
         raise UserError(
@@ -108,13 +110,3 @@ def stored_file(source: str, name: str, config: ModelConfig) -> Path | None:
     except OSError:
         return None
     return Path(found) if found else None
-
-
-@contextlib.contextmanager
-def no_warnings() -> Iterator[None]:
-    level = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)

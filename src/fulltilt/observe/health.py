@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from fulltilt.config import HealthConfig
 from fulltilt.records import UserError
+from fulltilt.schema import HealthConfig
 from fulltilt.words import listed, many
 
 Metrics = Mapping[str, float]

@@ -30,9 +30,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from fulltilt.config import LogConfig
 from fulltilt.observe.metrics import Number, encode_line, read_lines, write_whole
 from fulltilt.records import UserError
+from fulltilt.schema import LogConfig
 
 IDS_FILE = "loggers.json"  # in the run folder: the id by which each logger knows the run
 

@@ -192,7 +192,7 @@ def count_stall(step: WatchedStep, role: str) -> int:
 def count_launches(step: WatchedStep, role: str) -> float:
     """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
     engine, sampling = step.engine, training_sampling(step.parts.worker.config)
-    prompts = step.parts.train_data.prompts  # type: ignore[union-attr]
+    prompts = step.parts.train_data.items  # type: ignore[union-attr]
     step.worker_for("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step did not use are captured by now
         pass

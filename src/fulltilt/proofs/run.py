@@ -68,7 +68,7 @@ def choose(names: Sequence[str]) -> set[str]:
     """The knobs that names in any of the three spellings mean; without names, all. UserError for all that cannot be proved."""
     mistakes, chosen = [], set()
     for name in names:
-        found = [knob for knob, _ in knobs.find_all(name) or knobs.find_by_end(name)]
+        found = [knob for knob, _ in knobs.find(name)]
         if can_be := {knob.name for knob in found if provable(knob)}:
             chosen |= can_be
         else:

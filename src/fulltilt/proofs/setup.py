@@ -19,15 +19,14 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
-from fulltilt.algo import presets
 from fulltilt.cluster.sizes import free_bytes
-from fulltilt.config import Config, toml_value
 from fulltilt.demo import save_tokenizer, write_lines
+from fulltilt.schema import Config, keys, toml_value
 
 StepKind = Literal["ppo", "sft", "rollout"]  # all four roles on given samples; the actor alone on SFT rows; sampling and an update
 Settings = Mapping[str, Any]  # dotted key -> value
 StepKey = tuple[StepKind, tuple[tuple[str, Any], ...]]  # a step and those of its settings that are not defaults
-DEFAULTS = {key: known.default for key, known in configuration.keys().items()}
+DEFAULTS = {key: known.default for key, known in keys().items()}
 
 DIGITS = "0123456789"
 FIRST_DIGIT = 3  # the token of "0"
@@ -98,7 +97,7 @@ class ProofSetup:
             if not Path(path).exists():
                 make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
         given = {**self._base(kind), "run.dir": tempfile.mkdtemp(dir=self.folder), **dict(settings)}
-        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN, [presets.mistakes])
+        return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN)
 
     def _base(self, kind: StepKind) -> Settings:
         """The settings of every step of this kind."""

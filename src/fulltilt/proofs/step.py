@@ -22,7 +22,6 @@ import torch
 
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.worker import Worker
-from fulltilt.config import Config
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed
 from fulltilt.model.scalar import ScalarModel
@@ -31,7 +30,8 @@ from fulltilt.observe.loggers import Loggers
 from fulltilt.proofs.setup import DIGITS, FIRST_DIGIT, spread_evenly
 from fulltilt.records import Group, MicroBatch, Prompt, Sample
 from fulltilt.rollout.engines.native import NativeEngine
-from fulltilt.rollout.stats import SeenPass
+from fulltilt.rollout.stats import EngineStats
+from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
 from fulltilt.train.trainer import Trainer
 
@@ -55,7 +55,7 @@ class WatchedStep:
     passes: dict[tuple[str, bool], list[ModelPass]] = field(default_factory=dict)  # (role, whether it learns from them) ->
     results: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # role -> gradients, or outputs if it does not learn
     samples: list[tuple[int, ...]] = field(default_factory=list)
-    engine_passes: list[tuple[SeenPass, int]] = field(default_factory=list)  # and the samples that have begun, but not ended, before it
+    engine_passes: list[tuple[EngineStats, int]] = field(default_factory=list)  # and the samples that have begun, but not ended, before it
     kv_bytes: int = 0  # the most that the engine held while it generated
     log: io.StringIO = field(default_factory=io.StringIO)  # what the console shows
     metrics: dict[str, float] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def keep_outputs(step: WatchedStep, role: str, own: Callable[[MicroBatch], Any],
     return outputs
 
 
-def keep_gradients(step: WatchedStep, role: str, trainer: Trainer[Any], own: Callable[[], Any]) -> Any:
+def keep_gradients(step: WatchedStep, role: str, trainer: Trainer, own: Callable[[], Any]) -> Any:
     """The gradients of an optimizer step, before it clips and drops them."""
     kept = step.results.setdefault(role, {})
     for name, parameter in trainer.role.model.named_parameters():  # type: ignore[attr-defined]
@@ -155,25 +155,27 @@ def keep_gradients(step: WatchedStep, role: str, trainer: Trainer[Any], own: Cal
 
 def watch_engine(step: WatchedStep, console: Console, responses: tuple[int, int] | None) -> None:
     engine = step.engine
-    put_in_front(engine.recorder, "add", partial(see_engine_pass, step, set()))
+    put_in_front(engine.recorder, "add_pass", partial(see_engine_pass, step, set()))
     step.parts.worker.report_rollout(console.note, 0.0)  # after each pass: the number of lines must not depend on a clock
     if responses is not None:
         put_in_front(engine, "generate", lambda own, prompts, sampling, seed: given_groups(prompts, sampling.samples, responses))
     put_in_front(engine, "generate", lambda own, *given: keep_samples(step, own(*given)) if step.recording else own(*given))
 
 
-def see_engine_pass(step: WatchedStep, begun: set[Any], own: Callable[[SeenPass], None], seen: SeenPass) -> None:
+def see_engine_pass(
+    step: WatchedStep, begun: set[Any], own: Any, seen: EngineStats, begin: float, end: float, drawing: Sequence[Any], drawn: int
+) -> None:
     """`begun`: the samples that have drawn a token."""
     if step.recording:
-        step.engine_passes.append((seen, sum(not sample.finished for sample in begun)))
-    begun.update(seen.drawing)
-    own(seen)
+        step.engine_passes.append((seen, sum(not sample.finish for sample in begun)))
+    begun.update(drawing)
+    own(seen, begin, end, drawing, drawn)
 
 
 def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, int]) -> Iterator[Group]:
     """Samples of random digits from fixed seeds, which no model has drawn."""
     lengths = iter(spread_evenly(responses, len(prompts) * samples))
-    for prompt in prompts:
+    for place, prompt in enumerate(prompts):
         group = []
         for index in range(samples):
             tokens = next(lengths)
@@ -181,7 +183,7 @@ def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, 
             ids = random.integers(FIRST_DIGIT, FIRST_DIGIT + len(DIGITS), tokens)
             text = "".join(DIGITS[token - FIRST_DIGIT] for token in ids)
             group.append(Sample(index, ids, random.normal(-5, 1, tokens).astype(np.float32), "length", text))
-        yield Group(prompt, tuple(group))
+        yield Group(prompt, tuple(group), place)
 
 
 def keep_samples(step: WatchedStep, groups: Iterator[Group]) -> Iterator[Group]:

@@ -3,8 +3,8 @@
 `base.RewardPool` is the way in. This file imports nothing: the reward processes start from it and must start fast.
 
     base       submit and collect groups, failed calls, counts
-    dispatch   one thread that hands calls to worker processes and enforces their deadlines
-    process    one worker process as the trainer sees it: start, talk, kill with all its descendants
+    dispatch   threads that hand calls to worker processes, one thread for each process
+    process    one worker process as the trainer sees it: start, ask with a deadline, kill with all its descendants
     worker     the same process from inside: limits, loading, calling the user's function
     functions  what `reward.function` may name, how it is called, what it may return
     sums       weighted sums of several functions

@@ -21,24 +21,23 @@ import os
 import pickle
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
-from fulltilt.config import RewardConfig
 from fulltilt.records import Group, Score, UserError
 from fulltilt.reward import functions
-from fulltilt.reward.dispatch import Dispatcher, Outcome
-from fulltilt.reward.process import RewardCall
-from fulltilt.reward.sums import Sums, WeightedSum
+from fulltilt.reward.dispatch import Dispatcher, RewardCall
+from fulltilt.reward.process import Outcome
+from fulltilt.reward.sums import Component, Sums, combine
 from fulltilt.reward.worker import Request, Setup
+from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import shortened
 
 ERRORS_FILE = "reward_errors.jsonl"
 MOST_ERRORS_WRITTEN = 1000
-RECENT = 5
 TEXT_SHOWN = 80
 FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # an outcome's failure, and the count in RewardStats
 
@@ -52,44 +51,29 @@ class RewardStats:
     timeouts: int = 0
     crashes: int = 0
     retries: int = 0  # tried again in a fresh process after the first try ended a used one
-    seconds: float = 0.0  # inside the functions, summed over the processes
-    recent: tuple[str, ...] = ()  # newest last, no message twice
+    last: str = ""  # the newest message of a failed call
 
     @property
     def failed(self) -> int:
         return self.errors + self.timeouts + self.crashes
 
     def since(self, before: RewardStats) -> RewardStats:
-        counts = {name: getattr(self, name) - getattr(before, name) for name in ("calls", *FAILURES.values(), "retries", "seconds")}
-        return RewardStats(**counts, recent=self.recent if self.failed > before.failed else ())
+        counts = {name: getattr(self, name) - getattr(before, name) for name in ("calls", *FAILURES.values(), "retries")}
+        return RewardStats(**counts, last=self.last if self.failed > before.failed else "")
 
     def __str__(self) -> str:
-        if not self.failed:
-            return f"{self.calls} reward calls, none failed"
         kinds = {"raised an error": self.errors, "ran out of time": self.timeouts, "crashed": self.crashes}
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
-        return f"{self.failed} of {self.calls} reward calls failed ({counts}); last: {self.recent[-1]}"
+        return f"{self.failed} of {self.calls} reward calls failed ({counts}); last: {self.last}"
 
 
 @dataclass(eq=False)
-class _Scores:
+class _GroupScores:
     """The scores of a submitted group as they come in."""
 
-    sum: WeightedSum
-    found: list[list[Score]]  # for each sample, one score for each component of the sum; empty scores until a call's own arrive
+    components: tuple[Component, ...]
+    found: list[list[Score]]  # for each sample, one score for each component; empty scores until a call's own arrive
     left: int  # how many are missing
-
-    def complete(self) -> list[Score]:
-        return [self.sum.combine(scores) for scores in self.found]
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """Where a call's scores belong: a component of a group's sum, samples `first` and following."""
-
-    group: Group
-    component: int
-    first: int
 
 
 class RewardPool:
@@ -102,55 +86,53 @@ class RewardPool:
         self._errors_file = run_dir / ERRORS_FILE if run_dir is not None else None
         self._errors_written = 0
         self._changed = threading.Condition()
-        self._groups: dict[Group, _Scores] = {}
+        self._groups: dict[Group, _GroupScores] = {}
         self._next_id = 0
-        self._counts = asdict(RewardStats())
-        self._mistake: UserError | None = None
-        self._closed = False
+        self._counts: Counter[str] = Counter()
+        self._last = ""
+        self._error: BaseException | None = None
+        self._trainer = os.getpid()
         self._sums = Sums(config)
-        self._dispatcher: Dispatcher | None = None
-        if not self._sums.names:
-            return
-        self._dispatcher = Dispatcher(self._setup(), _workers(config), config.timeout_s, self._done, self._wake)
-        self._dispatcher.start()
-        atexit.register(self.close)
-
-    def _setup(self) -> Setup:
         try:
             located = tuple(functions.locate(name) for name in self._sums.names)
         except UserCodeError as error:
             raise UserError(str(error)) from None
-        return Setup(located, dict(self._config.args), int(self._config.memory_gb * 2**30))
+        setup = Setup(located, dict(config.args), int(config.memory_gb * 2**30))
+        self._dispatcher = Dispatcher(setup, _workers(config), config.timeout_s, self._done, self._fail)
+        if located:
+            atexit.register(self.close)
+            self._dispatcher.start()
+        if self._error is not None:
+            self.close()
+            self._check()
 
     @property
     def memory_limited(self) -> bool:
         """False where the system refused to limit the processes' memory (macOS may)."""
-        return self._dispatcher is None or self._dispatcher.memory_limited
+        return self._dispatcher.memory_limited
 
     def submit(self, group: Group) -> None:
         """Hands a group's samples to the processes and returns at once."""
         self._check()
-        weighted, samples = self._sums.of(group.prompt.data_source), len(group.samples)
+        components, samples = self._sums.of(group.prompt.data_source), len(group.samples)
         with self._changed:
             assert group not in self._groups, "a group is submitted once"
-            found = [[Score(0.0)] * len(weighted.components) for _ in range(samples)]
-            self._groups[group] = _Scores(weighted, found, samples * len(weighted.components))
-            calls = self._calls(group, weighted)
-        if self._dispatcher is not None:
-            self._dispatcher.put(calls)
+            found = [[Score(0.0)] * len(components) for _ in range(samples)]
+            self._groups[group] = _GroupScores(components, found, samples * len(components))
+            calls = self._calls(group, components)
+        self._dispatcher.put(calls)
 
-    def _calls(self, group: Group, weighted: WeightedSum) -> list[RewardCall]:
-        batch = self._dispatcher.batch if self._dispatcher is not None else ()
+    def _calls(self, group: Group, components: Sequence[Component]) -> list[RewardCall]:
         prompt, samples = group.prompt, len(group.samples)
         given = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": dict(prompt.extra_info)}
         pickled = pickle.dumps({**given, "prompt_str": prompt.text})
         calls = []
-        for number, component in enumerate(weighted.components):
-            size = max(1, samples) if batch[component.function] else 1
+        for number, component in enumerate(components):
+            size = max(1, samples) if self._dispatcher.batch[component.function] else 1
             for first in range(0, samples, size):
                 texts = tuple(sample.text for sample in group.samples[first : first + size])
                 seed = zlib.crc32(repr((prompt.uid, group.samples[first].index, texts)).encode())
-                calls.append(RewardCall(Request(self._next_id, component.function, pickled, texts, seed), _Place(group, number, first)))
+                calls.append(RewardCall(Request(self._next_id, component.function, pickled, texts, seed), group, number, first))
                 self._next_id += 1
         return calls
 
@@ -161,92 +143,68 @@ class RewardPool:
             if group not in self._groups:
                 self.submit(group)
         with self._changed:
-            while True:
-                self._check()
-                if not any(self._groups[group].left for group in groups):
-                    break
-                # No timeout: every call has its deadline, and a dispatcher that fails wakes this thread.
-                self._changed.wait()
-            return [self._groups.pop(group).complete() for group in groups]
+            # No timeout: every call has its deadline, and an error wakes this thread.
+            self._changed.wait_for(lambda: self._error or not any(self._groups[group].left for group in groups))
+            self._check()
+            complete = [self._groups.pop(group) for group in groups]
+        return [[combine(group.components, scores) for scores in group.found] for group in complete]
 
     def stats(self) -> RewardStats:
         with self._changed:
-            return RewardStats(**self._counts)
+            return RewardStats(**self._counts, last=self._last)
 
     def close(self) -> None:
-        """Kills all processes. Scores not collected are lost."""
-        # In a fork of the trainer this does nothing: only the dispatcher's thread kills, and a fork has no such thread.
-        if self._closed:
+        """Kills all processes. Scores not collected are lost. Does nothing in a fork of the trainer."""
+        if os.getpid() != self._trainer:
             return
-        self._closed = True
         atexit.unregister(self.close)
-        if self._dispatcher is not None:
-            self._dispatcher.close()
-
-    def __enter__(self) -> RewardPool:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        self._fail(RuntimeError("the reward pool is closed"))
+        self._dispatcher.close()
 
     def _check(self) -> None:
-        if self._mistake is not None:
-            raise self._mistake
-        if self._dispatcher is not None and self._dispatcher.error is not None:
-            raise self._dispatcher.error
-        if self._closed:
-            raise RuntimeError("the reward pool is closed")
+        if self._error is not None:
+            raise self._error
 
-    def _wake(self) -> None:
+    # Called on the dispatcher's threads.
+
+    def _fail(self, error: BaseException) -> None:
         with self._changed:
+            self._error = self._error or error
             self._changed.notify_all()
 
-    def _done(self, call: RewardCall, outcome: Outcome) -> None:
-        """On the dispatcher's thread: one call has ended."""
+    def _done(self, call: RewardCall, outcome: Outcome, retried: bool) -> None:
+        """One call has ended."""
         name = self._sums.names[call.request.function]
-        message = f"{name} {outcome.message}"
-        if outcome.failure not in (None, "mistake"):
-            self._write_error(call, outcome, message)
-        with self._changed:
-            if outcome.failure == "mistake":
-                self._mistake = self._mistake or _mistake(name, call.label, outcome)
-            else:
-                self._count(outcome, message)
-                self._keep(call, outcome, message)
-            self._changed.notify_all()
-
-    def _keep(self, call: RewardCall, outcome: Outcome, message: str) -> None:
-        place: _Place = call.label
+        if outcome.failure == "mistake":
+            self._fail(_mistake(name, call, outcome))
+            return
         scores = [Score(value, parts, answer=answer) for value, parts, answer in outcome.scores]
-        if outcome.failure is not None:
-            value = self._config.error_score if self._config.on_error == "score" else 0.0
-            scores = [Score(value, error=message)] * len(call.request.texts)
-        group = self._groups[place.group]
-        for sample, score in enumerate(scores, start=place.first):
-            group.found[sample][place.component] = score
-        group.left -= len(scores)
-
-    def _count(self, outcome: Outcome, message: str) -> None:
-        counts = self._counts
-        counts["calls"] += 1
-        counts["retries"] += outcome.retried
-        counts["seconds"] += outcome.seconds
-        if outcome.failure is not None:
-            counts[FAILURES[outcome.failure]] += 1
-            counts["recent"] = (*(older for older in counts["recent"] if older != message), message)[-RECENT:]
+        with self._changed:
+            self._counts["calls"] += 1
+            self._counts["retries"] += retried
+            if outcome.failure is not None:
+                self._counts[FAILURES[outcome.failure]] += 1
+                self._last = f"{name} {outcome.message}"
+                self._write_error(call, outcome, self._last)
+                value = self._config.error_score if self._config.on_error == "score" else 0.0
+                scores = [Score(value, error=self._last)] * len(call.request.texts)
+            group = self._groups[call.group]
+            for sample, score in enumerate(scores, start=call.first):
+                group.found[sample][call.component] = score
+            group.left -= len(scores)
+            if not group.left:
+                self._changed.notify_all()
 
     def _write_error(self, call: RewardCall, outcome: Outcome, message: str) -> None:
         if self._errors_file is None or self._errors_written >= MOST_ERRORS_WRITTEN:
             return
         self._errors_written += 1
-        place: _Place = call.label
-        samples = place.group.samples[place.first : place.first + len(call.request.texts)]
         line = {
             "kind": outcome.failure,
             "message": message,
-            "data_source": place.group.prompt.data_source,
-            "prompt": place.group.prompt.uid,
-            "samples": [sample.index for sample in samples],
+            "data_source": call.group.prompt.data_source,
+            "prompt": call.group.prompt.uid,
+            "samples": [sample.index for sample in call.group.samples[call.first :][: len(call.request.texts)]],
             "text": call.request.texts[0][:2000],
             "detail": outcome.detail,
         }
@@ -264,10 +222,10 @@ def _workers(config: RewardConfig) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _mistake(name: str, place: _Place, outcome: Outcome) -> UserError:
-    begins = shortened(place.group.samples[place.first + outcome.sample].text, TEXT_SHOWN)
+def _mistake(name: str, call: RewardCall, outcome: Outcome) -> UserError:
+    begins = shortened(call.request.texts[outcome.sample], TEXT_SHOWN)
     return UserError(
-        f"reward function {name!r} returned {outcome.message} for a sample of data source {place.group.prompt.data_source!r} that begins "
+        f"reward function {name!r} returned {outcome.message} for a sample of data source {call.group.prompt.data_source!r} that begins "
         f"{begins!r}. A reward must be a finite number, or a dict with one under 'score'. Fix the function; to have a sample "
         f"treated by reward.on_error instead, raise an exception"
     )

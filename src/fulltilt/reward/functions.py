@@ -1,6 +1,7 @@
 """Reward functions: a name enters, a callable with a known signature leaves; its results are checked here.
 
-A name is one of `BUILT_IN` or `FILE.py:NAME`. A function of your own takes any of these by keyword, in verl's names:
+A name is that of a file in `rules`, for a built-in function, or `FILE.py:NAME`. A function of your own takes any of these by keyword, in
+verl's names:
 
     single   data_source, solution_str, ground_truth, extra_info, prompt_str        one call for each sample
     batch    data_sources, solution_strs, ground_truths, extra_infos, prompt_strs   one call for each group, lists of equal length
@@ -26,9 +27,8 @@ from typing import Any
 
 from fulltilt import user_code
 from fulltilt.user_code import UserCode, UserCodeError
-from fulltilt.words import joined, shortened
+from fulltilt.words import shortened
 
-BUILT_IN = tuple(sorted(file.stem for file in Path(__file__).with_name("rules").glob("[!_]*.py")))
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 SINGLE = (*VERL, "prompt_str")
 BATCH = tuple(f"{name}s" for name in SINGLE)
@@ -58,19 +58,23 @@ class RewardFunction:
     def score(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> list[Scored]:
         """One call: all texts of a group for a batch function, exactly one text otherwise."""
         if self.batch:
-            return self._score_batch(prompt, texts)
-        (text,) = texts
-        values = {**prompt, "solution_str": text}
-        return [checked(self.function(**{name: values[name] for name in self.takes}, **self.args), 0)]
+            columns = {f"{name}s": [value] * len(texts) for name, value in prompt.items()}
+            results = _one_each(self._called(columns | {"solution_strs": list(texts)}), len(texts))
+        else:
+            (text,) = texts
+            results = [self._called({**prompt, "solution_str": text})]
+        return [checked(result, place) for place, result in enumerate(results)]
 
-    def _score_batch(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> list[Scored]:
-        columns = {f"{name}s": [value] * len(texts) for name, value in prompt.items()} | {"solution_strs": list(texts)}
-        results = self.function(**{name: columns[name] for name in self.takes}, **self.args)
-        if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__") or not hasattr(results, "__getitem__"):
-            raise WrongCount(f"returned a {type(results).__name__}; a batch function returns a list with one result for each sample")
-        if len(results) != len(texts):
-            raise WrongCount(f"returned {len(results)} results for {len(texts)} samples")
-        return [checked(results[index], index) for index in range(len(texts))]
+    def _called(self, values: Mapping[str, Any]) -> Any:
+        return self.function(**{name: values[name] for name in self.takes}, **self.args)
+
+
+def _one_each(results: Any, count: int) -> list[Any]:
+    if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__") or not hasattr(results, "__getitem__"):
+        raise WrongCount(f"returned a {type(results).__name__}; a batch function returns a list with one result for each sample")
+    if len(results) != count:
+        raise WrongCount(f"returned {len(results)} results for {count} samples")
+    return [results[place] for place in range(count)]
 
 
 def checked(result: Any, sample: int) -> Scored:
@@ -81,50 +85,43 @@ def checked(result: Any, sample: int) -> Scored:
         raise NotANumber(sample, f"a dict without 'score' (its keys: {', '.join(map(str, result)) or 'none'})")
     score = _finite(result["score"], sample, result)
     others = {str(key): _number(value) for key, value in result.items() if key not in ("score", "pred")}
-    parts = {key: value for key, value in others.items() if value is not None and math.isfinite(value)}
-    return score, parts, answer_text(result.get("pred"))
+    return score, {key: value for key, value in others.items() if value is not None}, answer_text(result.get("pred"))
 
 
 def answer_text(answer: Any) -> str | None:
     """An answer as votes are counted by it: one spelling for equal numbers, nothing that a UTF-8 file could not hold, no blank."""
     if not isinstance(answer, (str, Integral)):
         number = _number(answer)
-        answer = "" if number is None or not math.isfinite(number) else int(number) if number.is_integer() else number
+        answer = "" if number is None else int(number) if number.is_integer() else number
     return str(answer).strip().encode("utf-8", "replace").decode()[:ANSWER_LENGTH] or None
 
 
 def _finite(value: Any, sample: int, shown: Any) -> float:
     number = _number(value)
-    if number is None or not math.isfinite(number):
+    if number is None:
         raise NotANumber(sample, shortened(repr(shown), 120))
     return number
 
 
 def _number(value: Any) -> float | None:
-    if not isinstance(value, Real) and callable(getattr(value, "item", None)):
-        # Tensors and arrays of one element are numbers; with more elements `item` raises.
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError):
-            return None
-    if not isinstance(value, Real):
-        return None
+    """The value as a finite number, or None."""
     try:
-        return float(value)
-    except OverflowError:
-        return math.inf
+        if not isinstance(value, Real) and callable(getattr(value, "item", None)):
+            value = value.item()  # tensors and arrays of one element are numbers; with more elements `item` raises
+        number = float(value) if isinstance(value, Real) else math.nan
+    except (ValueError, RuntimeError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def locate(name: str) -> UserCode:
     """Reads the file of a configured name. Runs in the trainer, executes nothing."""
-    if name in BUILT_IN:
+    if name.isidentifier() and Path(__file__).with_name("rules").joinpath(f"{name}.py").is_file():
         return UserCode(name)
     try:
         return user_code.locate(name)
     except UserCodeError as error:
-        raise UserCodeError(
-            f"reward function {name!r} is not built in ({joined(BUILT_IN, 'and')} are) and cannot be loaded: {error}"
-        ) from None
+        raise UserCodeError(f"reward function {name!r} is not built in and cannot be loaded: {error}") from None
 
 
 def load(located: Sequence[UserCode], args: Mapping[str, Any]) -> list[RewardFunction]:

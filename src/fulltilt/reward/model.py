@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jinja2 import TemplateError
 
-from fulltilt.config import REWARD_MODEL, RewardConfig, reward_weights
 from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
 from fulltilt.words import shortened
 
 if TYPE_CHECKING:

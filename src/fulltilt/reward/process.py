@@ -1,4 +1,8 @@
-"""One worker process as the trainer sees it: started, talked to without ever blocking, killed with all it started.
+"""One worker process as the trainer sees it: started, given requests, killed with everything it started. One thread uses it.
+
+Enters: the setup, then requests. Leaves: one `Outcome` for each request, in order, whatever the process does. Guaranteed: nothing waits
+without a deadline: a call has its seconds from the moment the process begins it, loading has `LOAD_S`. What the process sends is checked,
+since a user's function may have written it.
 
 Its standard output and input are /dev/null. Messages go over a socket of its own (`worker` says in which form). What the interpreter
 writes when it crashes goes into a pipe that is read only afterwards; the kernel bounds the pipe, and nobody waits for a reader.
@@ -7,18 +11,22 @@ writes when it crashes goes into a pipe that is read only afterwards; the kernel
 from __future__ import annotations
 
 import contextlib
-import json
+import io
 import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
+from pydantic import FiniteFloat, TypeAdapter, ValidationError
+
+from fulltilt.records import UserError
 from fulltilt.reward.worker import LOST_CONNECTION, Request, family_of
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
@@ -31,134 +39,49 @@ del sys.path[0]
 from fulltilt.reward.worker import main
 main()
 """
+LOAD_S = 120.0
 EXIT_GRACE_S = 0.25
+KILL_S = 5.0
 LARGEST_ANSWER = 16 * 2**20  # bytes
+# Where a message is not what a worker sends, the user's function has found the descriptor of its process.
+FORGED = ("wrote into the connection of its process", "")
+
+Message = TypeVar("Message")
 
 
-class BadMessage(Exception):
-    """What arrived from a worker process is not what a worker sends."""
+class StartFailed(Exception):
+    """The process could not be started, or ended while it loaded. `args` hold the error to raise if further tries fail too."""
 
 
-@dataclass(eq=False)
-class RewardCall:
-    """A request with what only the trainer knows of it."""
-
-    request: Request
-    label: Any  # the caller's own, handed back with the outcome
-    fresh: bool = False  # must run in a process that has run nothing before
+class ProcessLost(Exception):
+    """The process has ended or must be killed. `args` are what it did, to follow a subject, and what the interpreter wrote."""
 
 
-class WorkerProcess:
-    def __init__(self, setup: bytes) -> None:
-        """Starts it. OSError if the system refuses."""
-        with contextlib.ExitStack() as undo:
-            ours, theirs = socket.socketpair()
-            undo.callback(ours.close)
-            crash_log, crash_log_end = os.pipe()
-            undo.callback(os.close, crash_log)
-            try:
-                self._process = _start(theirs.fileno(), crash_log_end)
-            finally:
-                theirs.close()
-                os.close(crash_log_end)
-            undo.pop_all()
-        ours.setblocking(False)
-        os.set_blocking(crash_log, False)
-        self._socket = ours
-        self._crash_log = crash_log
-        self._received = b""  # the beginning of the next message
-        self._unsent = bytearray()
-        # What the process is doing, kept up to date by the dispatcher.
-        self.greeted = False
-        self.ready = False
-        self.calls: deque[RewardCall] = deque()
-        self.finished = 0
-        self.began = time.monotonic()  # the current call, or loading
-        self.send(setup)
+@dataclass(frozen=True)
+class Outcome:
+    """How a call ended: with scores in the order of its samples, or with a failure, whose message continues the function's name."""
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    id: int = 0  # the request's
+    scores: tuple[tuple[FiniteFloat, dict[str, FiniteFloat], str | None], ...] = ()  # for each sample: value, parts, answer
+    failure: Literal["error", "timeout", "crash", "mistake"] | None = None
+    message: str = ""
+    detail: str = ""
+    sample: int = 0  # which of the call's samples, for a mistake
+    seconds: FiniteFloat = 0.0
+    ends_process: bool = False  # the process must be replaced
+    try_again: bool = False  # what ran before in the process may have caused the failure: a fresh process should try once more
 
-    def fileno(self) -> int:
-        return self._socket.fileno()
 
-    def send(self, payload: bytes) -> None:
-        self._unsent += payload
-        self.flush()
-
-    def flush(self) -> None:
-        """Sends what the socket takes now."""
-        try:
-            while self._unsent:
-                del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except OSError:
-            # The worker is gone: reading its end of file tells the dispatcher.
-            self._unsent.clear()
-
-    @property
-    def unsent(self) -> bool:
-        return bool(self._unsent)
-
-    def receive(self) -> tuple[list[dict[str, Any]], bool]:
-        """Messages that have arrived, and whether the connection still stands. BadMessage if something else came."""
-        messages: list[dict[str, Any]] = []
-        while True:
-            try:
-                data = self._socket.recv(2**18)
-            except BlockingIOError:
-                return messages, True
-            except OSError:
-                return messages, False
-            if not data:
-                return messages, False
-            *lines, self._received = (self._received + data).split(b"\n")
-            messages += map(_decoded, lines)
-            if len(self._received) > LARGEST_ANSWER:
-                raise BadMessage("too long")
-
-    def cause_of_death(self) -> tuple[str, str]:
-        """After the connection broke: what happened, in words, and what the interpreter said."""
-        self.wait(EXIT_GRACE_S)
-        code = self._process.poll()
-        if code is None or code == LOST_CONNECTION:
-            return "closed the descriptors of its process", ""
-        said = self._crash_report()
-        places = [line.strip() for line in said.splitlines() if line.strip().startswith("File ")]
-        if code >= 0:
-            return f"ended its process with exit code {code}", said
-        hint = " (the machine may be out of memory)" if code == -signal.SIGKILL else ""
-        return f"crashed with {signal.Signals(-code).name}{hint}{f' at {places[0]}' if places else ''}", said
-
-    def _crash_report(self) -> str:
-        try:
-            return os.read(self._crash_log, 2**16).decode(errors="replace")
-        except OSError:
-            return ""
-
-    def kill(self) -> None:
-        """Ends the process, its group and what left its group, and closes the connection. Does not wait."""
-        family = family_of(self.pid, generations=8) if self._process.returncode is None else []
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        for member in family:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(member, signal.SIGKILL)
-        self._socket.close()
-        os.close(self._crash_log)
-
-    def reaped(self) -> bool:
-        return self._process.poll() is not None
-
-    def wait(self, seconds: float) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(seconds)
+# What a worker sends, in this order: whether its memory is limited; whether each function is a batch function, or why they cannot be
+# loaded; then, for each handful of requests, that it begins, and the outcomes.
+MEMORY_LIMITED: TypeAdapter[bool] = TypeAdapter(bool)
+LOADED: TypeAdapter[tuple[bool, ...] | str] = TypeAdapter(tuple[bool, ...] | str)
+BEGIN: TypeAdapter[Literal["begin"]] = TypeAdapter(Literal["begin"])
+OUTCOME = TypeAdapter(Outcome)
 
 
 class Guard:
-    """The trainer's end of the guard process, told which groups live."""
+    """The trainer's end of the guard process, told which process groups live."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -177,23 +100,143 @@ class Guard:
             os.write(self._process.stdin.fileno(), f"{sign}{pid}\n".encode())
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(2)
-        except subprocess.TimeoutExpired:
+        """Once every group has been killed, there is nothing left to guard."""
+        with self._process:
             self._process.kill()
-            self._process.wait()
 
 
-def _decoded(message: bytes) -> dict[str, Any]:
-    try:
-        decoded = json.loads(message)
-    except (ValueError, RecursionError) as error:
-        raise BadMessage("not JSON") from error
-    if not isinstance(decoded, dict):
-        raise BadMessage("not an object")
-    return decoded
+class WorkerProcess:
+    def __init__(self, guard: Guard) -> None:
+        """Starts it. StartFailed if the system refuses."""
+        self._socket, theirs = socket.socketpair()
+        crash_log, crash_log_end = os.pipe()
+        os.set_blocking(crash_log, False)
+        self._crash_log = io.FileIO(crash_log)
+        try:
+            self._process = _start(theirs.fileno(), crash_log_end)
+        except OSError as error:
+            self._close()
+            raise StartFailed(RuntimeError(f"a reward process could not be started: {error}")) from error
+        finally:
+            theirs.close()
+            os.close(crash_log_end)
+        self._guard = guard
+        self._guard.tell("+", self._process.pid)
+        self._received = b""  # the beginning of the next message
+        self._used = False  # whether it has finished a call
+        self.memory_limited = True
+        self.batch: tuple[bool, ...] | None = None  # for each function of the setup, once loaded
+
+    def load(self, setup: bytes, files: str) -> None:
+        """Loads the functions. UserError for what is wrong with one of them, StartFailed if the process ended."""
+        greeted = False
+        try:
+            self._send(setup, LOAD_S)
+            self.memory_limited = self._receive(MEMORY_LIMITED, LOAD_S)
+            greeted = True
+            loaded = self._receive(LOADED, LOAD_S)
+        except TimeoutError:
+            raise UserError(f"the reward process did not load {files} within {LOAD_S:g} s") from None
+        except ProcessLost as lost:
+            did, wrote = lost.args
+            wrote = f": {wrote.strip()[-2000:]}" if wrote else ""
+            if greeted:
+                raise StartFailed(UserError(f"loading {files} {did}{wrote}")) from None
+            raise StartFailed(RuntimeError(f"a reward process {did} before it could load anything{wrote}")) from None
+        if isinstance(loaded, str):
+            raise UserError(loaded)
+        self.batch = loaded
+
+    def outcomes(self, requests: Sequence[Request], timeout_s: float) -> Iterator[Outcome]:
+        """Hands the requests over and gives their outcomes, in order. After one that ends the process, there is nothing more to ask for."""
+        begun = False
+        for request in requests:
+            try:
+                if not begun:
+                    self._send(pickle.dumps(requests), timeout_s)
+                    begun = bool(self._receive(BEGIN, timeout_s))
+                outcome = self._answer(request, timeout_s)
+            except TimeoutError:
+                message = f"ran past its deadline of {timeout_s:g} s (reward.timeout_s)"
+                outcome = Outcome(failure="timeout", message=message, seconds=timeout_s, ends_process=True)
+            except ProcessLost as lost:
+                did, wrote = lost.args
+                outcome = Outcome(failure="crash", message=did, detail=wrote, ends_process=True, try_again=self._used or not begun)
+            self._used = True
+            yield outcome
+
+    def interrupt(self) -> None:
+        """From another thread: the thread that waits for this process finds the connection closed."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+
+    def kill(self) -> None:
+        """Ends the process, its group and what left its group."""
+        pid = self._process.pid
+        family = family_of(pid, generations=8) if self._process.returncode is None else []
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+        for member in family:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(member, signal.SIGKILL)
+        self._guard.tell("-", pid)
+        self._close()
+        self._wait(KILL_S)
+
+    def _close(self) -> None:
+        self._socket.close()
+        self._crash_log.close()
+
+    def _wait(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def _send(self, payload: bytes, seconds: float) -> None:
+        self._socket.settimeout(seconds)
+        # A worker that is gone is noticed when its answer is read.
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(payload)
+
+    def _answer(self, request: Request, seconds: float) -> Outcome:
+        outcome = self._receive(OUTCOME, seconds)
+        complete = outcome.failure or len(outcome.scores) == len(request.texts)
+        if outcome.id != request.id or not complete or outcome.sample not in range(len(request.texts)):
+            raise ProcessLost(*FORGED)
+        return outcome
+
+    def _receive(self, expected: TypeAdapter[Message], seconds: float) -> Message:
+        """The next message. TimeoutError if there is none in time, ProcessLost if there can be none."""
+        try:
+            return expected.validate_json(self._next_line(time.monotonic() + seconds))
+        except ValidationError:
+            raise ProcessLost(*FORGED) from None
+
+    def _next_line(self, deadline: float) -> bytes:
+        while b"\n" not in self._received and len(self._received) <= LARGEST_ANSWER:
+            # Past the deadline too: an answer that came while this thread was kept from running is an answer in time.
+            self._socket.settimeout(max(0.001, deadline - time.monotonic()))
+            try:
+                arrived = self._socket.recv(2**18)
+            except ConnectionError:
+                arrived = b""
+            if not arrived:
+                raise ProcessLost(*self._cause_of_death())
+            self._received += arrived
+        line, _, self._received = self._received.partition(b"\n")
+        return line
+
+    def _cause_of_death(self) -> tuple[str, str]:
+        """After the connection broke: what happened, in words, and what the interpreter wrote."""
+        self._wait(EXIT_GRACE_S)
+        code = self._process.poll()
+        if code is None or code == LOST_CONNECTION:
+            return "closed the descriptors of its process", ""
+        wrote = (self._crash_log.read(2**16) or b"").decode(errors="replace")
+        if code >= 0:
+            return f"ended its process with exit code {code}", wrote
+        places = [line.strip() for line in wrote.splitlines() if line.strip().startswith("File ")]
+        hint = " (the machine may be out of memory)" if code == -signal.SIGKILL else ""
+        return f"crashed with {signal.Signals(-code).name}{hint}{f' at {places[0]}' if places else ''}", wrote
 
 
 def _start(connection: int, crash_log: int) -> subprocess.Popen[bytes]:

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulltilt.config import REWARD_MODEL, RewardConfig, reward_weights
 from fulltilt.records import Score, UserError
+from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
 
 
 @dataclass(frozen=True)
@@ -23,49 +23,29 @@ class Component:
 
     function: int  # index into Sums.names
     weight: float
-    label: str
-
-
-@dataclass(frozen=True)
-class WeightedSum:
-    components: tuple[Component, ...]
-    labelled: bool  # whether the names of parts begin with their component's label
-
-    def combine(self, found: Sequence[Score]) -> Score:
-        """The score of one sample from those of the components, in their order. UserError if it is not finite."""
-        for score in found:
-            if score.error is not None:
-                return score
-        value = sum(component.weight * score.value for component, score in zip(self.components, found, strict=True))
-        if not math.isfinite(value):
-            terms = ", ".join(f"{part.weight:g} x {score.value:g}" for part, score in zip(self.components, found, strict=True))
-            raise UserError(f"reward.function: the weighted sum of {terms} is not finite. Use smaller weights or rewards")
-        parts: dict[str, float] = {}
-        for component, score in zip(self.components, found, strict=True):
-            parts |= component_parts(component, score) if self.labelled else dict(score.parts)
-        answer = next((score.answer for score in found if score.answer is not None), None)
-        return Score(float(value), parts, answer=answer)
+    label: str  # begins the names of its parts; empty where the reward has only this one component
 
 
 class Sums:
     """The sums of a configuration, and the functions they are made of."""
 
     def __init__(self, config: RewardConfig) -> None:
-        tables = {source: reward_weights(function) for source, function in config.sources.items()}
-        default = reward_weights(config.function)
+        default, tables = reward_weights(config.function), {source: reward_weights(table) for source, table in config.sources.items()}
         every = list(dict.fromkeys(name for table in (default, *tables.values()) for name in table))
         labels = short_labels(every)
         self.names = [name for name in every if name != REWARD_MODEL]
 
-        def of_table(table: dict[str, float]) -> WeightedSum:
-            named = [(name, weight) for name, weight in table.items() if name != REWARD_MODEL]
-            components = tuple(Component(self.names.index(name), weight, labels[name]) for name, weight in named)
-            return WeightedSum(components, labelled=len(table) > 1)
+        def components(table: dict[str, float]) -> tuple[Component, ...]:
+            return tuple(
+                Component(self.names.index(name), weight, labels[name] if len(table) > 1 else "")
+                for name, weight in table.items()
+                if name != REWARD_MODEL
+            )
 
-        self._default = of_table(default)
-        self._sources = {source: of_table(table) for source, table in tables.items()}
+        self._default = components(default)
+        self._sources = {source: components(table) for source, table in tables.items()}
 
-    def of(self, data_source: str) -> WeightedSum:
+    def of(self, data_source: str) -> tuple[Component, ...]:
         return self._sources.get(data_source, self._default)
 
 
@@ -76,5 +56,20 @@ def short_labels(names: Sequence[str]) -> dict[str, str]:
     return {name: label if count[label] == 1 else name for name, label in short.items()}
 
 
-def component_parts(component: Component, score: Score) -> dict[str, float]:
-    return {component.label: score.value, **{f"{component.label}/{name}": value for name, value in score.parts.items()}}
+def combine(components: Sequence[Component], found: Sequence[Score]) -> Score:
+    """The score of one sample from those of the components, in their order. UserError if it is not finite."""
+    for score in found:
+        if score.error is not None:
+            return score
+    value = sum(component.weight * score.value for component, score in zip(components, found, strict=True))
+    if not math.isfinite(value):
+        terms = ", ".join(f"{component.weight:g} x {score.value:g}" for component, score in zip(components, found, strict=True))
+        raise UserError(f"reward.function: the weighted sum of {terms} is not finite. Use smaller weights or rewards")
+    parts: dict[str, float] = {}
+    for component, score in zip(components, found, strict=True):
+        if component.label:
+            parts |= {component.label: score.value, **{f"{component.label}/{name}": part for name, part in score.parts.items()}}
+        else:
+            parts |= score.parts
+    answer = next((score.answer for score in found if score.answer is not None), None)
+    return Score(float(value), parts, answer=answer)

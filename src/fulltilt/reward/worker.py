@@ -87,6 +87,7 @@ class RewardWorker:
         self._folder = os.getcwd()
         self._functions: list[functions.RewardFunction] = []
         self._located: tuple[UserCode, ...] = ()
+        self._finished = 0  # calls
 
     def serve(self) -> None:
         """Answers until the trainer is gone, then kills everything that the functions started, and itself."""
@@ -96,8 +97,11 @@ class RewardWorker:
                     self._answer_all(pickle.load(stream))
         os.killpg(self._pid, signal.SIGKILL)
 
-    def _send(self, message: dict[str, Any]) -> None:
-        rest = memoryview(json.dumps(message).encode() + b"\n")
+    def _send(self, message: Any) -> None:
+        # A forked child of the user's function must not answer in its parent's place.
+        if os.getpid() != self._pid:
+            os._exit(0)
+        rest = memoryview(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         try:
             while rest:
                 rest = rest[os.write(self._connection, rest) :]
@@ -105,78 +109,68 @@ class RewardWorker:
             os._exit(LOST_CONNECTION)
 
     def _load(self, setup: Setup) -> bool:
-        self._send({"hello": True, "memory_limited": _limit_memory(setup.memory_bytes)})
-        os.register_at_fork(after_in_child=self._forget_connection)
+        self._send(_limit_memory(setup.memory_bytes))
+        # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
+        os.register_at_fork(after_in_child=lambda: os.close(self._connection))
         self._located = setup.functions
         _redirect_output()
         try:
             self._functions = functions.load(setup.functions, setup.args)
         except UserCodeError as error:
-            self._leave_if_forked()
-            self._send({"load_error": str(error)[:DETAIL_LENGTH]})
+            self._send(str(error)[:DETAIL_LENGTH])
             return False
-        self._leave_if_forked()
-        self._send({"ready": [function.batch for function in self._functions]})
+        self._send([function.batch for function in self._functions])
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:
         # The deadline of the first call counts from here, that of a later call from the previous answer.
-        self._send({"begin": True})
+        self._send("begin")
         for request in requests:
             began = time.perf_counter()
             answer = self._call(request)
-            self._leave_if_forked()
             answer |= {"id": request.id, "seconds": time.perf_counter() - began}
-            if answer.get("memory") or _children_left():
-                answer["retire"] = True
+            answer["ends_process"] = "try_again" in answer or _children_left()
+            self._finished += 1
             self._send(answer)
-            if "retire" in answer:
+            if answer["ends_process"]:
                 return
 
     def _call(self, request: Request) -> dict[str, Any]:
+        """The fields of an `Outcome` (`process`)."""
         output = _redirect_output()
         _seed(request.seed)
         try:
             scores = self._functions[request.function].score(pickle.loads(request.prompt), request.texts)
             answer: dict[str, Any] = {"scores": scores}
         except functions.NotANumber as error:
-            answer = dict(zip(("sample", "mistake"), error.args, strict=True))
+            answer = {"failure": "mistake", "sample": error.args[0], "message": error.args[1]}
         except functions.WrongCount as error:
-            answer = {"error": str(error)}
+            answer = {"failure": "error", "message": str(error)}
         except MemoryError:
-            answer = {"error": "took more memory than reward.memory_gb allows", "memory": True}
+            message = "took more memory than reward.memory_gb allows"
+            answer = {"failure": "error", "message": message, "try_again": self._finished > 0}
         except BaseException as error:
             # sys.exit and KeyboardInterrupt included: nothing a function raises ends its process.
             answer = self._describe(error, request, output)
-        self._tidy()
+        # What the call left behind must not reach the next.
+        signal.alarm(0)
+        with contextlib.suppress(OSError):
+            os.chdir(self._folder)
         return answer
 
     def _describe(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
         described = describe(error, self._located[request.function].path)
         trace = "".join(traceback.format_exception(error, limit=-20))
         printed = output.kept.decode(errors="replace")
-        return {"error": f"raised {described}", "detail": f"{trace[-DETAIL_LENGTH:]}{'output ends: ' if printed else ''}{printed}"}
-
-    def _tidy(self) -> None:
-        signal.alarm(0)
-        with contextlib.suppress(OSError):
-            os.chdir(self._folder)
-
-    def _leave_if_forked(self) -> None:
-        # A forked child of the user's function must not answer in its parent's place.
-        if os.getpid() != self._pid:
-            os._exit(0)
-
-    def _forget_connection(self) -> None:
-        # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
-        os.close(self._connection)
+        detail = f"{trace[-DETAIL_LENGTH:]}{'output ends: ' if printed else ''}{printed}"
+        return {"failure": "error", "message": f"raised {described}", "detail": detail}
 
 
 def _redirect_output() -> _Tail:
     """Called for every call, since the previous call may have closed or replaced the output."""
     tail = _Tail(1)
-    sys.stdout = io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True)
-    sys.stderr = io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True)
+    for name in ("stdout", "stderr"):
+        setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(tail), encoding="utf-8", errors="replace", line_buffering=True))
     return tail
 
 

@@ -11,9 +11,10 @@ these are used up, the step gets fewer groups instead of failing. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from fulltilt.records import Group, Prompt, Score
 
@@ -21,20 +22,19 @@ if TYPE_CHECKING:
     from fulltilt.rollout.sampler import Sampling
 
 
-class Generates(Protocol):
-    """An engine, or a worker in front of one."""
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]: ...
+Generate = Callable[..., Generator[Group, None, None]]  # `generate(prompts, sampling, seed)` of a worker or an engine
 
 
 def collect(
-    engine: Generates, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]
+    generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]
 ) -> tuple[Group, ...]:
     finished: dict[int, Group] = {}
-    for group in engine.generate(prompts, sampling, seed):
-        on_group(group)
-        finished[id(group.prompt)] = group
-    return tuple(finished[id(prompt)] for prompt in prompts)
+    with closing(generate(prompts, sampling, seed)) as groups:  # whatever breaks, the engine gives its memory back
+        for group in groups:
+            # Found by its place: a worker in another process answers with a copy of the prompt.
+            finished[group.place] = replace(group, prompt=prompts[group.place])
+            on_group(finished[group.place])
+    return tuple(finished[place] for place in range(len(prompts)))
 
 
 @dataclass(frozen=True, eq=False)

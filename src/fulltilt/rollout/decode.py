@@ -20,25 +20,24 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to
-from fulltilt.kernels.paged_attention import workspace_numbers
-from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, Workspace, finish, sample
+from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to, workspace_numbers
+from fulltilt.kernels.paged_attention import processors_of
+from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, finish, sample
 from fulltilt.model.arrays import to_device, to_host
-from fulltilt.model.attention import Decode, LayerShape
+from fulltilt.model.attention import Decode
 from fulltilt.model.experts import used_by_a_token, why_not_captured
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
-from fulltilt.model.load import first_line
 from fulltilt.records import UserError
+from fulltilt.rollout.engine import EngineContext
 from fulltilt.rollout.sampler import Sampling
+from fulltilt.words import first_line
 
 SHORTEST = 4  # fewest steps before the host looks at the results
 # Parameters times rows times steps: some 20 ms of matrix products on the fastest devices, enough for the host to process the steps before.
@@ -52,52 +51,42 @@ class DecodeRow(NamedTuple):  # a dataclass takes three times as long to create,
     token: int  # the newest, whose keys and values are not in the cache yet
     position: int  # its place in prompt + response
     drawn: int  # tokens of the response so far
-    seed: np.uint64
+    seed: int
     blocks: Sequence[int]
     forced: int | None = None  # the response gets exactly this many tokens, whether or not there are end tokens among them
 
 
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    tokens: list[int]
-    logprobs: list[float]
+Drawn = tuple[list[int], list[float]]  # the new tokens of a row, and their log-probs
 
 
 class Decoder:
-    def __init__(
-        self, model: PreTrainedModel, layers: Sequence[LayerShape], end_tokens: frozenset[int], block_tokens: int, max_seqs: int, *,
-        graphs: bool, required: bool = False,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.head = Head.of(model)
-        self.layers = layers
-        self.block_tokens = block_tokens
-        self.graphs = graphs
-        self.required = required  # a model without graphs is an error
-        self.rows = max_seqs
+    def __init__(self, context: EngineContext) -> None:
+        model, limits = context.model, context.limits
+        rows, device = limits.max_seqs, model.device
+        self.model, self.head, self.layers = model, Head.of(model), context.layers.values()
+        self.block_tokens, self.rows = limits.block_tokens, rows
+        self.graphs, self.required = limits.cuda_graphs, limits.graphs_required
         self._parameters = sum(used_by_a_token(parameter, model.config) for parameter in model.parameters())
-        self._sizes = sizes_up_to(max_seqs)
-        device = model.device
+        self._sizes = sizes_up_to(rows)
         self.overlaps = device.type != "cpu"  # steps run while the host works on, so it pays to launch ahead
-        self._end_tokens = torch.tensor(sorted(end_tokens) or [-1], dtype=torch.int64, device=device)
-        self._ends = self._end_tokens.repeat(max_seqs, 1)  # end tokens of each row: none if its length is forced
-        self._progress = DecodeProgress.make(max_seqs, BURST, device)
-        self._seeds = torch.zeros(max_seqs, dtype=torch.int64, device=device)
-        self._temperature = torch.ones(max_seqs, dtype=torch.float32, device=device)
-        self._top_k = torch.zeros(max_seqs, dtype=torch.int32, device=device)
-        self._top_p = torch.ones(max_seqs, dtype=torch.float32, device=device)
-        self._bases = torch.zeros(len(layers), 2, 1, dtype=torch.int64, device=device)
-        self._table = torch.zeros(max_seqs, 0, dtype=torch.int32, device=device)
+        zeros = partial(torch.zeros, device=device)
+        self._end_tokens = torch.tensor(sorted(context.end_tokens) or [-1], dtype=torch.int64, device=device)
+        self._ends = self._end_tokens.repeat(rows, 1)  # end tokens of each row: none if its length is forced
+        self._progress = DecodeProgress.make(rows, BURST, device)
+        self._seeds, self._temperature = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.float32)
+        self._top_k, self._top_p = zeros(rows, dtype=torch.int32), zeros(rows, dtype=torch.float32)
+        self._bases = zeros(len(self.layers), 2, 1, dtype=torch.int64)
+        self._table = zeros(rows, 0, dtype=torch.int32)
         self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
         self._workspace: torch.Tensor | None = None
-        self._space: Workspace | None = None
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.captures = 0
         self.eager_reason: str | None = None  # why there are no graphs although they were asked for
         self._sampling, self._count, self._size, self._taken = Sampling(), 0, 0, np.zeros(0, dtype=np.int64)  # of the batch
-        obstacle = why_not_captured(model) if graphs else None
+        obstacle = why_not_captured(model) if self.graphs else None
         if obstacle is not None:
             self._give_up_graphs(obstacle)
+        self.reach(limits.longest)
 
     def use_cache(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Set the cache's tensors. They may have moved since the last time: captured graphs read their addresses from the device."""
@@ -124,10 +113,29 @@ class Decoder:
         return max(SHORTEST, min(BURST, int(WORK / max(1, self._parameters * rows)))) if self.overlaps else BURST
 
     def start(self, rows: Sequence[DecodeRow], sampling: Sampling) -> None:
-        """Start a new batch. The previous batch's results are no longer valid."""
-        self._sampling, self._count, self._size = sampling, len(rows), self.size_for(len(rows))
-        self._taken = np.array([row.drawn for row in rows])  # tokens of each response that the host already has
-        self._fill(rows, self._size, sampling)
+        """Start a new batch: copy everything that a step reads to the device, in few transfers. The previous batch's results are no longer
+        valid."""
+        size, count = self.size_for(len(rows)), len(rows)
+        tokens, positions, drawn, seeds, blocks, forced = zip(*rows, strict=True)
+        self._sampling, self._count, self._size = sampling, count, size
+        self._taken = np.array(drawn)  # tokens of each response that the host already has
+        numbers = np.zeros((7, size), dtype=np.int64)
+        numbers[0, :count], numbers[0, count:] = RUNNING, EMPTY
+        numbers[1, :count] = [length or sampling.max_new_tokens for length in forced]
+        numbers[2:5, :count] = drawn, positions, tokens
+        numbers[5, :count] = np.array(seeds, dtype=np.uint64).view(np.int64)
+        numbers[6, :count] = [length is not None for length in forced]
+        table = np.zeros((size, self._table.shape[1]), dtype=np.int32)
+        for place, own in enumerate(blocks):
+            table[place, : len(own)] = own
+        progress, there = self._progress, to_device(numbers, self.model.device)
+        targets = (progress.states, progress.limits, progress.lengths, progress.positions, progress.inputs, self._seeds)
+        for target, column in zip(targets, there, strict=False):
+            target[:size].copy_(column)
+        self._ends[:size] = torch.where(there[6, :, None] > 0, -1, self._end_tokens)
+        self._table[:size].copy_(to_device(table, self.model.device))
+        for setting, number in ((self._temperature, sampling.temperature), (self._top_k, sampling.top_k), (self._top_p, sampling.top_p)):
+            setting.fill_(number)
 
     @torch.no_grad()
     def launch(self, steps: int) -> Callable[[], list[Drawn]]:
@@ -145,35 +153,13 @@ class Decoder:
             else:
                 step.replay()
         # Copied after these steps and before any others, because later steps overwrite the ring buffers.
-        return partial(self._take, [to_host(there) for there in self._results()])
+        return partial(self._take, self._results())
 
     def give(self, blocks: Sequence[tuple[int, int, int]]) -> None:
         """Give rows of the batch more blocks, as (row, place in its table, block), for the next launches."""
         if blocks:
             rows, places, numbers = to_device(np.array(blocks, dtype=np.int64).T, self.model.device).unbind(0)
             self._table[rows, places] = numbers.int()
-
-    def _fill(self, rows: Sequence[DecodeRow], size: int, sampling: Sampling) -> None:
-        """Copy everything that a step reads to the device, in few transfers."""
-        tokens, positions, drawn, seeds, blocks, forced = zip(*rows, strict=True)
-        numbers = np.zeros((7, size), dtype=np.int64)
-        numbers[0, : len(rows)], numbers[0, len(rows) :] = RUNNING, EMPTY
-        numbers[1, : len(rows)] = [length or sampling.max_new_tokens for length in forced]
-        numbers[2:5, : len(rows)] = drawn, positions, tokens
-        numbers[5, : len(rows)] = np.array(seeds).view(np.int64)
-        numbers[6, : len(rows)] = [length is not None for length in forced]
-        table = np.zeros((size, self._table.shape[1]), dtype=np.int32)
-        for place, own in enumerate(blocks):
-            table[place, : len(own)] = own
-        progress, there = self._progress, to_device(numbers, self.model.device)
-        targets = (progress.states, progress.limits, progress.lengths, progress.positions, progress.inputs, self._seeds)
-        for target, column in zip(targets, there, strict=False):
-            target[:size].copy_(column)
-        self._ends[:size] = torch.where(there[6, :, None] > 0, -1, self._end_tokens)
-        self._table[:size].copy_(to_device(table, self.model.device))
-        self._temperature.fill_(sampling.temperature)
-        self._top_k.fill_(sampling.top_k)
-        self._top_p.fill_(sampling.top_p)
 
     @torch.no_grad()
     def _run_on_cpu(self, steps: int, restricted: bool) -> list[Drawn]:
@@ -185,7 +171,7 @@ class Decoder:
             if not len(rows):
                 break
             self._advance(rows, rows, temperature=sampling.temperature, **narrowed)
-        return self._take([to_host(there) for there in self._results()])
+        return self._take(self._results())
 
     def _step(self, size: int, restricted: bool) -> None:
         """One step as a graph captures it: everything that may change is read from the device."""
@@ -198,12 +184,8 @@ class Decoder:
         progress, block = self._progress, self.block_tokens
         running, positions, table = progress.states[rows] == RUNNING, progress.positions[rows], self._table[rows]
         place = table.gather(1, (positions // block)[:, None])[:, 0].long() * block + positions % block
-        keys, values = self._caches
         context = Decode(
-            keys=keys,
-            values=values,
-            key_bases=[base[0] for base in self._bases],
-            value_bases=[base[1] for base in self._bases],
+            caches=[(key, value, *bases) for key, value, bases in zip(*self._caches, self._bases, strict=True)],
             slots=torch.where(running, place, -1),
             table=table,
             lengths=torch.where(running, positions + 1, 0).int(),
@@ -214,9 +196,8 @@ class Decoder:
         hidden = hidden_states(self.model, progress.inputs[rows], positions, context)
         shape = self.head.shape
         tokens, logprobs = sample(
-            self.head.product(hidden), self._seeds[rows], progress.lengths[rows], scale=shape.scale, cap=shape.cap,
-            workspace=self._space, **sampling,
-        )  # fmt: skip
+            self.head.product(hidden), self._seeds[rows], progress.lengths[rows], scale=shape.scale, cap=shape.cap, **sampling
+        )
         finish(tokens, logprobs, self._ends, progress, numbers)
 
     def _graph(self, size: int, restricted: bool) -> torch.cuda.CUDAGraph | None:
@@ -284,28 +265,28 @@ class Decoder:
             )
         self.graphs, self.eager_reason = False, reason
         self._captured.clear()
-        self._workspace = self._space = None
+        self._workspace = None
         torch.cuda.empty_cache()  # memory that only graphs used
         warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", stacklevel=2)
 
     def _prepare(self) -> None:
-        """Allocate what all graphs share: a pool for their temporaries, and the kernels' workspaces."""
+        """Allocate what all graphs share: a pool for their temporaries, and attention's workspace."""
         if self._workspace is not None:
             return
         longest, itemsize = self._table.shape[1] * self.block_tokens, self.model.dtype.itemsize
         heads = self.model.config.get_text_config().num_attention_heads
+        processors = processors_of(self.model.device)
         numbers = max(
-            workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest)
+            workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest, processors)
             for size in self._sizes
             for shape in set(self.layers)
         )
         self._workspace = torch.empty(max(1, numbers), dtype=torch.float32, device=self.model.device)
-        self._space = Workspace.make(self.rows, len(self.head.weight), self.model.device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def _results(self) -> list[torch.Tensor]:
+    def _results(self) -> list[Callable[[], np.ndarray]]:
         progress = self._progress
-        return [there[: self._count] for there in (progress.lengths, progress.tokens, progress.logprobs)]
+        return [to_host(there[: self._count]) for there in (progress.lengths, progress.tokens, progress.logprobs)]
 
     def _take(self, results: Sequence[Callable[[], np.ndarray]]) -> list[Drawn]:
         lengths, tokens, logprobs = (arrive() for arrive in results)
@@ -313,8 +294,7 @@ class Decoder:
         counts = (lengths - self._taken).tolist()
         self._taken = lengths.astype(np.int64)
         rings = (np.take_along_axis(ring, columns, 1).tolist() for ring in (tokens, logprobs))
-        new = zip(counts, *rings, strict=True)
-        return [Drawn(own[:count], values[:count]) for count, own, values in new]
+        return [(own[:count], values[:count]) for count, own, values in zip(counts, *rings, strict=True)]
 
 
 @cache
@@ -344,7 +324,5 @@ def leave_capture(pool: tuple[int, int]) -> None:
     if torch.__version__ < "2.12":  # later versions free the pool's memory by themselves, which must not happen twice
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_releasePool(device, pool)
-    with torch.cuda.graph(
-        torch.cuda.CUDAGraph()
-    ):  # a capture that succeeds: otherwise the device's random generator would stay in capture mode
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one that succeeds, or the device's random generator would stay in capture mode
         torch.zeros(1, device="cuda")

@@ -19,35 +19,30 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedModel
 
-from fulltilt.config import Config
 from fulltilt.model.attention import LayerShape
 from fulltilt.records import Group, Prompt
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import NO_STATS, EngineStats
+from fulltilt.rollout.stats import EngineStats, Recorder
+from fulltilt.schema import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class EngineCaps:
-    """What an engine can do; the loop asks here instead of comparing names."""
-
-    shares_weights: bool  # it runs the trainer's parameters: sync copies nothing
-    full_softmax_logprobs: bool
-
-
 Weights = Iterable[tuple[str, torch.Tensor]]  # parameters by name, each valid until the next is asked for
+Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
 
 
 class Engine(ABC):
-    """An engine that shares the trainer's weights and holds no memory needs no more than `caps` and `generate`."""
+    """An engine that shares the trainer's weights and holds no memory needs no more than `generate`."""
 
-    caps: EngineCaps
+    def __init__(self) -> None:
+        self.recorder = Recorder()
 
     @abstractmethod
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
-        """Groups of `sampling.samples` samples, in the order in which they finish."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
+        """Groups of `sampling.samples` samples, in the order in which they finish. `lengths` forces the number of tokens of the samples it
+        names: neither end tokens nor stop strings end them."""
 
     def sync(self, version: int, weights: Weights) -> None:  # noqa: B027
         """The trainer's weights have changed. An engine with weights of its own copies them from the stream, which others leave unread."""
@@ -61,10 +56,11 @@ class Engine(ABC):
 
     def stats(self) -> EngineStats:
         """Statistics of the last `generate`."""
-        return NO_STATS
+        return self.recorder.stats
 
-    def report(self, say: Callable[[str], None], interval: float) -> None:  # noqa: B027
+    def report(self, say: Callable[[str], None], interval: float) -> None:
         """From now on, `say` gets a line about the progress after every `interval` seconds of generating."""
+        self.recorder.report(say, interval)
 
     def close(self) -> None:
         self.release()

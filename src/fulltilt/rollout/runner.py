@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.model.arrays import to_device
-from fulltilt.model.attention import LayerShape, Paged
+from fulltilt.model.attention import LayerShape, Packed, Paged
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
 from fulltilt.rollout.scheduler import Pass
@@ -53,39 +53,33 @@ def reads_unwritten(model: PreTrainedModel) -> bool:
 
 class Runner:
     def __init__(self, model: PreTrainedModel, layers: Mapping[int, LayerShape], blocks: int, block_tokens: int) -> None:
-        self.model = model
-        self.head = Head.of(model)
-        self.blocks = blocks
-        self.block_tokens = block_tokens
+        self.model, self.head = model, Head.of(model)
+        self.blocks, self.block_tokens = blocks, block_tokens
         self.layers = [layers[index] for index in sorted(layers)]
-        self._keys: list[torch.Tensor] = []
-        self._values: list[torch.Tensor] = []
+        self.keys: list[torch.Tensor] = []  # the cache of each layer [slots, heads, width]; empty while it is not held
+        self.values: list[torch.Tensor] = []
 
     def acquire(self) -> None:
         """Allocate the cache if it is not held: one piece for all layers. On CUDA the allocator keeps the piece after `release`, splits
         activations from it, and hands it out whole again once they are gone."""
-        if self._keys:
+        if self.keys:
             return
         shapes = [(self.blocks * self.block_tokens, shape.key_heads, shape.head_width) for shape in self.layers for _ in range(2)]
         steps = [-(-math.prod(shape) // ALIGNED) * ALIGNED for shape in shapes]
         whole = memory(sum(steps), self.model)
         caches = [part[: math.prod(shape)].view(shape) for part, shape in zip(whole.split(steps), shapes, strict=True)]
-        self._keys += caches[0::2]
-        self._values += caches[1::2]
+        self.keys += caches[0::2]
+        self.values += caches[1::2]
 
     def release(self) -> None:
         """Give the cache's memory back for the update."""
         # The lists themselves are emptied, so that nobody who was given them keeps the memory.
-        self._keys.clear()
-        self._values.clear()
-
-    @property
-    def caches(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return self._keys, self._values
+        self.keys.clear()
+        self.values.clear()
 
     @property
     def held_bytes(self) -> int:
-        return sum(cache.nbytes for cache in self._keys + self._values)
+        return sum(cache.nbytes for cache in self.keys + self.values)
 
     @torch.no_grad()
     def run(self, step: Pass) -> torch.Tensor:
@@ -107,7 +101,7 @@ class Runner:
             to_device((np.array(blocks)[:, None] * self.block_tokens + place).ravel(), self.model.device)
             for blocks in zip(*copies, strict=True)
         )
-        for cache in self._keys + self._values:
+        for cache in self.keys + self.values:
             cache.index_copy_(0, targets, cache[sources])  # read completely before writing: a source may also be a target
 
     def _context(self, step: Pass) -> Paged:
@@ -121,15 +115,11 @@ class Runner:
         place = np.arange(slots.shape[1])
         new = (place >= (lengths - counts)[:, None]) & (place < lengths[:, None])
         old = place < lengths[:, None]
-        move = lambda array, dtype=np.int64: to_device(array.astype(dtype), device)  # noqa: E731
         return Paged(
-            keys=self._keys,
-            values=self._values,
-            slots=move(slots[new]),
-            query_lengths=tuple(counts.tolist()),
-            key_lengths=tuple(lengths.tolist()),
-            read=move(slots[:, : int(lengths.max())]),
-            read_flat=move(slots[old]),
-            cu_queries=move(np.concatenate([[0], np.cumsum(counts)]), np.int32),
-            cu_keys=move(np.concatenate([[0], np.cumsum(lengths)]), np.int32),
+            keys=self.keys,
+            values=self.values,
+            slots=to_device(slots[new], device),
+            new=Packed.of(np.cumsum([0, *counts]), device),
+            whole=Packed.of(np.cumsum([0, *lengths]), device),
+            read=to_device(slots[old], device),
         )

@@ -15,6 +15,8 @@ import torch
 from fulltilt.kernels.sampling import sample
 from fulltilt.model.arrays import to_device
 
+WORD = 2**64 - 1  # all bits of a 64-bit word
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -45,16 +47,12 @@ def draw(
     )
 
 
-def sample_seed(seed: int, prompt: int, sample: int) -> np.uint64:
-    """The seed of one sample, mixed from all three numbers."""
-    value = np.array([seed & 0xFFFFFFFFFFFFFFFF], dtype=np.uint64)
+def sample_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of one sample: 64 bits mixed from all three numbers, by the finaliser of SplitMix64, which spreads every bit over all."""
+    value = seed
     for number in (prompt, sample):
-        value = mix64(value + np.uint64(0x9E3779B97F4A7C15) * np.array([number + 1], dtype=np.uint64))
-    return np.uint64(value[0])
-
-
-def mix64(value: np.ndarray) -> np.ndarray:
-    """A bijection of 64-bit words that spreads every bit over all (the finaliser of SplitMix64)."""
-    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return value ^ (value >> np.uint64(31))
+        value = (value + 0x9E3779B97F4A7C15 * (number + 1)) & WORD
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
+        value ^= value >> 31
+    return value

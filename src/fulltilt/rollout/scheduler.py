@@ -19,11 +19,13 @@ Enters: groups (a prompt and how many samples), and after each pass the tokens i
 from __future__ import annotations
 
 import heapq
+import sys
 from array import array
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
+from fulltilt.records import Finish
 from fulltilt.rollout.kv_cache import START, BlockPool, blocks_for
 
 GROWTH_SHARE = 16  # an admission leaves at least 1/16 of the used blocks free, so that running sequences can grow
@@ -47,6 +49,7 @@ class Family:
     members: list[Sequence] = field(default_factory=list)
     opened: bool = False  # all members may run, not only the first, which prefills the prompt
     full_blocks: list[tuple[int, ...]] = field(default_factory=list)  # the prompt's tokens by block, a partly filled one left out
+    place: int = 0  # of the prompt in the engine's call, which sets it
 
     def holder(self) -> Sequence | None:
         """A running member that has the whole prompt in the cache."""
@@ -55,7 +58,7 @@ class Family:
 
 @dataclass(eq=False)
 class Sequence:
-    """One unfinished sample."""
+    """One unfinished sample. The engine sets `tokens` and `finish`; the last three fields are its own and mean nothing here."""
 
     number: int  # age: smaller is older
     family: Family
@@ -63,8 +66,10 @@ class Sequence:
     blocks: array[int] = field(default_factory=block_list)
     computed: int = 0  # tokens of prompt + response whose keys and values are in the cache
     running: bool = False
-    finished: bool = False
-    preempted: bool = False  # at least once
+    finish: Finish | None = None  # set once it has ended
+    logprobs: list[float] = field(default_factory=list)  # one for each of the tokens
+    seed: int = 0  # of its noise
+    forced: int | None = None  # it gets exactly this many tokens, whatever they are
 
     @property
     def length(self) -> int:
@@ -99,13 +104,6 @@ class Work:
     count: int
     samples: tuple[Sequence, ...]
 
-    @staticmethod
-    def of(sequence: Sequence, count: int) -> Work:
-        family = sequence.family
-        drawing = (sequence,) if family.opened else tuple(family.members)
-        ends = sequence.computed + count == sequence.length
-        return Work(sequence, sequence.computed, count, drawing if ends else ())
-
 
 @dataclass(frozen=True)
 class Pass:
@@ -117,33 +115,27 @@ class Pass:
 
 @dataclass
 class Counts:
+    """Counted since the scheduler was made, or since its counts were last replaced by new ones."""
+
     preemptions: int = 0
     prefill_tokens: int = 0
     shared_tokens: int = 0  # found in the cache instead of being prefilled
-    recovered_tokens: int = 0  # the part of shared_tokens that preempted samples found
     decode_tokens: int = 0
-    passes: int = 0  # prefill passes, and decoding steps in which some sample drew a token
+    passes: int = 0  # prefill passes, and decoding steps in which some sample drew a token; a pass is at least one
 
 
+@dataclass(eq=False)
 class Scheduler:
-    def __init__(
-        self,
-        blocks: int,
-        block_tokens: int,
-        max_seqs: int,
-        max_batched_tokens: int,
-        *,
-        chunked_prefill: bool = True,
-        prefix_sharing: bool = True,
-        most_tokens: int | None = None,  # most tokens of a sample, if there is a limit
-    ) -> None:
-        self.pool = BlockPool(blocks)
-        self.block_tokens = block_tokens
-        self.max_seqs = max_seqs
-        self.max_batched_tokens = max_batched_tokens
-        self.chunked_prefill = chunked_prefill
-        self.prefix_sharing = prefix_sharing
-        self.most_tokens = most_tokens
+    blocks: int
+    block_tokens: int
+    max_seqs: int
+    max_batched_tokens: int
+    chunked_prefill: bool = True
+    prefix_sharing: bool = True
+    most_tokens: int = sys.maxsize  # of a response
+
+    def __post_init__(self) -> None:
+        self.pool = BlockPool(self.blocks)
         self.running: list[Sequence] = []  # oldest first
         self.counts = Counts()
         self._waiting: list[tuple[int, Sequence]] = []
@@ -163,10 +155,6 @@ class Scheduler:
         for member in family.members if family.opened else family.members[:1]:
             self._wait(member)
         return family
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
 
     @property
     def busy(self) -> bool:
@@ -189,11 +177,11 @@ class Scheduler:
     def further(self, step: Pass, steps: int) -> Pass | None:
         """That many more steps of the same sequences, to be started before the decoding pass `step` has ended; None if another kind of pass
         is due or there are too few blocks."""
-        work = [item for item in step.work if not item.sequence.finished]
+        work = [item for item in step.work if not item.sequence.finish]
         decoding = [item.sequence for item in work]
         if not work or self._prefill_is_due():
             return None
-        steps = min(steps, self._tokens_to_come(decoding, step.steps + steps) - step.steps)
+        steps = min(steps, self._tokens_to_come(decoding) - step.steps)
         missing = self._missing(decoding, step.steps + steps)
         if steps <= 0 or sum(missing) > self.pool.free:
             return None
@@ -202,11 +190,11 @@ class Scheduler:
 
     def goes_on(self, step: Pass) -> Pass:
         """The rest of a pass from `further`, now that the pass before it has ended."""
-        return replace(step, work=tuple(item for item in step.work if not item.sequence.finished))
+        return replace(step, work=tuple(item for item in step.work if not item.sequence.finish))
 
     def ran(self, step: Pass) -> None:
         """The pass ran and its sequences have the drawn tokens: keys and values of all tokens but the newest ones are in the cache."""
-        longest = 0 if step.decoding else 1
+        longest = 1
         for work in step.work:
             if step.decoding:
                 drawn = work.sequence.length - work.start - 1
@@ -227,32 +215,30 @@ class Scheduler:
             self._seats -= family.members[0].seats - 1
             family.opened = True
             for member in family.members[1:]:
-                if not member.finished and not self._admit(member):
+                if not member.finish and not self._admit(member):
                     self._wait(member)
         for member in family.members:
-            if member.finished and member.running:
+            if member.finish and member.running:
                 self._leave(member)
 
     # -- which kind of pass ---------------------------------------------------------------------------------------------------------
 
     def _prefill_is_due(self) -> bool:
         decoding = sum(sequence.decoding for sequence in self.running)
-        if not decoding:
-            return True
-        if self._prefilled:  # decoding is not held up twice in a row
-            return False
-        return decoding < len(self.running) or self._worth_a_pass(decoding)
+        return not decoding or (not self._prefilled and self._worth_a_pass(decoding))  # decoding is not held up twice in a row
 
     def _until_prefill(self, most_steps: int) -> int:
         """Decoding steps in a row. Few if more is waiting for prefill: a prefill pass does not delay decoding for long, and a step costs
         about the same after the others have joined."""
-        decoding = sum(sequence.decoding for sequence in self.running)
-        more = decoding < len(self.running) or self._worth_a_pass(decoding)
-        return min(most_steps, STEPS_BETWEEN) if self._prefilled and more else most_steps
+        more = self._prefilled and self._worth_a_pass(sum(sequence.decoding for sequence in self.running))
+        return min(most_steps, STEPS_BETWEEN) if more else most_steps
 
     def _worth_a_pass(self, decoding: int) -> bool:
-        """A prefill pass costs about the same for one sequence as for many: wait until those that fit are a worthwhile share of the
-        decoding ones, or their tokens of a pass, or until all that wait fit. Estimated from the first of them."""
+        """Whether to prefill now: always for a running sequence. For waiting ones a pass costs about the same whether they are few or many:
+        wait until those that fit are a worthwhile share of the decoding ones, or their tokens of a pass, or until all that wait fit.
+        Estimated from the first of them."""
+        if decoding < len(self.running):
+            return True
         if not self._waiting:
             return False
         head = self._waiting[0][1]
@@ -296,11 +282,12 @@ class Scheduler:
                 return 0
             count = count if alone else left
         if count > 0:
-            work.append(Work.of(sequence, count))
-            end = blocks_for(sequence.computed + count, self.block_tokens)
-            self._being_written.update(sequence.blocks[sequence.computed // self.block_tokens : end])
+            start, end, family = sequence.computed, sequence.computed + count, sequence.family
+            drawing = (sequence,) if family.opened else tuple(family.members)
+            work.append(Work(sequence, start, count, drawing if end == sequence.length else ()))
+            self._being_written.update(sequence.blocks[start // self.block_tokens : blocks_for(end, self.block_tokens)])
             if self.prefix_sharing:
-                self._remember(sequence, sequence.computed + count)
+                self._remember(sequence, end)
         return count
 
     def _admit(self, sequence: Sequence) -> bool:
@@ -318,8 +305,9 @@ class Scheduler:
             self.pool.release(found)
             return False
         sequence.blocks = block_list([*found, *own])
-        self._skip(sequence, len(found) * self.block_tokens)
+        sequence.computed = len(found) * self.block_tokens
         self._copy_end_of_prompt(sequence)
+        self.counts.shared_tokens += sequence.computed
         sequence.running = True
         self._seats += sequence.seats
         position = len(self.running)
@@ -373,21 +361,14 @@ class Scheduler:
         source = holder.blocks[index]
         if source not in self._being_written and source not in self._copies:  # copies come first, so the source must be complete by then
             self._copies[sequence.blocks[index]] = source
-            self._skip(sequence, prompt)
-
-    def _skip(self, sequence: Sequence, computed: int) -> None:
-        """The sequence's first `computed` tokens are in the cache and were not computed for it."""
-        self.counts.shared_tokens += computed - sequence.computed
-        if sequence.preempted:
-            self.counts.recovered_tokens += computed - sequence.computed
-        sequence.computed = computed
+            sequence.computed = prompt
 
     # -- decoding -------------------------------------------------------------------------------------------------------------------
 
     def _decode(self, most_steps: int) -> tuple[list[Work], int]:
         """All decoding sequences, and for how many steps: the youngest are preempted until there are blocks for enough steps."""
         while decoding := [sequence for sequence in self.running if sequence.decoding]:
-            steps = min(most_steps, self._tokens_to_come(decoding, most_steps))
+            steps = min(most_steps, self._tokens_to_come(decoding))
             least = max(1, steps // LEAST_STEPS)
             while steps and sum(missing := self._missing(decoding, steps)) > self.pool.free:
                 steps //= 2
@@ -401,9 +382,9 @@ class Scheduler:
         decoding.sort(key=lambda sequence: -sequence.computed)
         return [Work(sequence, sequence.computed, 1, (sequence,)) for sequence in decoding], steps
 
-    def _tokens_to_come(self, decoding: list[Sequence], otherwise: int) -> int:
-        """The most tokens that any of these may still draw; `otherwise` if there is no limit."""
-        return otherwise if self.most_tokens is None else self.most_tokens - min(len(sequence.tokens) for sequence in decoding)
+    def _tokens_to_come(self, decoding: list[Sequence]) -> int:
+        """The most tokens that any of these may still draw."""
+        return self.most_tokens - min(len(sequence.tokens) for sequence in decoding)
 
     def _missing(self, decoding: list[Sequence], steps: int) -> list[int]:
         """How many blocks each sequence lacks for that many more tokens."""
@@ -423,7 +404,6 @@ class Scheduler:
             self._remember(sequence, sequence.computed)  # it may find them again
         self._leave(sequence)
         self._wait(sequence)
-        sequence.preempted = True
         self.counts.preemptions += 1
 
     # -- coming and going -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import chain
 from typing import Any
 
@@ -32,7 +32,7 @@ _BINS = 2600  # up to 48 hours
 class Histogram:
     """How often each time was seen, in bins as wide as a hundredth of the time itself."""
 
-    counts: np.ndarray = field(default_factory=lambda: np.zeros(_BINS, dtype=np.int64))
+    counts: np.ndarray  # int64 [bins]
 
     @staticmethod
     def of(times: Iterable[tuple[float, int]]) -> Histogram:
@@ -57,6 +57,9 @@ class Histogram:
         return _SHORTEST_S * math.exp((place + 0.5) * _GROWTH)
 
 
+NO_TIMES = Histogram.of(())
+
+
 @dataclass(frozen=True)
 class EngineStats:
     """Statistics of some passes: those of one call of `generate`, or of all calls of a step."""
@@ -74,8 +77,8 @@ class EngineStats:
     seconds: float = 0.0  # between the start of a call and the end of its last pass
     prefill_seconds: float = 0.0  # in passes that prefill
     decode_seconds: float = 0.0  # in passes that decode
-    first_token: Histogram = field(default_factory=Histogram)  # seconds from the start of the call to a sample's first token
-    per_token: Histogram = field(default_factory=Histogram)  # seconds from a sample's token to its next
+    first_token: Histogram = NO_TIMES  # seconds from the start of the call to a sample's first token
+    per_token: Histogram = NO_TIMES  # seconds from a sample's token to its next
 
     def __add__(self, other: EngineStats) -> EngineStats:
         """Counts, seconds and histograms are added; the highest values are the higher of the two."""
@@ -111,32 +114,6 @@ _JOINS: list[tuple[str, Callable[..., Any]]] = [(each.name, max if each.name in 
 NO_STATS = EngineStats()
 
 
-@dataclass(frozen=True)
-class SeenPass:
-    """What one pass did. Example: 16 steps of two samples, the second of which ended after three:
-
-    SeenPass(begin=4.0, end=4.16, steps=16, running=2, waiting=0, kv_use=0.1, decode_tokens=19, drawing=(0, 1), drawn=19)
-    """
-
-    begin: float  # seconds, of the same clock as `end`
-    end: float
-    steps: int
-    running: int
-    waiting: int
-    kv_use: float  # share of blocks in use
-    prefill_tokens: int = 0
-    shared_tokens: int = 0
-    decode_tokens: int = 0
-    preemptions: int = 0
-    drawing: Sequence[Hashable] = ()  # the samples that drew tokens
-    drawn: int = 0  # tokens that all of them drew together; a sample that drew fewer than `steps` has ended
-
-    @property
-    def step_seconds(self) -> float:
-        """Seconds of one step. The host sees the tokens of all steps at the end, so the time is spread evenly over them."""
-        return (self.end - self.begin) / self.steps
-
-
 class Recorder:
     """Adds up the passes of an engine, call by call."""
 
@@ -156,80 +133,61 @@ class Recorder:
         self.stats = NO_STATS
         self._begin = self._last_end = now
         self._unfinished = samples
-        self._counts = Counts()
         self._arrived: dict[Hashable, float] = {}  # when the newest token of each sample came
 
     def passed(self, plan: Scheduler, step: Pass, begin: float, end: float) -> None:
         """`step` ran and its samples have their tokens; `plan` has not been told yet which of them ended."""
-        before, counts = self._counts, replace(plan.counts)
+        counts, plan.counts = plan.counts, Counts()
         drawing = list(chain.from_iterable(work.samples for work in step.work))
-        decoded = counts.decode_tokens - before.decode_tokens
-        self.add(
-            SeenPass(
-                begin=begin,
-                end=end,
-                steps=max(1, counts.passes - before.passes),
-                running=len(plan.running),
-                waiting=self._unfinished - len(plan.running),
-                kv_use=plan.pool.used / plan.pool.size,
-                prefill_tokens=counts.prefill_tokens - before.prefill_tokens,
-                shared_tokens=counts.shared_tokens - before.shared_tokens,
-                decode_tokens=decoded,
-                preemptions=counts.preemptions - before.preemptions,
-                drawing=drawing,
-                drawn=decoded if step.decoding else len(drawing),
-            )
+        running = len(plan.running)
+        seen = EngineStats(
+            **vars(counts), most_running=running, most_waiting=self._unfinished - running, kv_use=plan.pool.used / plan.pool.size
         )
-        self._counts = counts
-        self._unfinished -= sum(map(operator.attrgetter("finished"), drawing))
+        self.add_pass(seen, begin, end, drawing, counts.decode_tokens if step.decoding else len(drawing))
+        self._unfinished -= sum(map(bool, map(operator.attrgetter("finish"), drawing)))
 
-    def add(self, seen: SeenPass) -> None:
-        first, later = self._arrivals(seen)
-        seconds = seen.end - seen.begin
-        one = EngineStats(
-            prefill_tokens=seen.prefill_tokens,
-            shared_tokens=seen.shared_tokens,
-            decode_tokens=seen.decode_tokens,
-            passes=seen.steps,
-            preemptions=seen.preemptions,
-            most_running=seen.running,
-            most_waiting=seen.waiting,
-            kv_use=seen.kv_use,
-            running_passes=seen.running * seen.steps,
-            kv_use_passes=seen.kv_use * seen.steps,
-            seconds=seen.end - self._last_end,
-            prefill_seconds=seconds if seen.prefill_tokens else 0.0,
-            decode_seconds=seconds if seen.decode_tokens else 0.0,
-            first_token=first,
-            per_token=later,
-        )
-        self._last_end = seen.end
-        self.stats += one
-        self._unsaid += one
-        if self._say and self._unsaid.seconds >= self._interval:
-            self._say(line(self._unsaid, seen))
-            self._unsaid = NO_STATS
+    def add_pass(self, seen: EngineStats, begin: float, end: float, drawing: Sequence[Hashable], drawn: int) -> None:
+        """Add a pass with its times. The samples `drawing` drew `drawn` tokens together; one that drew fewer than `passes` has ended.
 
-    def _arrivals(self, seen: SeenPass) -> tuple[Histogram, Histogram]:
-        """Times to first tokens, and from token to token. Most samples of a pass got their newest token in the same earlier pass."""
-        earliest = seen.begin + seen.step_seconds
-        since = Counter(map(self._arrived.get, seen.drawing))
+        The host sees the tokens of all steps at the end, so the time is spread evenly over them.
+        """
+        of_step = (end - begin) / seen.passes
+        earliest = begin + of_step
+        since = Counter(map(self._arrived.get, drawing))  # most samples of a pass got their newest token in the same earlier pass
         fresh = since.pop(None, 0)
         gaps = [(earliest - arrived, samples) for arrived, samples in since.items() if arrived is not None]
-        self._arrived.update(dict.fromkeys(seen.drawing, seen.end))
-        return (
-            Histogram.of([(earliest - self._begin, fresh)]),
-            Histogram.of([*gaps, (seen.step_seconds, seen.drawn - len(seen.drawing))]),
+        self._arrived.update(dict.fromkeys(drawing, end))
+        self.add(
+            replace(
+                seen,
+                running_passes=seen.most_running * seen.passes,
+                kv_use_passes=seen.kv_use * seen.passes,
+                seconds=end - self._last_end,
+                prefill_seconds=end - begin if seen.prefill_tokens else 0.0,
+                decode_seconds=end - begin if seen.decode_tokens else 0.0,
+                first_token=Histogram.of([(earliest - self._begin, fresh)]),
+                per_token=Histogram.of([*gaps, (of_step, drawn - len(drawing))]),
+            )
         )
+        self._last_end = end
+
+    def add(self, newest: EngineStats, words: Callable[[EngineStats, EngineStats], str] | None = None) -> None:
+        """Add the statistics of what was computed last. If a line is due, `words` makes it from those since the last line and the newest;
+        None: `line` does."""
+        self.stats += newest
+        self._unsaid += newest
+        if self._say and self._unsaid.seconds >= self._interval:
+            self._say((words or line)(self._unsaid, newest))
+            self._unsaid = NO_STATS
 
 
-def line(stats: EngineStats, newest: SeenPass) -> str:
+def line(stats: EngineStats, newest: EngineStats) -> str:
     """One line for people: running, waiting and KV use of the newest pass, everything else from `stats`. What was not seen is left out."""
     prefill, decode = _ratio(stats.prefill_tokens, stats.prefill_seconds), _ratio(stats.decode_tokens, stats.decode_seconds)
     hits = _ratio(stats.shared_tokens, stats.prefill_tokens + stats.shared_tokens)
     parts = [
-        f"{newest.running} running",
-        f"{newest.waiting} waiting",
+        f"{newest.most_running} running",
+        f"{newest.most_waiting} waiting",
         f"KV {newest.kv_use:.0%}",
         *([f"prefix hits {hits:.0%}"] if hits is not None else []),
         f"{stats.preemptions} preempted",

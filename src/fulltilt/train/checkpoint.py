@@ -29,6 +29,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -42,6 +43,7 @@ from safetensors.torch import load_file, save_file
 
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.records import UserError
+from fulltilt.words import in_bytes
 
 FORMAT = 1
 MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
@@ -65,8 +67,8 @@ class Checkpoint:
     def model_folder(self) -> Path:
         return self.path / MODEL
 
-    def tensors(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-        return load_file(self.path / TENSORS, device=str(device))
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return load_file(self.path / TENSORS)
 
     def arrays(self, prefix: str) -> dict[str, np.ndarray]:
         """The tensors whose names begin with `prefix`, without it; no other is read."""
@@ -92,7 +94,9 @@ class CheckpointStore:
         self.newest = 0  # step of the checkpoint that `latest` found or `save` began to write; 0: none
         self.skipped: list[str] = []  # folders that the last call of `latest` rejected, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
-        self._background: BackgroundSave | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._background: Future[None] | None = None
+        self._stop = threading.Event()  # tells the background save to stop
         self._before = 0  # `newest` before the checkpoint that is being written in the background
 
     def save(self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False) -> Path:
@@ -114,43 +118,42 @@ class CheckpointStore:
             unfinished.mkdir(parents=True)
             later = write(unfinished, beside)
             (unfinished / STATE).write_text(text, encoding="utf-8")
-            rest = partial(self._complete, step, unfinished, target, needed, later)
             if beside:
-                self._background = BackgroundSave(rest)
+                self._background = self._thread.submit(self._complete, step, unfinished, target, needed, later)
         if not beside:
-            rest(lambda: None)
+            self._complete(step, unfinished, target, needed, later)
         self._before, self.newest = self.newest, step
         return target
 
     def finish(self, *, wait: bool = True) -> None:
         """Wait until the background save is in place; without `wait`, only check whether it has ended. Raises its errors."""
-        if self._background is not None and (wait or self._background.over):
-            try:
-                self._background.join()
-            except Exception:
+        if self._background is not None and (wait or self._background.done()):
+            error = self._background.exception()  # a wait can be interrupted: only what has ended is forgotten
+            self._background = None
+            if error is not None:
                 self.newest = self._before
-                raise
-            finally:
-                if self._background.over:  # a wait can be interrupted
-                    self._background = None
+                raise error.with_traceback(None)  # its frames would hold the tensors
 
     def abandon(self) -> None:
         """Stop the background save after the file that it is writing, as a kill would. Raises none of its errors."""
         if self._background is not None:
-            self._background.stop.set()
+            self._stop.set()
             with contextlib.suppress(Exception):
                 self.finish()
+            self._stop.clear()
 
-    def _complete(
-        self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None, go_on: Callable[[], None]
-    ) -> None:
-        """The rest of a save, which reads nothing that training changes. `go_on` raises when the work must stop."""
+    def _go_on(self) -> None:
+        if self._stop.is_set():
+            raise CancelledError
+
+    def _complete(self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None) -> None:
+        """The rest of a save, which reads nothing that training changes."""
         with self._whole_or_nothing(step, unfinished, needed):
-            go_on()
+            self._go_on()
             if later is not None:
                 later()
-            write_manifest(unfinished, step, go_on)
-            go_on()
+            write_manifest(unfinished, step, self._go_on)
+            self._go_on()
             self._put_in_place(unfinished, target)
         self._verified.add(target)
         self._rotate(step)
@@ -164,8 +167,8 @@ class CheckpointStore:
             if not isinstance(error, Exception) or system_error_number(error) not in UNWRITABLE:
                 raise
             raise UserError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}. {size(needed)} are needed, "
-                f"{size(self._free_bytes())} are free; free some space or make the folder writable, or set run.dir to another disk"
+                f"the checkpoint of step {step} could not be written to {self.folder}: {error}. {in_bytes(needed)} are needed, "
+                f"{in_bytes(self._free_bytes())} are free; free some space or make the folder writable, or set run.dir to another disk"
             ) from error
 
     def holds(self, step: int) -> bool:
@@ -212,7 +215,7 @@ class CheckpointStore:
         wanted, free = needed + max(MARGIN_BYTES, int(needed * MARGIN_SHARE)), self._free_bytes()
         if wanted > free:
             raise UserError(
-                f"not enough disk space for a checkpoint: {size(wanted)} needed, {size(free)} free in {self.folder}. "
+                f"not enough disk space for a checkpoint: {in_bytes(wanted)} needed, {in_bytes(free)} free in {self.folder}. "
                 "Nothing was written. Free some space, lower run.keep, or set run.dir to another disk"
             )
 
@@ -254,48 +257,10 @@ class CheckpointStore:
         remove(trash)
 
 
-class Stopped(Exception):
-    """The background save was told to stop."""
-
-
-class BackgroundSave:
-    """Work in its own thread. It gets a function to call now and then, which raises once `stop` is set."""
-
-    def __init__(self, work: Callable[[Callable[[], None]], None]) -> None:
-        self.stop = threading.Event()
-        self._over = threading.Event()  # a thread whose `join` was interrupted claims to have ended
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
-        self._thread.start()
-
-    def _run(self, work: Callable[[Callable[[], None]], None]) -> None:
-        try:
-            work(self._go_on)
-        except BaseException as error:
-            self._error = error.with_traceback(None)  # its frames would hold the tensors
-        finally:
-            self._over.set()
-
-    def _go_on(self) -> None:
-        if self.stop.is_set():
-            raise Stopped
-
-    @property
-    def over(self) -> bool:
-        return self._over.is_set()
-
-    def join(self) -> None:
-        """Wait for the end, and raise the work's error."""
-        self._over.wait()
-        self._thread.join()  # it still frees its tensors; Python would abort if it exited at that moment
-        if self._error is not None:
-            raise self._error
-
-
 def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
     """Copies in one memory of their own, which goes back to the system with the last of them: memory that `malloc` gives for tensors below
     32 MiB may stay with the process. None where the system refuses so much memory."""
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+    sizes = [tensor.nbytes for tensor in tensors.values()]
     *begins, count = accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0)
     try:
         held = mmap.mmap(-1, max(1, count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -318,8 +283,8 @@ def write_trainer(
     function that writes the copy."""
     (folder / MODEL).mkdir()
     export(folder / MODEL)
-    count = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    copies = copy_to_host(tensors) if beside and count <= COPY_SHARE * free_host_bytes() else None
+    fits = beside and sum(tensor.nbytes for tensor in tensors.values()) <= COPY_SHARE * free_host_bytes()
+    copies = copy_to_host(tensors) if fits else None
     if copies is not None:
         return partial(write_tensors, folder, copies)
     write_tensors(folder, tensors)
@@ -406,11 +371,3 @@ def system_error_number(error: BaseException) -> int | None:
         return error.errno
     match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
     return int(match[1] or match[2]) if match else None
-
-
-def size(count: int) -> str:
-    """1536 -> '1.5 KiB'."""
-    number, units = float(count), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while number >= 1024 and len(units) > 1:
-        number, units = number / 1024, units[1:]
-    return f"{number:.4g} {units[0]}"

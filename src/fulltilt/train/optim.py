@@ -12,13 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch.optim.adamw import adamw
 
-from fulltilt.config import TrainConfig
 from fulltilt.memory.offload import ON_DEVICE, Entry, Layout, OffloadSetting, Part, States, absent, aligned
 from fulltilt.records import UserError
+from fulltilt.schema import TrainConfig
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 
@@ -53,15 +55,6 @@ class Share:
     step: torch.Tensor
 
 
-@dataclass(frozen=True)
-class OptimizerBytes:
-    """Bytes that an optimizer takes, without the parameters."""
-
-    gradients: int  # accumulators on the device: always, or during updates only (`OffloadSetting.grads`)
-    device: int  # masters and moments, or the buckets through which they are streamed
-    host: int
-
-
 class Optimizer:
     """AdamW over all parameters of `model` that require a gradient.
 
@@ -82,26 +75,18 @@ class Optimizer:
         self._parameters = trained(model)
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
-        layout = states_layout(self._parameters, offload)
+        self._entries = [
+            Entry(name, p.numel(), torch.float32 if is_low(p) else p.dtype, (MASTER, *MOMENTS) if is_low(p) else MOMENTS)
+            for name, p in self._parameters.items()
+        ]
+        layout = Layout(self._entries, offload.bucket_bytes if offload.optimizer else None)
         # Allocated now rather than at the first step, so that memory measured at the start of a run stays true.
         self._states = States(layout, self._device, offload.buckets if offload.optimizer else 0)
-        self._masters: dict[str, torch.Tensor] = dict(self._parameters)
-        self._moments: dict[str, dict[str, torch.Tensor]] = {moment: {} for moment in MOMENTS}
-        for entry in layout.entries:
-            parameter = self._parameters[entry.name]
-            for moment in MOMENTS:
-                self._moments[moment][entry.name] = shaped(self._states.home(entry, moment), parameter)
-            if MASTER in entry.kinds:
-                self._masters[entry.name] = shaped(self._states.home(entry, MASTER), parameter)
-                parameter.register_post_accumulate_grad_hook(accumulate)
         # Each part of a parameter has its own counter of the same steps, since AdamW increments the counters that it is given.
-        count_on = self._device if self._fused else torch.device("cpu")
-        self._shares = [
-            [self._share(part, torch.zeros((), dtype=torch.float32, device=count_on)) for part in bucket] for bucket in self._states.buckets
-        ]
-        self._steps: dict[str, list[torch.Tensor]] = {name: [] for name in self._parameters}
-        for share in (share for shares in self._shares for share in shares):
-            self._steps[share.name].append(share.step)
+        counter = partial(torch.zeros, (), dtype=torch.float32, device=self._device if self._fused else "cpu")
+        self._shares = [[self._share(part, counter()) for part in bucket] for bucket in self._states.buckets]
+        for parameter in filter(is_low, self._parameters.values()):
+            parameter.register_post_accumulate_grad_hook(accumulate)
         for number in self._states.stream(read=(), written=(MASTER,)):
             copy_all([(s.weights, s.parameter) for s in self._shares[number] if s.weights is not s.parameter])
         self._gradients: torch.Tensor | None = None  # all accumulators, in one memory
@@ -125,7 +110,7 @@ class Optimizer:
         if self._gradients is not None:
             return
         # Neighbours in one storage, such as layers that run as one product, have neighbouring accumulators too.
-        lows = [parameter for parameter in self._parameters.values() if is_low(parameter)]
+        lows = list(filter(is_low, self._parameters.values()))
         first: dict[int, int] = {}
         for place, parameter in enumerate(lows):
             first.setdefault(parameter.untyped_storage().data_ptr(), place)
@@ -185,7 +170,7 @@ class Optimizer:
 
     def _require_presence(self) -> None:
         away = [name for name, parameter in self._parameters.items() if absent(parameter)]
-        assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.needed)"
+        assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.to_device)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors that a checkpoint needs in addition to the model, and the trained parameters too with `keeps_parameters`. They are no
@@ -193,14 +178,13 @@ class Optimizer:
         self._require_presence()
         self._states.settle()
         result: dict[str, torch.Tensor] = {}
-        for name, master in self._masters.items():
-            if master is not self._parameters[name]:
-                result[f"master/{name}"] = master
-            elif self.keeps_parameters:
-                result[f"parameter/{name}"] = master
-            for moment in MOMENTS:
-                result[f"{moment}/{name}"] = self._moments[moment][name]
-            result[f"step/{name}"] = self._steps[name][0]
+        steps = {share.name: share.step for share in chain.from_iterable(self._shares)}
+        for entry in self._entries:
+            parameter = self._parameters[entry.name]
+            if self.keeps_parameters and MASTER not in entry.kinds:
+                result[f"parameter/{entry.name}"] = parameter
+            result |= {f"{kind}/{entry.name}": shaped(self._states.home(entry, kind), parameter) for kind in entry.kinds}
+            result[f"step/{entry.name}"] = steps[entry.name]
         return result
 
     @torch.no_grad()
@@ -209,9 +193,8 @@ class Optimizer:
         refuse_misfits(own, tensors)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
-        for steps in self._steps.values():
-            for step in steps[1:]:
-                step.copy_(steps[0])
+        for share in chain.from_iterable(self._shares):
+            share.step.copy_(tensors[f"step/{share.name}"])
         for number in self._states.stream(read=(MASTER,), written=()):
             copy_all([(s.parameter, s.weights) for s in self._shares[number] if s.weights is not s.parameter])
         self.updates, self.skipped = updates, skipped
@@ -221,30 +204,11 @@ class Optimizer:
         yield from self._states.memory()
 
 
-def optimizer_bytes(model: torch.nn.Module, offload: OffloadSetting) -> OptimizerBytes:
-    """Bytes that `Optimizer(model, ..., offload=offload)` takes. The model needs no weights and can be on the meta device."""
-    parameters = trained(model)
-    layout = states_layout(parameters, offload)
-    gradients = sum(4 * room_of(p) if is_low(p) else p.nbytes for p in parameters.values())
-    if not offload.optimizer:
-        return OptimizerBytes(gradients, layout.nbytes, 0)
-    of_bucket = sum(min(layout.width, extent) for extent in layout.extents.values())
-    return OptimizerBytes(gradients, of_bucket * min(offload.buckets, layout.count), layout.nbytes)
-
-
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     found = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel()}
-    gaps = [name for name, p in found.items() if not is_dense(p)]
+    gaps = [name for name, p in found.items() if torch.empty_like(p, device="meta").stride() != p.stride()]  # a copy leaves gaps out
     assert not gaps, f"{gaps[0]} does not fill its memory range: give it memory of its own"
     return found
-
-
-def states_layout(parameters: Mapping[str, torch.nn.Parameter], offload: OffloadSetting) -> Layout:
-    entries = [
-        Entry(name, p.numel(), torch.float32 if is_low(p) else p.dtype, (*MOMENTS, MASTER) if is_low(p) else MOMENTS)
-        for name, p in parameters.items()
-    ]
-    return Layout(entries, offload.bucket_bytes if offload.optimizer else None)
 
 
 def is_low(parameter: torch.Tensor) -> bool:
@@ -260,16 +224,6 @@ def room_of(parameter: torch.Tensor) -> int:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The numbers in the order of memory, so that parameter, gradient and states correspond whatever the strides are."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its numbers fill a range of memory without gaps, in any order."""
-    count = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
-        if stride != count:
-            return False
-        count *= size
-    return True
 
 
 def shaped(memory: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

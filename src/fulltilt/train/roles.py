@@ -7,10 +7,11 @@ computed with its gradient where the loss has a bonus, as a number where it is o
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,42 +26,33 @@ from fulltilt.model.scalar import ScalarModel
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.train.optim import Optimizer
 
-Terms = TypeVar("Terms", covariant=True)
 
-
-class Learner(Protocol[Terms]):
-    """A role that is trained."""
+class Role(ABC):
+    """A model with its head."""
 
     name: str
-    optimizer: Optimizer | None
+    model: PreTrainedModel | ScalarModel
+    optimizer: Optimizer | None = None
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        return self.model.device
 
-    def terms(self, micro: MicroBatch) -> Terms: ...
+    @abstractmethod
+    def annotate(self, micro: MicroBatch) -> torch.Tensor:
+        """One number per trained token, float32 [R], without gradient."""
 
-    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None: ...
+    def terms(self, micro: MicroBatch) -> Any:
+        """The input of the role's loss, `TokenTerms` or `ValueTerms`."""
+        raise NotImplementedError(f"the {self.name} does not learn")
 
-
-class Annotator(Protocol):
-    """A role that is asked for one number per trained token."""
-
-    name: str
-
-    def annotate(self, micro: MicroBatch) -> torch.Tensor: ...
-
-    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None: ...
-
-
-class ScalarHead:
-    """Of roles that say one number of each token: their head has no temporaries to speak of."""
-
-    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> None:
+    def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None:
+        """Bytes of the head's largest temporary in passes over these, by its own count. None: a scalar head has none worth counting."""
         return None
 
 
 @dataclass(eq=False)
-class Policy:
+class Policy(Role):
     name: str
     model: PreTrainedModel
     temperature: float  # of the rollout whose samples are looked at
@@ -68,10 +60,6 @@ class Policy:
     entropy_gradient: bool = False
     as_role: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for every pass: the model may be another role too
     options: HeadOptions = field(default_factory=HeadOptions)
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def run(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]."""
@@ -85,7 +73,6 @@ class Policy:
         return "gradient" if self.entropy_gradient else "value"
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int:
-        """Of the head's largest temporary in passes over these, by its own count."""
         weight, rows = Head.of(self.model).weight, max((len(micro.trained) for micro in micro_batches), default=0)
         entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
         options = self.options if learns else replace(self.options, recompute=True)  # nothing is kept without a gradient
@@ -94,35 +81,23 @@ class Policy:
     def terms(self, micro: MicroBatch) -> TokenTerms:
         logprobs, entropy = self.run(micro, self.learning_entropy)
         assert entropy is not None
-        return TokenTerms(
-            logprobs=logprobs,
-            entropy=entropy,
-            weights=like(micro.weights, logprobs),
-            row=to_device(micro.trained_row, self.device),
-            rollout_logprobs=like_if_any(micro.rollout_logprobs, logprobs),
-            old_logprobs=like_if_any(micro.old_logprobs, logprobs),
-            ref_logprobs=like_if_any(micro.ref_logprobs, logprobs),
-            advantages=like_if_any(micro.advantages, logprobs),
-            fresh=to_device(micro.fresh, self.device),
-        )
+        row, fresh = to_device(micro.trained_row, self.device), to_device(micro.fresh, self.device)
+        given = {name: getattr(micro, name) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")}
+        others: dict[str, Any] = {name: like(array, logprobs) for name, array in given.items() if array is not None}
+        return TokenTerms(logprobs, entropy, like(micro.weights, logprobs), row, fresh=fresh, **others)
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
-        """Log-probs, float32 [R]."""
         return self.run(micro)[0].float()
 
 
 @dataclass(eq=False)
-class Critic(ScalarHead):
-    """Says of each trained token what reward is to be expected, given the text before it."""
+class Critic(Role):
+    """For each trained token, the reward to expect given the text before it."""
 
     name: str
     model: ScalarModel
     optimizer: Optimizer | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
 
     def run(self, micro: MicroBatch) -> torch.Tensor:
         ids, positions, trained = stream(micro, self.device)
@@ -135,12 +110,11 @@ class Critic(ScalarHead):
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
-        """Values, float32 [R]."""
         return self.run(micro).float()
 
 
 @dataclass(eq=False)
-class Scorer(ScalarHead):
+class Scorer(Role):
     """A reward model: one number for each text, read at its last token, the only one that its row marks as trained."""
 
     name: str
@@ -148,13 +122,12 @@ class Scorer(ScalarHead):
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
-        """Scores, float32 [R]."""
-        ids, positions, marked = stream(micro, self.model.device)
-        return self.model.values(ids, positions, Packed.of(micro.cu_seqlens, self.model.device))[marked].float()
+        ids, positions, marked = stream(micro, self.device)
+        return self.model.values(ids, positions, Packed.of(micro.cu_seqlens, self.device))[marked].float()
 
 
-def annotate_all(role: Annotator, micro_batches: Iterable[MicroBatch]) -> Iterator[np.ndarray]:
-    """What the role says of each micro-batch, read while the device works on the next."""
+def annotate_all(role: Role, micro_batches: Iterable[MicroBatch]) -> Iterator[np.ndarray]:
+    """The role's numbers for each micro-batch, read while the device works on the next."""
     last: Callable[[], np.ndarray] | None = None
     for micro in micro_batches:
         before, last = last, to_host(role.annotate(micro))
@@ -171,7 +144,3 @@ def stream(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch
 
 def like(array: np.ndarray, other: torch.Tensor) -> torch.Tensor:
     return to_device(array, other.device).to(other.dtype)
-
-
-def like_if_any(array: np.ndarray | None, other: torch.Tensor) -> torch.Tensor | None:
-    return None if array is None else like(array, other)

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import Any
 
 import torch
 
 from fulltilt.records import LossParts, MiniBatch
 from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Learner
-
-Terms = TypeVar("Terms")
+from fulltilt.train.roles import Role
 
 
-class Trainer(Generic[Terms]):
-    def __init__(self, role: Learner[Terms], loss: Callable[[Terms], LossParts]) -> None:
+class Trainer:
+    def __init__(self, role: Role, loss: Callable[[Any], LossParts]) -> None:
+        """`loss` takes the role's `terms`."""
         assert role.optimizer is not None
         self.role = role
         self.optimizer: Optimizer = role.optimizer

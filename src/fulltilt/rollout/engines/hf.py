@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,16 +27,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.config import Config
 from fulltilt.records import Group, Prompt, Sample
-from fulltilt.rollout.engine import Engine, EngineCaps, EngineContext, Weights
+from fulltilt.rollout.engine import Engine, EngineContext, Lengths, Weights
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import NO_STATS, EngineStats
+from fulltilt.rollout.stats import EngineStats
 from fulltilt.rollout.stop_strings import StopStrings
+from fulltilt.schema import Config
 
 OBEYS = frozenset({"max_seqs", "log_stats"})
 PAD = 0
-Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
 
 
 class EndOfSamples(StoppingCriteria):
@@ -74,33 +74,25 @@ class SampledLogprobs(LogitsProcessor):
 
 
 class HfEngine(Engine):
-    """Generates with a model as transformers alone runs it; `batch`: prompts in a batch, None: as many as `max_seqs` samples allow."""
+    """Generates with a model as transformers alone runs it, in batches of as many whole groups as `max_seqs` samples allow."""
 
-    caps = EngineCaps(shares_weights=False, full_softmax_logprobs=True)
-
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, end_tokens: frozenset[int] = frozenset(), *, max_seqs: int | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, end_tokens: frozenset[int], max_seqs: int) -> None:
+        super().__init__()
         transformers_logging.set_verbosity_error()
-        self.model, self.tokenizer, self.max_seqs = model, tokenizer, max_seqs
-        self.batch: int | None = None
-        self.end_tokens = end_tokens
+        self.model, self.tokenizer, self.end_tokens, self.max_seqs = model, tokenizer, end_tokens, max_seqs
         # What a folder brings, end tokens among it, would fill in what the call leaves out.
         model.generation_config = GenerationConfig()
-        self._stats = NO_STATS
-        self._say: Callable[[str], None] | None = None
-        self._interval = self._said_at = 0.0
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
-        """`lengths` forces the number of tokens of the samples that it names; end tokens and stop strings mean nothing to these."""
         torch.manual_seed(seed)
-        self._stats, self._said_at, begin = NO_STATS, 0.0, time.perf_counter()
-        size = self.batch or max(1, (self.max_seqs or len(prompts) * sampling.samples) // sampling.samples)
+        begin = time.perf_counter()
+        self.recorder.start(begin, len(prompts) * sampling.samples)
+        size = max(1, self.max_seqs // sampling.samples)
         for first in range(0, len(prompts), size):
-            groups = self._batch(prompts[first : first + size], sampling, lengths or {})
+            groups = self._batch(prompts[first : first + size], first, sampling, lengths or {})
             now = time.perf_counter()
-            self._stats += self._of_batch(groups, now - begin)
-            self._describe(min(first + size, len(prompts)), len(prompts))
+            words = partial(self._describe, min(first + size, len(prompts)), len(prompts))
+            self.recorder.add(self._of_batch(groups, now - begin), words)
             begin = now
             yield from groups
 
@@ -114,19 +106,11 @@ class HfEngine(Engine):
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def stats(self) -> EngineStats:
-        return self._stats
+    def _describe(self, done: int, total: int, *_: EngineStats) -> str:
+        stats = self.stats()
+        return f"rollout: {done} of {total} prompts after {stats.seconds:.0f} s, {stats.decode_tokens / stats.seconds:.0f} tokens/s"
 
-    def report(self, say: Callable[[str], None], interval: float) -> None:
-        self._say, self._interval, self._said_at = say, interval, 0.0
-
-    def _describe(self, done: int, total: int) -> None:
-        seconds = self._stats.seconds
-        if self._say and seconds - self._said_at >= self._interval:
-            self._said_at = seconds
-            self._say(f"rollout: {done} of {total} prompts after {seconds:.0f} s, {self._stats.decode_tokens / seconds:.0f} tokens/s")
-
-    def _batch(self, prompts: Sequence[Prompt], sampling: Sampling, lengths: Lengths) -> list[Group]:
+    def _batch(self, prompts: Sequence[Prompt], first: int, sampling: Sampling, lengths: Lengths) -> list[Group]:
         rows = [(prompt, index) for prompt in prompts for index in range(sampling.samples)]
         width, device = max(len(prompt.ids) for prompt in prompts), self.model.device
         ids, mask = np.full((len(rows), width), PAD, dtype=np.int64), np.zeros((len(rows), width), dtype=np.int64)
@@ -138,19 +122,19 @@ class HfEngine(Engine):
         free = None if all(forced) else torch.tensor([length is None for length in forced], device=device)
         ends = torch.tensor(sorted(self.end_tokens), dtype=torch.int64, device=device)
         stops, logprobs = StopStrings(self.tokenizer, sampling.stop), SampledLogprobs(sampling.temperature)
+        chosen = {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.temperature else {}
         sequences = self.model.generate(
             torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(mask).to(device),
-            generation_config=generation_config(sampling),
+            generation_config=GenerationConfig(do_sample=bool(chosen), max_new_tokens=sampling.max_new_tokens, pad_token_id=PAD, **chosen),
             logits_processor=LogitsProcessorList([logprobs]),
             stopping_criteria=StoppingCriteriaList([EndOfSamples(width, most, free, ends, stops)]),
         )
         logprobs.read(sequences[:, -1])
         tokens, values = sequences[:, width:].cpu().numpy(), torch.stack(logprobs.columns, dim=1).float().cpu().numpy()
         samples = [self._sample(index, tokens[row], values[row], forced[row], sampling, stops) for row, (_, index) in enumerate(rows)]
-        return [
-            Group(prompt, tuple(samples[place * sampling.samples : (place + 1) * sampling.samples])) for place, prompt in enumerate(prompts)
-        ]
+        of_prompt = [tuple(samples[row : row + sampling.samples]) for row in range(0, len(rows), sampling.samples)]
+        return [Group(prompt, own, place) for place, (prompt, own) in enumerate(zip(prompts, of_prompt, strict=True), first)]
 
     def _sample(
         self, index: int, tokens: np.ndarray, logprobs: np.ndarray, forced: int | None, sampling: Sampling, stops: StopStrings
@@ -185,12 +169,6 @@ def make(context: EngineContext) -> HfEngine:
     trained = context.model
     config = copy.deepcopy(trained.config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=trained.dtype).to(trained.device).eval()
-    engine = HfEngine(model.requires_grad_(False), context.tokenizer, context.end_tokens, max_seqs=context.limits.max_seqs)
+    engine = HfEngine(model.requires_grad_(False), context.tokenizer, context.end_tokens, context.limits.max_seqs)
     engine.sync(0, trained.named_parameters())
     return engine
-
-
-def generation_config(sampling: Sampling) -> GenerationConfig:
-    greedy = sampling.temperature == 0
-    chosen = {} if greedy else {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-    return GenerationConfig(do_sample=not greedy, max_new_tokens=sampling.max_new_tokens, pad_token_id=PAD, **chosen)

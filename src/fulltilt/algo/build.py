@@ -1,0 +1,99 @@
+"""The algorithm of a run: a `Config` that was checked enters, an `Algorithm` leaves, with every number resolved.
+
+Guaranteed: torch is not imported, unless a user's own function imports it; such a function is tried out on made-up numbers first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from fulltilt.algo import advantage, custom, loss
+from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction
+from fulltilt.algo.shaping import Overlong, RewardKL
+from fulltilt.presets import PRESETS, Preset, PresetFunction, Setting
+from fulltilt.schema import Config, conditions
+from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, holds, own_functions, used_keys
+
+Settings = Mapping[str, Any]
+
+
+def build(config: Config) -> Algorithm:
+    """The algorithm that the configuration names."""
+    preset, settings, own = PRESETS[config.algorithm.name], algorithm_settings(config), own_functions(config)
+    algorithm = Algorithm(
+        name=config.algorithm.name,
+        advantage=_advantage(preset, settings, own.get("advantage")),
+        loss=_loss(preset, settings, own.get("loss")),
+        aggregation=settings["aggregation"],
+        length_norm=settings["length_norm"],
+        needs=_needs(config, preset, settings),
+        entropy_gradient=settings.get("entropy_coef", 0) > 0,
+        settings=_in_use(config, settings),
+        value_loss=_bound(loss, preset.critic, settings) if preset.critic else None,
+        critic_warmup=settings.get("critic_warmup", 0),
+        dynamic=_dynamic(settings),
+        overlong=_overlong(config, settings),
+        reward_kl=_reward_kl(settings),
+        # Every surrogate of a preset is a product with the advantage; a user's own function may be anything.
+        advantage_alone=preset.rollout and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
+    )
+    custom.try_out(algorithm, config.algorithm.samples_per_prompt, list(own.values()))
+    return algorithm
+
+
+def _bound(module: Any, named: PresetFunction, settings: Settings) -> Callable[..., Any]:
+    function: Callable[..., Any] = getattr(module, named.name)
+    return partial(function, **{key: settings[key] for key in named.keys}) if named.keys else function
+
+
+def _advantage(preset: Preset, settings: Settings, own: UserFunction | None) -> AdvantageFunction:
+    usual = _bound(advantage, preset.advantage, settings)
+    return usual if own is None else partial(custom.advantage, function=own, before=usual if preset.critic else None)
+
+
+def _loss(preset: Preset, settings: Settings, own: UserFunction | None) -> LossFunction:
+    function = _bound(loss, preset.loss, settings)
+    if not preset.rollout:
+        return function
+    if own is not None:
+        function = partial(custom.surrogate, function=own, scalar=settings["importance_cap"] == 0)
+    shared = {key: settings[key] for key in ("kl_coef", "kl_estimator", "entropy_coef", "importance_cap")}
+    return partial(loss.policy_loss, surrogate=function, **shared)
+
+
+def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]:
+    penalised = settings.get("reward_kl_coef", 0) > 0
+    reused = config.algorithm.minibatches_per_step * config.algorithm.epochs > 1
+    needs = {
+        "rollout": preset.rollout,
+        "ref_logprobs": penalised or settings.get("kl_coef", 0) > 0,
+        "old_logprobs": penalised or (preset.rollout and reused),
+        "values": preset.critic is not None,
+        "baseline": preset.baseline,
+    }
+    return frozenset(need for need, wanted in needs.items() if wanted)
+
+
+def _dynamic(settings: Settings) -> DynamicSampling | None:
+    on = settings.get("dynamic_sampling")
+    return DynamicSampling(advantage.worth_training, settings["prompts_per_round"], settings["max_rounds"]) if on else None
+
+
+def _overlong(config: Config, settings: Settings) -> Overlong | None:
+    buffer = settings.get("overlong_buffer")
+    return Overlong(config.rollout.max_new_tokens, buffer, settings["overlong_penalty"]) if buffer else None
+
+
+def _reward_kl(settings: Settings) -> RewardKL | None:
+    if not settings.get("reward_kl_coef"):
+        return None
+    estimator: Callable[..., Any] = loss.KL_ESTIMATORS[settings["reward_kl_estimator"]]
+    return RewardKL(settings["reward_kl_coef"], settings.get("reward_kl_target"), settings["reward_kl_horizon"], estimator)
+
+
+def _in_use(config: Config, settings: Settings) -> dict[str, Setting]:
+    """The settings that have an effect in this run, for people to read."""
+    used = {key for key in used_keys(config) - DATA_KEYS if all(holds(config, each) for each in conditions(f"algorithm.{key}"))}
+    return {key: value for key, value in settings.items() if key in used}

@@ -1,0 +1,134 @@
+"""The settings of a run's algorithm: what the user set, and for the rest what the preset has; and the user's own functions.
+
+Enters: a `Config`. Leaves: the values of keys, and a `UserFunction` for each of `algorithm.advantage` and `algorithm.loss` that is set.
+Guaranteed: torch is not imported, unless a user's own file imports it; a file is read once, where the run starts, and executed once in a
+process; a file that is missing or does not run and a function that is not in it are a UserError with the remedy.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fulltilt import user_code
+from fulltilt.presets import PRESETS
+from fulltilt.records import UserError
+from fulltilt.schema import AlgorithmConfig, Config, UsedIf, value_of
+from fulltilt.user_code import UserCode, UserCodeError
+
+# How a value that is None follows from other keys.
+DERIVED: Mapping[str, Callable[[Config], int]] = {
+    "length_norm": lambda config: config.rollout.max_new_tokens,
+    "prompts_per_round": lambda config: config.algorithm.prompts_per_step,
+    "overlong_buffer": lambda config: max(1, config.rollout.max_new_tokens // 5),
+}
+
+# Every algorithm has these: how much data a step takes and how often it is used.
+DATA_KEYS = frozenset({"name", "prompts_per_step", "samples_per_prompt", "minibatches_per_step", "epochs"})
+
+# What a function of the user's own may take by keyword, besides keys of [algorithm].
+GIVEN = {"advantage": ("rewards", "groups", "lengths", "rows"), "loss": ("terms",)}
+
+
+def algorithm_settings(config: Config) -> dict[str, Any]:
+    """Every key of [algorithm] that has a value: the user's, the preset's, or one that follows from other keys."""
+    defaults = PRESETS[config.algorithm.name].defaults
+    given = {key: getattr(config.algorithm, key) for key in AlgorithmConfig.model_fields}
+    settings = {key: defaults.get(key) if value is None else value for key, value in given.items()}
+    settings |= {key: derive(config) for key, derive in DERIVED.items() if key in defaults and settings[key] is None}
+    return {key: value for key, value in settings.items() if value is not None}
+
+
+def in_effect(config: Config, key: str) -> Any:
+    """The value of a dotted key; where a key of [algorithm] is left out, the preset's."""
+    section, _, name = key.partition(".")
+    return algorithm_settings(config).get(name) if section == "algorithm" else value_of(config, key)
+
+
+def holds(config: Config, condition: UsedIf) -> bool:
+    return condition.holds(*(in_effect(config, key) for key in condition.reads))
+
+
+def is_set(config: Config, key: str) -> bool:
+    """Whether the user gave the dotted key a value; `auto` counts as none."""
+    section, _, name = key.partition(".")
+    return name in getattr(config, section).model_fields_set and value_of(config, key) not in (None, "auto")
+
+
+# ---- the user's own functions ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """The user's function for a key of [algorithm]. It travels to other processes with its source."""
+
+    key: str  # "advantage" or "loss"
+    code: UserCode
+    settings: Mapping[str, Any]  # keys of [algorithm] that have a value in this run
+
+    def wrong(self, text: object) -> UserError:
+        return UserError(f"algorithm.{self.key} = {self.code.name!r}: {text}")
+
+    @property
+    def loaded(self) -> tuple[Callable[..., Any], Mapping[str, inspect.Parameter]]:
+        """The function and its parameters."""
+        try:
+            function = user_code.function(self.code)
+            return function, user_code.parameters(function)
+        except UserCodeError as error:
+            raise self.wrong(error) from error
+
+    def __call__(self, **given: Any) -> Any:
+        """Calls the function with what it takes: what the run gives, under a name or `**kwargs`, and keys of [algorithm] by name."""
+        function, parameters = self.loaded
+        arguments = {name: value for name, value in given.items() if name in parameters or open_ended(parameters)}
+        arguments |= {name: self.settings[name] for name in parameters if name in self.settings}
+        try:
+            return function(**arguments)
+        except Exception as error:
+            error.add_note(f"in your function algorithm.{self.key} = {self.code.name!r}")
+            raise
+
+    def wrong_parameters(self) -> Iterator[UserError]:
+        """What is wrong with the function's parameters."""
+        given, (_, parameters) = GIVEN[self.key], self.loaded
+        if not open_ended(parameters) and not set(given) & parameters.keys():
+            yield self.wrong(f"it takes none of {', '.join(given)}. Name at least one of them as a parameter")
+        for name, parameter in parameters.items():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                yield self.wrong(f"its parameter {name!r} is positional only, but arguments are given by name. Remove the slash")
+            elif name not in given and name not in self.settings and parameter.default is parameter.empty:
+                remedy = f"Set algorithm.{name}, or give" if name in AlgorithmConfig.model_fields else "Remove it, or give"
+                known = f"Given are {', '.join(given)} and keys of [algorithm]"
+                yield self.wrong(f"its parameter {name!r} has no value. {known}. {remedy} it a default")
+
+
+def open_ended(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
+def own_functions(config: Config) -> dict[str, UserFunction]:
+    """The user's functions by their keys. Reads their files and executes nothing."""
+    found = {}
+    for key in GIVEN:
+        if key in PRESETS[config.algorithm.name].common and is_set(config, f"algorithm.{key}"):
+            name = getattr(config.algorithm, key)
+            try:
+                found[key] = UserFunction(key, user_code.locate(name), algorithm_settings(config))
+            except UserCodeError as error:
+                raise UserError(f"algorithm.{key} = {name!r}: {error}. Write for example mine/{key}.py:{key}") from None
+    return found
+
+
+def used_keys(config: Config) -> set[str]:
+    """Keys of [algorithm] that this run has a use for, if what they depend on is switched on."""
+    preset, own = PRESETS[config.algorithm.name], own_functions(config)
+    used = {*DATA_KEYS, *preset.defaults} - (set() if preset.rollout else {"samples_per_prompt"})
+    # With a critic, the preset's advantage goes before the user's and gives the returns.
+    used -= preset.advantage.keys.keys() if "advantage" in own and not preset.critic else set()
+    used -= preset.loss.keys.keys() if "loss" in own else set()
+    return used.union(*(place.loaded[1].keys() & AlgorithmConfig.model_fields.keys() for place in own.values()))
