@@ -7,10 +7,10 @@ through a model takes is measured on a pass of the role itself, with everything 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +21,7 @@ from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.observe.metrics import TIMING_NAMES, Number
 from fulltilt.proofs.step import ModelPass, WatchedStep
+from fulltilt.records import Prompt
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 LAUNCH_CALLS = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cuGraphLaunch")
@@ -192,7 +193,7 @@ def count_stall(step: WatchedStep, role: str) -> int:
 def count_launches(step: WatchedStep, role: str) -> float:
     """Kernels and CUDA graphs that the host launches in a rollout, per decode step. On CUDA."""
     engine, sampling = step.engine, training_sampling(step.parts.worker.config)
-    prompts = step.parts.train_data.items  # type: ignore[union-attr]
+    prompts = cast("Sequence[Prompt]", step.parts.train_data.items)
     step.worker_for("actor")
     for _ in engine.generate(prompts, sampling, 1):  # graphs of sizes that the step did not use are captured by now
         pass
