@@ -306,8 +306,8 @@ def prove(
 ) -> None:
     """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
     from fulltilt.bench import report
-    from fulltilt.proofs.report import show
     from fulltilt.proofs.run import prove as run_proofs
+    from fulltilt.proofs.run import show
 
     records, stopped = [], None
     with report.progress(quiet=quiet) as say:

@@ -181,11 +181,11 @@ def _unknown(key: str, value: Any) -> Iterator[Mistake]:
     elif ours := knobs.elsewhere(key):
         meaning = " ".join(words(keys()[name]).meaning for name in ours)
         yield Mistake(f"{key}: unknown key; verl's or TRL's name for {' and '.join(ours)}: {meaning}")
-    elif (nearest := _nearest(key)) is None:
+    elif (near := nearest(key, [*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])) is None:
         yield Mistake(f"{key}: unknown key; no known key is similar: remove it. docs/reference.md lists every key")
     else:
-        built = "" if nearest in keys() else ", which is a knob not built in this version: remove it"
-        yield Mistake(f"{key}: unknown key; the nearest is {nearest}{built}", (nearest,))
+        built = "" if near in keys() else ", which is a knob not built in this version: remove it"
+        yield Mistake(f"{key}: unknown key; the nearest is {near}{built}", (near,))
 
 
 def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str, value: Any) -> str:
@@ -204,8 +204,8 @@ def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str,
     return f"{_SYSTEMS[source]} name for {names}: write {advice}" + "".join(f" ({note})" for note in told)
 
 
-def _nearest(key: str) -> str | None:
-    """The known name most similar to `key`, by the whole name and by its last part; None if none is similar."""
+def nearest(key: str, names: Iterable[str]) -> str | None:
+    """The name most similar to `key`, by the whole name and by its last part; None if none is similar."""
 
     def similarity(name: str) -> float:
         whole = difflib.SequenceMatcher(None, key, name).ratio()
@@ -214,7 +214,6 @@ def _nearest(key: str) -> str | None:
         # not make two keys similar.
         return max(whole if last >= 0.5 else 0.0, 0.97 * last)
 
-    names = dict.fromkeys([*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])
     best = max(names, key=similarity)
     return best if similarity(best) >= 0.65 else None
 
