@@ -18,8 +18,9 @@ from transformers.utils import logging as transformers_logging
 from fulltilt.model.load import choose_dtype, read_config
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
-from fulltilt.shape import SHAPES
+from fulltilt.shape import SHAPES as NAMED
 
+SHAPES = {name: shape for name, shape in NAMED.items() if shape["model_type"] == "qwen2"}  # those with published figures, and small
 DEFAULT = {"cuda": "0.5B", "cpu": "small"}
 WEIGHTS_SEED = 0
 
