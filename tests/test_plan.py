@@ -313,7 +313,7 @@ H200 = 139.8
 
 
 def of_shape(name: str, *, learns: bool = True, critic: bool = False) -> RoleFacts:
-    return RoleFacts.of_shape(Shape.from_config(plans.SHAPES[name]), config(), "cuda", learns=learns, role="critic" if critic else "actor")
+    return RoleFacts.of_shape(Shape.named(name), config(), "cuda", learns=learns, role="critic" if critic else "actor")
 
 
 def budgets_of(where: Facts, **sections: dict[str, Any]) -> Budgets:

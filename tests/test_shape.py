@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import models
-import plans
 import pytest
 import torch
 from layers import apply_recompute
@@ -31,7 +30,7 @@ from fulltilt.plan import Facts, make_plan
 from fulltilt.records import UserError
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import Config, LoraConfig
-from fulltilt.shape import FAMILIES, Recompute, Shape, UnknownParameters
+from fulltilt.shape import FAMILIES, SHAPES, Recompute, Shape, UnknownParameters
 
 
 def on_meta(config: PreTrainedConfig) -> PreTrainedModel:
@@ -73,7 +72,7 @@ def kind_of(name: str) -> str:
 
 def test_without_torch_sizes_are_those_of_the_model_that_transformers_builds(tmp_path: Path) -> None:
     """In a process that cannot import torch, from config.json as transformers writes it. The largest has 47 billion parameters."""
-    configs = {name: AutoConfig.for_model(**given) for name, given in plans.SHAPES.items()}
+    configs = {name: AutoConfig.for_model(**given) for name, given in SHAPES.items()}
     for name, config in configs.items():
         config.save_pretrained(tmp_path / name)
     path = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
@@ -158,7 +157,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         Shape.read(tmp_path)
     with pytest.raises(UserError, match=r"'8B' is not a named shape. Choose from 0.5B, "):
         Shape.named("8B")
-    inside = {"model_type": "a picture's", "text_config": plans.SHAPES["small"]}
+    inside = {"model_type": "a picture's", "text_config": SHAPES["small"]}
     assert Shape.from_config(inside) == Shape.named("small")
 
 
