@@ -293,7 +293,7 @@ class Shape:
             return found + (3 if fused else 4) * itemsize * layer.inner
         experts = layer.experts
         # A row for each expert that a token is sent to, before and behind it, where it stands in the order of experts, and the router's.
-        rows = experts.active * (itemsize * (2 * self.width + 4 * experts.inner) + 2 * 8)
+        rows = experts.active * (itemsize * (2 * self.width + 3 * experts.inner) + 2 * 8)
         router = 4 * experts.count + experts.active * (8 + 4 + itemsize)
         return found + rows + router + (4 * itemsize * experts.shared_inner + 2 * itemsize * self.width if experts.shared_inner else 0)
 

@@ -165,9 +165,9 @@ class Residence:
         self._copied = False
         self._left: Mark = None
         # The transformer inside a model with any head.
-        self._body = next((module.base_model for module in model.modules() if isinstance(module, PreTrainedModel)), None)
-        if self._body is not None:
-            self._body.register_forward_pre_hook(self._refuse_absent)
+        body = next((module.base_model for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+        if body is not None:
+            body.register_forward_pre_hook(self._refuse_absent)
 
     @torch.no_grad()
     def to_host(self, *, unchanged: bool = False) -> None:
