@@ -89,9 +89,8 @@ def score_groups(
     if unread := [row for row in written if isinstance(row, str)]:
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
     found = iter(float(row.values[-1]) for row in judge(readable) if row.values is not None)
-    numbers = iter([row if isinstance(row, str) else next(found) for row in written])
-    of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
-    return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
+    numbers = [row if isinstance(row, str) else next(found) for row in written]
+    return add_model_scores(groups, scores, numbers, config.reward)
 
 
 def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray:
