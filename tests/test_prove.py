@@ -20,7 +20,7 @@ from fulltilt.cluster import assembly, checks, sizes, worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
-from fulltilt.proofs import measure, report, run, setup
+from fulltilt.proofs import measure, run, setup
 from fulltilt.proofs.cases import GRADIENT_TOLERANCE, ProofCase, all_cases
 from fulltilt.proofs.measure import Measurement
 from fulltilt.proofs.run import ProofResult, ProofRunner, choose, provable, prove
@@ -175,7 +175,7 @@ def test_the_table_has_every_record() -> None:
         ProofResult("train.recompute", "critic", "activations", "bytes", 4096, 1024.0, False, False, "gradients differ by 1"),
     ]
     out = io.StringIO()
-    rich.console.Console(file=out, width=150).print(report.table(records))
+    rich.console.Console(file=out, width=150).print(run.table(records))
     rollout, training = out.getvalue().split("Training memory and speed")
     assert "rollout.cuda_graphs" in rollout and "needs a GPU" in rollout and "there are no graphs here" in rollout
     for words in ("must change: pad tokens computed (0 when on)", "1,200", "holds", "4.0 KiB", "1.0 KiB", "DIFFER", "DOES NOT HOLD"):
@@ -195,8 +195,8 @@ def test_names_in_any_spelling() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("train.recompte", "train.recompte: unknown knob; similar knobs: train.recompute"),
-        ("actor.packing", "unknown knob; similar knobs: "),
+        ("train.recompte", "train.recompte: unknown knob; the nearest is train.recompute. `fulltilt knobs` lists all of them"),
+        ("actor.packing", "unknown knob; the nearest is "),
         ("nonsense", "nonsense: unknown knob. `fulltilt knobs` lists all of them"),
         ("rollout.n", "rollout.n: algorithm.samples_per_prompt is part of the algorithm"),
         ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),

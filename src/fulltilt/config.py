@@ -81,8 +81,7 @@ def parse(
 
 def report(origin: str, mistakes: Sequence[str]) -> str:
     """All mistakes as one message."""
-    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    return "\n".join([f"{origin}: {count}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
+    return "\n".join([f"{origin}: {many(len(mistakes), 'mistake')}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -182,11 +181,11 @@ def _unknown(key: str, value: Any) -> Iterator[Mistake]:
     elif ours := knobs.elsewhere(key):
         meaning = " ".join(words(keys()[name]).meaning for name in ours)
         yield Mistake(f"{key}: unknown key; verl's or TRL's name for {' and '.join(ours)}: {meaning}")
-    elif (nearest := _nearest(key)) is None:
+    elif (near := nearest(key, [*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])) is None:
         yield Mistake(f"{key}: unknown key; no known key is similar: remove it. docs/reference.md lists every key")
     else:
-        built = "" if nearest in keys() else ", which is a knob not built in this version: remove it"
-        yield Mistake(f"{key}: unknown key; the nearest is {nearest}{built}", (nearest,))
+        built = "" if near in keys() else ", which is a knob not built in this version: remove it"
+        yield Mistake(f"{key}: unknown key; the nearest is {near}{built}", (near,))
 
 
 def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str, value: Any) -> str:
@@ -205,8 +204,8 @@ def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str,
     return f"{_SYSTEMS[source]} name for {names}: write {advice}" + "".join(f" ({note})" for note in told)
 
 
-def _nearest(key: str) -> str | None:
-    """The known name most similar to `key`, by the whole name and by its last part; None if none is similar."""
+def nearest(key: str, names: Iterable[str]) -> str | None:
+    """The name most similar to `key`, by the whole name and by its last part; None if none is similar."""
 
     def similarity(name: str) -> float:
         whole = difflib.SequenceMatcher(None, key, name).ratio()
@@ -215,7 +214,6 @@ def _nearest(key: str) -> str | None:
         # not make two keys similar.
         return max(whole if last >= 0.5 else 0.0, 0.97 * last)
 
-    names = dict.fromkeys([*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])
     best = max(names, key=similarity)
     return best if similarity(best) >= 0.65 else None
 
@@ -503,13 +501,9 @@ RULES: tuple[ConfigRule, ...] = (
 
 def warnings(config: Config) -> list[str]:
     """Settings that are allowed but may not be what the user meant."""
-    rollout = config.rollout
     not_applied = "the trainer does not apply it, its log-probs are those of the full softmax"
-    conditions = (
-        (rollout.top_p < 1, f"rollout.top_p = {rollout.top_p}: {not_applied}"),
-        (rollout.top_k > 0, f"rollout.top_k = {rollout.top_k}: {not_applied}"),
-    )
-    return [text for holds, text in conditions if holds]
+    values = {key: getattr(config.rollout, key) for key, off in (("top_p", 1), ("top_k", 0)) if getattr(config.rollout, key) != off}
+    return [f"rollout.{key} = {value}: {not_applied}" for key, value in values.items()]
 
 
 # ---- writing and comparing ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ class Logger(Protocol):
     """One place to log to. The tables of a step come before its numbers, which complete the step."""
 
     also_needs: tuple[str, ...] = ()  # modules besides its own
-    id: str | None = None  # kept in the run folder for a resume
+    id: str = ""  # by which it knows the run, kept in the run folder for a resume
     hint: str  # how to look at what was logged
     has: int = NOTHING  # the last step that the logger is sure to have; later ones in metrics.jsonl are logged to it again
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
@@ -45,25 +46,22 @@ class Curve:
 
 def read(sources: Sequence[Path], metrics: Sequence[str]) -> list[Curve]:
     """Every curve of `metrics`, in their order; without metrics, those of DEFAULT that exist."""
-    of_each = [of_source(source, label) for source, label in zip(sources, labels(sources), strict=True)]
-    found = chosen([curve for curves in told_apart(of_each, labels(sources)) for curve in curves], metrics)
+    names = labels(sources)
+    of_each = [of_source(source, name) for source, name in zip(sources, names, strict=True)]
+    # A label that two sources share, like those of two files of one benchmark, gets the source's name in front.
+    used = Counter(label for curves in of_each for label in {curve.label for curve in curves})
+    known = [
+        replace(curve, label=f"{name}: {curve.label}") if used[curve.label] > 1 else curve
+        for curves, name in zip(of_each, names, strict=True)
+        for curve in curves
+    ]
+    found = chosen(known, metrics)
     drawn = {curve.metric for curve in found}
     for source, curves in zip(sources, of_each, strict=True):
         if drawn.isdisjoint(there := dict.fromkeys(curve.metric for curve in curves)):
             others = f"Plot it alone, or give --metric with one that it has: {listed(list(there), NAMED)}"
             raise UserError(f"{source}: has no values of {', '.join(drawn)}. {others if there else 'It has no step yet'}")
     return found
-
-
-def told_apart(of_each: Sequence[Sequence[Curve]], names: Sequence[str]) -> list[list[Curve]]:
-    """The curves of each source. A label that two sources share, like those of two files of one benchmark, gets the source's name in
-    front."""
-    used = [{curve.label for curve in curves} for curves in of_each]
-    shared = {label for one in used for label in one if sum(label in other for other in used) > 1}
-    return [
-        [replace(curve, label=f"{name}: {curve.label}") if curve.label in shared else curve for curve in curves]
-        for curves, name in zip(of_each, names, strict=True)
-    ]
 
 
 def chosen(known: Sequence[Curve], metrics: Sequence[str]) -> list[Curve]:

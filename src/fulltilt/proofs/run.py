@@ -1,13 +1,12 @@
 """Running proofs: from names of knobs to results.
 
-Enters: the knobs that were asked for, and a device. Leaves: one result for each proof, in the order of the ledger. Guaranteed: a step that
-several proofs share is run once; a proof that fails fails alone; what a CPU cannot show is null with the reason, and a setting that has no
-effect there must be refused by the run itself, or its proof does not hold.
+Enters: the knobs that were asked for, and a device. Leaves: one result for each proof, in the order of the ledger, and a table of results.
+Guaranteed: a step that several proofs share is run once; a proof that fails fails alone; what a CPU cannot show is null with the reason,
+and a setting that has no effect there must be refused by the run itself, or its proof does not hold.
 """
 
 from __future__ import annotations
 
-import difflib
 import gc
 import math
 import tempfile
@@ -16,16 +15,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from fulltilt import knobs
 from fulltilt.bench.device import choose_device
 from fulltilt.bench.report import Say
+from fulltilt.config import nearest
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.observe.metrics import Number
 from fulltilt.proofs.cases import REFUSED, ProofCase, all_cases
 from fulltilt.proofs.setup import ORIGIN, ProofSetup, StepKey, StepKind, step_key
 from fulltilt.proofs.step import watched_step
 from fulltilt.records import UserError
+from fulltilt.words import in_bytes, many
 
 OUTPUT_TOLERANCE = 1e-6  # outputs are float32; relative to their norm
 TIMES_SPREAD = 4  # on CUDA a difference may be this many times what re-runs of a step differ by
@@ -66,31 +70,25 @@ def provable(knob: knobs.Knob) -> bool:
 
 def choose(names: Sequence[str]) -> set[str]:
     """The knobs that names in any of the three spellings mean; without names, all. UserError for all that cannot be proved."""
+    known = [knob.name for knob in knobs.LEDGER if provable(knob)]
     mistakes, chosen = [], set()
     for name in names:
         found = [knob for knob, _ in knobs.find(name)]
         if can_be := {knob.name for knob in found if provable(knob)}:
             chosen |= can_be
         else:
-            mistakes += [f"{name}: {knob.name} {why_not(knob)}" for knob in found] or [f"{name}: unknown knob{similar(name)}"]
+            near = f"; the nearest is {best}" if (best := nearest(name, known)) else ""
+            unknown = f"{name}: unknown knob{near}. `fulltilt knobs` lists all of them"
+            mistakes += [f"{name}: {knob.name} {why_not(knob)}" for knob in found] or [unknown]
     if mistakes:
         raise UserError("\n".join(mistakes))
-    return chosen or {knob.name for knob in knobs.LEDGER if provable(knob)}
+    return chosen or set(known)
 
 
 def why_not(knob: knobs.Knob) -> str:
     if knob.name.startswith("algorithm."):
         return "is part of the algorithm: it is meant to change what is learned, so there is nothing to prove"
     return "is not built in this version, and setting it is an error"
-
-
-def similar(name: str) -> str:
-    known = [knob.name for knob in knobs.LEDGER if provable(knob)]
-    by_last = {known_name.rpartition(".")[2]: known_name for known_name in known}
-    close = difflib.get_close_matches(name, known, 3, 0.6)
-    close += [by_last[last] for last in difflib.get_close_matches(name.rpartition(".")[2], by_last, 3, 0.7)]
-    words = f"; similar knobs: {', '.join(dict.fromkeys(close))}" if close else ""
-    return f"{words}. `fulltilt knobs` lists all of them"
 
 
 # ---- steps, each run once --------------------------------------------------------------------------------------------------------------
@@ -227,3 +225,47 @@ def difference(one: StepEvidence, other: StepEvidence, role: str) -> float:
         size += float(expected.square().sum())
         apart += float((expected - seen).square().sum())
     return math.sqrt(apart / size) if size else math.inf
+
+
+# ---- the table for people ----------------------------------------------------------------------------------------------------------------
+
+VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("needs a GPU", "yellow")}
+EQUAL = {True: "equal", False: "DIFFER", None: "-"}
+WIDTH = 150  # where standard output is not a terminal
+
+
+def show(results: Sequence[ProofResult]) -> None:
+    Console(width=None if Console().is_terminal else WIDTH).print(table(results))
+
+
+def table(results: Sequence[ProofResult]) -> Group:
+    """Below each knob stands what it must change."""
+    found = Table(show_edge=False, pad_edge=False)
+    for name in ("knob", "role", "measurement", "off", "on", "gradients", ""):
+        found.add_column(name, justify="right" if name in ("off", "on") else "left", overflow="fold")
+    section = ""
+    for knob in knobs.LEDGER:
+        chosen = [result for result in results if result.knob == knob.name]
+        if chosen and knob.section != section:
+            section = knob.section
+            found.add_section()
+            found.add_row(Text(section, "italic"))
+        if chosen:
+            found.add_row(Text(knob.name, "bold"), "", Text(f"must change: {knob.must_change}", "dim"))
+        for result in chosen:
+            verdict, style = VERDICTS[result.holds]
+            numbers = (shown(result.off, result.unit), shown(result.on, result.unit))
+            found.add_row("", result.role, result.metric, *numbers, EQUAL[result.gradients_equal], Text(verdict, style))
+            if result.holds is not True:
+                found.add_row("", "", Text(result.reason, style))
+    counts = {value: sum(result.holds is value for result in results) for value in VERDICTS}
+    words = f"{many(len(results), 'proof')}: {counts[True]} hold, {counts[False]} do not hold, {counts[None]} need a GPU"
+    return Group(found, "", words)
+
+
+def shown(number: Number | None, unit: str) -> str:
+    if number is None:
+        return "-"
+    if unit == "bytes":
+        return in_bytes(number)
+    return f"{number:.0%}" if unit == "share" else f"{number:,.4g}" if isinstance(number, float) else f"{number:,}"

@@ -162,14 +162,13 @@ def watch_engine(step: WatchedStep, console: Console, responses: tuple[int, int]
     put_in_front(engine, "generate", lambda own, *given: keep_samples(step, own(*given)) if step.recording else own(*given))
 
 
-def see_engine_pass(
-    step: WatchedStep, begun: set[Any], own: Any, seen: EngineStats, begin: float, end: float, drawing: Sequence[Any], drawn: int
-) -> None:
+def see_engine_pass(step: WatchedStep, begun: set[Any], own: Callable[..., None], seen: EngineStats, *times_and_drawing: Any) -> None:
     """`begun`: the samples that have drawn a token."""
     if step.recording:
         step.engine_passes.append((seen, sum(not sample.finish for sample in begun)))
+    _, _, drawing, _ = times_and_drawing
     begun.update(drawing)
-    own(seen, begin, end, drawing, drawn)
+    own(seen, *times_and_drawing)
 
 
 def given_groups(prompts: Sequence[Prompt], samples: int, responses: tuple[int, int]) -> Iterator[Group]:
