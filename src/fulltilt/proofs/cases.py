@@ -82,7 +82,7 @@ class ProofCase:
         return step_key(self.kind, self.both, off), step_key(self.kind, self.both, on)
 
     def changed(self, off: Number, on: Number) -> bool:
-        """Whether these measurements of the two steps differ as they must. Limits: both steps keep theirs, and the step with the higher limit
+        """Whether these measurements of the two steps differ as they must. Limits: both steps keep theirs, and the step with the higher one
         exceeds the lower one."""
         if self.change != "limit":
             return CHANGES[self.change](off, on)
