@@ -15,11 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fulltilt.bench import process
+from fulltilt.bench import peers
 from fulltilt.bench.figures import Measured, Timing
 from fulltilt.bench.workload import WARM_UP_TOKENS, Requests
+
+if TYPE_CHECKING:
+    from fulltilt.bench.job import BenchJob
 
 GRID = (256, 512, 1024)
 LARGEST_GRAPH = 1024
@@ -29,104 +32,82 @@ FORGET_LIMIT_S = 10.0  # to empty the prefix cache
 
 
 @dataclass(frozen=True)
-class VllmMemory:
-    """Bytes: free on the device, held by one start beside its KV cache, and taken by one token in that cache."""
-
-    free: int
-    beside: int
-    per_token: int
-
-    def kv_bytes(self, requests: Requests, most: int) -> int:
-        """Enough that `most` samples never wait for memory, whichever of them run: the longest ones at their ends, every prompt once, since
-        its group shares it, and a twentieth more."""
-        prompts = sum(len(prompt.ids) + BLOCK for prompt in requests.prompts)
-        responses = sum(sorted(requests.lengths.values(), reverse=True)[:most]) + 2 * BLOCK * min(most, len(requests.lengths))
-        return int(1.05 * self.per_token * max(requests.positions + BLOCK, prompts + responses))
-
-
-@dataclass(frozen=True)
 class VllmStart:
     most: int  # max_num_seqs
     kv_bytes: int | None  # None: as vLLM chooses
 
 
-def measure(
-    requests: Requests, model: Path, scratch: Path, *, dummy_weights: bool, device: str, dtype: str, kv_bytes: int | None,
-    memory: VllmMemory | None, repeats: int, grid: Sequence[int], say: Callable[[str], None],
-) -> Measured:  # fmt: skip
-    """One process for each value of the grid. Without `memory` they start one after another."""
-    starts = [VllmStart(most, kv_bytes or (memory.kv_bytes(requests, most) if memory else None)) for most in grid]
-
-    def begin(start: VllmStart) -> process.Peer:
-        request = {
-            "engine": engine_options(requests, model, start, dummy_weights=dummy_weights, device=device, dtype=dtype, alone=memory is None),
-            "prompts": [prompt.ids.tolist() for prompt in requests.prompts],
-            "samples": [[uid, length] for (uid, _), length in requests.lengths.items()],
-            "repeats": repeats,
-            "per_token": requests.workload.per_token,
-            "slow": requests.workload.slow,
-        }
-        folder = scratch / f"vllm-{start.most}"
-        defaults = {"VLLM_CACHE_ROOT": str(folder / "cache")}  # one compiler must not read what another is about to write
-        if device == "cpu":
-            defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, (kv_bytes or 2**30) // 2**30))
-        return process.Peer(Path(__file__), request, folder, defaults)
-
+def measure(job: BenchJob, parameters: int, kv_bytes_per_token: int, free: int | None, say: Callable[[str], None]) -> Measured:
+    """One process for each value of the grid. `free`: bytes that are free on the device; None, on a CPU: they start one after another."""
+    starts = [
+        VllmStart(most, job.kv_bytes or (None if free is None else enough_kv_bytes(job.requests[0], most, kv_bytes_per_token)))
+        for most in job.options.grid or GRID
+    ]
     timings: list[Timing] = []
     details: dict[str, Any] = {"starts": []}
-    for wave in waves(starts, memory):
+    for wave in waves(starts, free, BESIDE + 2 * parameters):
         say(f"vllm: max_num_seqs {', '.join(str(start.most) for start in wave)}: starting")
         with ExitStack() as started:
-            peers = [started.enter_context(begin(start)) for start in wave]
-            for peer in peers:
+            processes = [started.enter_context(begin(job, start)) for start in wave]
+            for peer in processes:
                 peer.wait_until_ready()
-            for start, peer in zip(wave, peers, strict=True):
+            for start, peer in zip(wave, processes, strict=True):
                 say(f"vllm: max_num_seqs {start.most}: passes")
-                setting = {"max_num_seqs": start.most, "graphs_up_to": LARGEST_GRAPH if device == "cuda" else None}
+                setting = {"max_num_seqs": start.most, "graphs_up_to": LARGEST_GRAPH if job.device.type == "cuda" else None}
                 result = peer.measure()
                 beside = {"kv_bytes": start.kv_bytes, "started_together": len(wave)}
                 details["starts"].append(setting | beside | {"seconds": result.get("start_seconds"), "error": result.get("error")})
                 details["version"] = result.get("version", details.get("version"))
-                timings += read_timings(setting, result)
-    return Measured("vllm", timings, details)
+                timings += [Timing(**{**timed, "setting": setting | timed["setting"]}) for timed in result.get("passes", [])]
+                timings += [Timing(setting, error=result["error"])] if result.get("error") else []
+    return Measured(timings, details)
 
 
-def waves(starts: Sequence[VllmStart], memory: VllmMemory | None) -> list[list[VllmStart]]:
-    """Which ones start together: as many as the device holds, in their order."""
+def begin(job: BenchJob, start: VllmStart) -> peers.Peer:
+    (requests,), folder = job.requests, job.scratch / f"vllm-{start.most}"
+    request = {
+        "engine": engine_options(job, start),
+        "prompts": [prompt.ids.tolist() for prompt in requests.prompts],
+        "samples": [[uid, length] for (uid, _), length in requests.lengths.items()],
+        "repeats": job.repeats,
+        "per_token": requests.workload.per_token,
+        "slow": requests.workload.slow,
+    }
+    defaults = {"VLLM_CACHE_ROOT": str(folder / "cache")}  # one compiler must not read what another is about to write
+    if job.device.type == "cpu":
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, (job.kv_bytes or 2**30) // 2**30))
+    return peers.Peer(Path(__file__), request, folder, defaults)
+
+
+def enough_kv_bytes(requests: Requests, most: int, per_token: int) -> int:
+    """Enough that `most` samples never wait for memory, whichever of them run: the longest ones at their ends, every prompt once, since its
+    group shares it, and a twentieth more."""
+    prompts = sum(len(prompt.ids) + BLOCK for prompt in requests.prompts)
+    responses = sum(sorted(requests.lengths.values(), reverse=True)[:most]) + 2 * BLOCK * min(most, len(requests.lengths))
+    return int(1.05 * per_token * max(requests.positions + BLOCK, prompts + responses))
+
+
+def waves(starts: Sequence[VllmStart], free: int | None, beside: int) -> list[list[VllmStart]]:
+    """Which ones start together: as many as the device's free bytes hold, in their order, each with `beside` bytes beside its KV cache."""
     found: list[list[VllmStart]] = []
     left = 0
     for start in starts:
-        held = memory.beside + (start.kv_bytes or 0) if memory else 0
-        if not found or memory is None or held > left:
+        held = beside + (start.kv_bytes or 0)
+        if not found or free is None or held > left:
             found.append([])
-            left = memory.free if memory else 0
+            left = free or 0
         found[-1].append(start)
         left -= held
     return found
 
 
-def read_timings(setting: dict[str, Any], result: Mapping[str, Any]) -> list[Timing]:
-    timings = [
-        Timing(
-            setting=setting | {"logprob_format": pass_["logprobs"]} if pass_["logprobs"] else setting,
-            seconds=tuple(pass_["seconds"]),
-            prefill_seconds=tuple(pass_["prefill_seconds"]),
-            logprobs=pass_["logprobs"] is not None,
-            error=pass_["error"],
-        )
-        for pass_ in result.get("passes", [])
-    ]
-    return [*timings, Timing(setting=setting, error=result["error"])] if result.get("error") else timings
-
-
-def engine_options(
-    requests: Requests, model: Path, start: VllmStart, *, dummy_weights: bool, device: str, dtype: str, alone: bool
-) -> dict[str, Any]:
+def engine_options(job: BenchJob, start: VllmStart) -> dict[str, Any]:
     """Arguments of `vllm.LLM`. All others are as vLLM chooses."""
+    (requests,) = job.requests
     options: dict[str, Any] = {
-        "model": str(model),
-        "load_format": "dummy" if dummy_weights else "auto",
-        "dtype": dtype,
+        "model": str(Path(job.config.model.path).resolve()),
+        "load_format": "auto" if job.source.folder else "dummy",
+        "dtype": job.dtype,
         "skip_tokenizer_init": True,
         "max_model_len": requests.positions,
         "max_num_seqs": start.most,
@@ -134,12 +115,11 @@ def engine_options(
         "disable_log_stats": True,
         "seed": requests.seed,
     }
-    if device == "cuda":
-        options["max_cudagraph_capture_size"] = LARGEST_GRAPH
     if start.kv_bytes is not None:
         options["kv_cache_memory_bytes"] = start.kv_bytes
-    if not alone:  # a start refuses where this share of the device is not free; with the bytes given it does nothing else
-        options["gpu_memory_utilization"] = 0.01
+    if job.device.type == "cuda":
+        # A start refuses where the share `gpu_memory_utilization` of the device is not free; with the bytes given it does nothing else.
+        options |= {"max_cudagraph_capture_size": LARGEST_GRAPH, "gpu_memory_utilization": 0.01}
     return options
 
 
@@ -153,12 +133,13 @@ def run(request: Mapping[str, Any], result: dict[str, Any]) -> None:
     begin = time.perf_counter()
     engine = vllm.LLM(**request["engine"])
     result["start_seconds"] = time.perf_counter() - begin
-    process.wait_for_turn()
+    peers.wait_for_turn()
     # Flat log-probs cost vLLM less than one dictionary for each token, but not every version has them.
     with_logprobs = "flat" if hasattr(vllm.SamplingParams(), "flat_logprobs") else "dictionaries"
     # Passes with log-probs come last: by then whole passes have warmed the engine up.
     for logprobs in (with_logprobs,) if request["slow"] else (None, with_logprobs):
-        timed: dict[str, Any] = {"logprobs": logprobs, "seconds": [], "prefill_seconds": [], "error": None}
+        timed: dict[str, Any] = {"logprobs": logprobs is not None, "seconds": [], "prefill_seconds": [], "error": None}
+        timed["setting"] = {"logprob_format": logprobs} if logprobs else {}
         result["passes"].append(timed)
         try:
             one_pass(engine, request, logprobs, cut=WARM_UP_TOKENS)
@@ -203,4 +184,4 @@ def forget_prefixes(engine: Any) -> None:
 
 
 if __name__ == "__main__":
-    process.serve(run)
+    peers.serve(run)

@@ -18,11 +18,11 @@ import torch
 from fulltilt.bench import shapes
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.memory.recompute import apply_recompute
+from fulltilt.model import attention
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.fuse import fuse, unfuse
 from fulltilt.model.heads import Head, token_logprobs
-from fulltilt.schema import ModelConfig
 from fulltilt.shape import Recompute, Shape
 
 KINDS = ("none", "selective", "full")
@@ -81,7 +81,7 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = shapes.find(given.shape)
-    model, shape = shapes.ours(source, device, ModelConfig(path="-")), Shape.named(given.shape)
+    model, shape = shapes.random_model(source, device, attention.register()), Shape.named(given.shape)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     results = []
     for fused in (True, False):

@@ -78,8 +78,9 @@ def set_up(settings: Settings) -> Setup:
         ).eval()
     layers = verify(model)
     print(fuse_and_compare(model), file=sys.stderr)
-    role = Policy("actor", model, 1.0, Optimizer(model, TrainConfig(lr=1e-6), total_updates=settings.rounds))
-    take_workspaces(role)
+    optimizer = Optimizer(model, TrainConfig(lr=1e-6), total_updates=settings.rounds)
+    role = Policy("actor", model, 1.0, optimizer)
+    take_workspaces(model, optimizer)
     random = np.random.default_rng(0)
     prompts = [
         Prompt(uid=uid, ids=random.integers(3, settings.shape["vocab_size"], random.integers(8, settings.longest_prompt + 1)), text="")
@@ -170,7 +171,7 @@ def measure(settings: Settings) -> dict[str, Any]:
     roles = {"actor": role_facts(setup.model, learns=True)}
     facts = Facts(settings.device, 0, 0, roles, longest - config.rollout.max_new_tokens, steps_per_epoch=1)
     planned = decode_bytes(config, facts, setup.engine.limits.max_seqs)
-    setup.engine.close()
+    setup.engine.release()
     later = rounds[1:] or rounds
     grown = rounds[-1]["reserved_bytes"] - later[0]["reserved_bytes"] if settings.device == "cuda" else None
     return {

@@ -22,10 +22,10 @@ import pytest
 import torch
 
 from fulltilt.algo import advantage, loss
+from fulltilt.algo.base import Overlong, RewardKL
 from fulltilt.algo.build import build
-from fulltilt.algo.shaping import Overlong, RewardKL
 from fulltilt.config import parse
-from fulltilt.presets import PRESETS
+from fulltilt.presets import FUNCTION_KEYS, PRESETS
 from fulltilt.records import Row, TokenTerms, UserError, ValueTerms
 from fulltilt.schema import AlgorithmConfig, Config
 
@@ -758,10 +758,9 @@ def test_presets_name_functions_and_what_they_are_called_with() -> None:
     assert set(get_args(AlgorithmConfig.model_fields["name"].annotation)) == set(PRESETS)
     for preset in PRESETS.values():
         assert preset.defaults.keys() <= set(AlgorithmConfig.model_fields)
-        assert preset.changed.keys() <= replace(preset, changed={}).defaults.keys()
-        for module, function in ((advantage, preset.advantage), (loss, preset.loss), *([(loss, preset.critic)] if preset.critic else [])):
-            _, *keywords = inspect.signature(getattr(module, function.name)).parameters
-            assert keywords == list(function.keys)
+        functions = {"advantage": getattr(advantage, preset.advantage), "loss": getattr(loss, preset.loss)}
+        takes = {key: set(inspect.signature(function).parameters) - {"rows", "terms"} for key, function in functions.items()}
+        assert all(names == FUNCTION_KEYS[key] & preset.defaults.keys() for key, names in takes.items())
 
 
 OFF = {"kl_coef": 0.0, "reward_kl_coef": 0.0, "entropy_coef": 0.0, "importance_cap": 2.0, "overlong_buffer": 0}

@@ -17,9 +17,9 @@ from transformers import Qwen2Config
 
 from fulltilt.bench import device, job, peers, rollout, roofline, shapes
 from fulltilt.bench.figures import Measured, Timing
-from fulltilt.bench.job import BenchJob, BenchOptions
+from fulltilt.bench.job import BenchJob
 from fulltilt.bench.native import NO_TEXT, Native
-from fulltilt.bench.rollout import HfSetting
+from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.hf import HfEngine
@@ -40,8 +40,8 @@ def tiny_job(folder: Path, *overrides: str, source: shapes.Source = TINY, asked:
     workload = asked or tiny_requests().workload
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shapes, "find", lambda name: source)
-        given = BenchOptions(device="cpu", overrides=overrides, seed=5, **options)
-        return job.resolve(given, folder, workloads={workload.name: workload}, repeats={"cpu": 1}, settings=rollout.SETTINGS)
+        given = BenchOptions(device="cpu", overrides=list(overrides), seed=5, **options)
+        return job.resolve(given, folder, rollout.SETTINGS, rollout.PEERS, workloads={workload.name: workload}, repeats={"cpu": 1})
 
 
 # -- what is asked ------------------------------------------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ def test_the_roofline_by_hand() -> None:
     cost = roofline.StepCost(weight_bytes=1000, kv_bytes_per_token=10, flops_per_sample=600, flops_per_context_token=5)
     found = roofline.bound(iter(steps), cost, roofline.Device(bandwidth=100, flops=100))
     # (1000 + 320) bytes against 2 x 600 + 160 FLOPs: arithmetic; (1000 + 120) against 600 + 60: memory.
-    assert found == roofline.Bound(seconds=13.6 + 11.2, steps=2, memory_bound_steps=1, bytes=1320 + 1120, flops=1360 + 660)
+    assert found == {"seconds": 13.6 + 11.2, "steps": 2, "memory_bound_steps": 1, "bytes": 1320 + 1120, "flops": 1360 + 660}
 
 
 def test_the_roofline_holds_no_more_than_the_cache() -> None:
@@ -144,13 +144,13 @@ def test_the_best_setting_is_one_with_logprobs_and_failures_stay() -> None:
         Timing({"max_num_seqs": 512}, (1.0, 1.0, 1.0), logprobs=False),
         Timing({"max_num_seqs": 1024}, error="out of memory"),
     ]
-    peer, ours = Measured("vllm", timings), Measured("fulltilt", [Timing({}, (1.0, 0.5, 2.0))])
+    peer, ours = Measured(timings), Measured([Timing({}, (1.0, 0.5, 2.0))])
     found = peer.as_json(requests)
     assert found["setting"] == {"max_num_seqs": 512} and found["tokens_per_s"] == requests.tokens / 2.5
     assert found["without_logprobs"]["tokens_per_s"] == requests.tokens / 1.0
     assert [timing["error"] for timing in found["all_settings"]] == [None, None, None, "out of memory"]
     assert rollout.ratio(ours, peer, requests) == 2.5
-    assert rollout.ratio(ours, Measured("vllm", timings[2:]), requests) is None
+    assert rollout.ratio(ours, Measured(timings[2:]), requests) is None
 
 
 def test_time_per_token_leaves_prefill_out() -> None:
@@ -159,7 +159,7 @@ def test_time_per_token_leaves_prefill_out() -> None:
     per_token = timing.ms_per_token(requests)
     assert per_token == pytest.approx(1000 * 1.0 / (max(requests.lengths.values()) - 1))
     slower = Timing({}, seconds=(2.5, 2.5), prefill_seconds=(0.5, 0.5))
-    assert rollout.ratio(Measured("fulltilt", [timing]), Measured("hf", [slower]), requests) == pytest.approx(2.0)
+    assert rollout.ratio(Measured([timing]), Measured([slower]), requests) == pytest.approx(2.0)
 
 
 # -- peers --------------------------------------------------------------------------------------------------------------------------------
@@ -204,35 +204,30 @@ def test_transformers_stops_at_end_tokens_unless_a_length_is_forced() -> None:
     assert [g.samples[0].ids.tolist() for g in greedy[0]] == [g.samples[0].ids.tolist() for g in greedy[1]]
 
 
-def test_transformers_tries_batches_that_fit_the_cache(tmp_path: Path) -> None:
-    peer = rollout.InProcess.__new__(rollout.InProcess)
-    peer.requests, peer.device = tiny_requests(prompts=8), CPU
-    assert {setting.batch for setting in peer.settings(10, None)} == {16, 8, 4}
-    three_prompts = 3 * 2 * peer.requests.positions * 10
-    assert {setting.batch for setting in peer.settings(10, three_prompts)} == {6, 4}
+def test_transformers_tries_batches_that_fit_the_cache() -> None:
+    requests = tiny_requests(prompts=8)
+    assert {setting["batch"] for setting in rollout.hf_settings(requests, "cpu", 10, None)} == {16, 8, 4}
+    three_prompts = 3 * 2 * requests.positions * 10
+    assert rollout.hf_settings(requests, "cuda", 10, three_prompts) == [{"batch": 6}, {"batch": 4}]
 
 
 def test_transformers_tries_one_thread_unless_their_number_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert rollout.variants(HfSetting(8, 2)) == [HfSetting(8, 1)]
-    assert rollout.variants(HfSetting(8, None)) == []
+    assert rollout.variants({"batch": 8, "threads": 2}) == [{"batch": 8, "threads": 1}]
+    assert rollout.variants({"batch": 8}) == []
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert rollout.variants(HfSetting(8, 2)) == []
+    assert rollout.variants({"batch": 8, "threads": 2}) == []
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed: its absence cannot be shown")
 def test_a_point_of_the_grid_that_fails_is_recorded(tmp_path: Path) -> None:
-    requests, said = tiny_requests(), list[str]()
-    folder = shapes.write_config(TINY, CPU, tmp_path / "model")
-    assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
-    found = vllm.measure(
-        requests, folder, tmp_path, dummy_weights=True, device="cpu", dtype="float32", kv_bytes=None, memory=None, repeats=1, grid=(4,),
-        say=said.append,
-    )  # fmt: skip
+    asked, said = tiny_job(tmp_path), list[str]()
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["architectures"] == ["Qwen2ForCausalLM"]
+    found = vllm.measure(replace(asked, options=BenchOptions(vllm_grid="4")), 0, 100, None, said.append)
     assert len(said) == 2
     (timing,) = found.timings
     assert timing.setting["max_num_seqs"] == 4 and timing.error is not None and "No module named 'vllm'" in timing.error
-    assert found.as_json(requests)["tokens_per_s"] is None
+    assert found.as_json(asked.requests[0])["tokens_per_s"] is None
 
 
 def test_kernels_have_names_that_can_be_read() -> None:
@@ -248,24 +243,26 @@ def test_kernels_have_names_that_can_be_read() -> None:
 
 def test_vllm_starts_together_where_the_device_holds_them() -> None:
     starts = [vllm.VllmStart(256, 20), vllm.VllmStart(512, 30), vllm.VllmStart(1024, 45)]
-    assert vllm.waves(starts, vllm.VllmMemory(free=120, beside=10, per_token=1)) == [starts[:2], starts[2:]]
-    assert vllm.waves(starts, vllm.VllmMemory(free=40, beside=10, per_token=1)) == [[start] for start in starts]
-    assert vllm.waves(starts, vllm.VllmMemory(free=1000, beside=10, per_token=1)) == [starts]
-    assert vllm.waves(starts, None) == [[start] for start in starts]
+    assert vllm.waves(starts, free=120, beside=10) == [starts[:2], starts[2:]]
+    assert vllm.waves(starts, free=40, beside=10) == [[start] for start in starts]
+    assert vllm.waves(starts, free=1000, beside=10) == [starts]
+    assert vllm.waves(starts, None, beside=10) == [[start] for start in starts]
 
 
-def test_vllm_has_memory_for_as_many_samples_as_it_may_run() -> None:
-    requests, memory = tiny_requests(), vllm.VllmMemory(free=0, beside=0, per_token=100)
+def test_vllm_has_memory_for_as_many_samples_as_it_may_run(tmp_path: Path) -> None:
+    requests = tiny_requests()
     prompts, lengths = sum(len(prompt.ids) for prompt in requests.prompts), sorted(requests.lengths.values(), reverse=True)
     for most in (1, 3, 10**6):
-        assert memory.kv_bytes(requests, most) >= 100 * max(requests.positions, prompts + sum(lengths[:most]))
-    assert memory.kv_bytes(requests, 1) < memory.kv_bytes(requests, 3) < memory.kv_bytes(requests, 10**6)
-    options = vllm.engine_options(
-        requests, Path("m"), vllm.VllmStart(3, 7), dummy_weights=True, device="cuda", dtype="bfloat16", alone=False
-    )
+        assert vllm.enough_kv_bytes(requests, most, 100) >= 100 * max(requests.positions, prompts + sum(lengths[:most]))
+    one, three, all_of_them = (vllm.enough_kv_bytes(requests, most, 100) for most in (1, 3, 10**6))
+    assert one < three < all_of_them
+    on_cpu = tiny_job(tmp_path)
+    options = vllm.engine_options(replace(on_cpu, device=torch.device("cuda")), vllm.VllmStart(3, 7))
     assert options["kv_cache_memory_bytes"] == 7 and options["gpu_memory_utilization"] < 0.1
-    alone = vllm.engine_options(requests, Path("m"), vllm.VllmStart(3, None), dummy_weights=True, device="cpu", dtype="float32", alone=True)
-    assert not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & alone.keys()
+    assert (options["model"], options["load_format"], options["dtype"]) == (str(tmp_path / "model"), "dummy", "bfloat16")
+    alone = vllm.engine_options(on_cpu, vllm.VllmStart(3, None))
+    assert not {"kv_cache_memory_bytes", "gpu_memory_utilization", "max_cudagraph_capture_size"} & alone.keys()
+    assert (alone["max_num_seqs"], alone["max_model_len"], alone["dtype"]) == (3, requests.positions, "float32")
 
 
 # -- the command --------------------------------------------------------------------------------------------------------------------------
@@ -306,7 +303,7 @@ def test_a_run_beside_transformers(folder: Path) -> None:
 
 
 def test_time_per_token_and_the_roofline_of_a_given_device(tmp_path: Path) -> None:
-    asked = tiny_job(tmp_path, asked=tiny_requests(per_token=True).workload, against=("hf",), bandwidth=1e9, flops=1e9)
+    asked = tiny_job(tmp_path, asked=tiny_requests(per_token=True).workload, against="hf", bandwidth=1e9, flops=1e9)
     (requests,) = asked.requests
     found = rollout.run(asked, lambda text: None)
     assert found["compared_by"] == "time per token"
@@ -343,7 +340,7 @@ def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
-        ({"against": ("hf", "sglang")}, "unknown peer 'sglang'; choose from vllm, hf"),
+        ({"against": "hf,sglang"}, "unknown peer 'sglang'; choose from vllm, hf"),
         ({"device": "tpu"}, "--device tpu"),
         ({"model": "nowhere"}, "--model nowhere: neither a named shape (0.5B, 1.5B, 7B, small) nor a folder"),
         *(
@@ -353,7 +350,7 @@ def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
         ),
         ({"bandwidth": 1e9}, "--bandwidth and --flops: --flops is missing, and it is not known for cpu"),
         ({"flops": 1e9}, "--bandwidth and --flops: --bandwidth is missing, and it is not known for cpu"),
-        ({"vllm_grid": (256,), "against": ("hf",)}, "--vllm-grid: vllm is not measured here"),
+        ({"vllm_grid": "256", "against": "hf"}, "--vllm-grid: vllm is not measured here"),
         ({"model": "model", "workload": "tail"}, "needs 4352 positions, and model was made for 512"),
         ({"overrides": ("rollout.kv_bytes=many",)}, 'rollout.kv_bytes: must be "auto" or a whole number greater than 0'),
         ({"overrides": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a setting of this measurement"),
@@ -389,7 +386,7 @@ def test_without_the_drivers_of_peers(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(
         UserError, match=r"--against vllm: there is no peer_vllm\.py in .*run the command in a clone of it, or set FULLTILT_"
     ):
-        rollout.prepare(BenchOptions(device="cpu", against=("vllm",)), tmp_path)
+        rollout.prepare(BenchOptions(device="cpu", against="vllm"), tmp_path)
     (tmp_path / "peer_vllm.py").write_text("GRID = (7,)")
     assert peers.load("vllm").GRID == (7,)
 
@@ -410,12 +407,12 @@ def test_an_option_that_is_a_key_says_what_to_write(option: str, words: str, fol
 
 
 def test_values_of_options() -> None:
-    read = job.read_options({"against": " vllm, hf,", "vllm_grid": "256,1024", "overrides": ["a=1"], "trl": None, "seed": 3})
-    assert (read.against, read.vllm_grid, read.overrides, read.trl, read.seed) == (("vllm", "hf"), (256, 1024), ("a=1",), (), 3)
-    assert job.read_options({"vllm_grid": None}) == BenchOptions()
+    read = BenchOptions(against=" vllm, hf,", vllm_grid="256,1024")
+    assert (read.peers, read.grid) == (("vllm", "hf"), (256, 1024))
+    assert (BenchOptions().peers, BenchOptions().grid) == ((), ())
     for text in ("", "0", "256;512", "many"):
         with pytest.raises(UserError, match="--vllm-grid"):
-            job.numbers("--vllm-grid", text)
+            _ = BenchOptions(vllm_grid=text).grid
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(folder: Path) -> None:

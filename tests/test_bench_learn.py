@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -20,9 +21,9 @@ import runs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fulltilt.bench import learn, peers, process
-from fulltilt.bench.job import BenchJob, BenchOptions, run_batches
-from fulltilt.model.load import load_tokenizer
+from fulltilt.bench import learn, peers
+from fulltilt.bench.job import BenchJob
+from fulltilt.bench.options import BenchOptions
 from fulltilt.records import UserError
 
 trl: Any = peers.load("trl")
@@ -47,18 +48,22 @@ def place(tmp_path: Path, model_folders, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def job(place: Path, *overrides: str, **other: Any) -> BenchJob:
-    return learn.prepare(BenchOptions(run=place / "run.toml", folder=place / "bench", overrides=overrides, **other), place)
+    return learn.prepare(BenchOptions(run=place / "run.toml", folder=place / "bench", overrides=list(overrides), **other), place)
 
 
-def task(place: Path, *overrides: str, **other: Any) -> Any:
+def task(place: Path, *overrides: str, generation: str = "transformers") -> Any:
     asked = job(place, *overrides)
-    batches, tokenizer = list(run_batches(asked.config)), load_tokenizer(asked.config.model)
-    made = trl.TrlTask(asked.config, batches, tokenizer, place / "asked", "cpu", "transformers", save_at=learn.evaluated(asked))
-    return replace(made, **other)
+    there = replace(asked, options=replace(asked.options, generation=generation))
+    return trl.TrlTask(there, place / "asked", save_at=learn.evaluated(asked))
+
+
+def one_setting(given: tuple[str, ...], samples: int, device: str, generation: str) -> Any:
+    options = SimpleNamespace(trl=given)
+    return trl.one_setting(SimpleNamespace(options=options, samples=samples, device=torch.device(device), generation=generation))
 
 
 def request(place: Path, *overrides: str) -> dict[str, Any]:
-    found: dict[str, Any] = trl.request_of(task(place, *overrides), trl.one_setting((), 16, "cpu", "transformers"), place / "asked")
+    found: dict[str, Any] = trl.request_of(task(place, *overrides), one_setting((), 16, "cpu", "transformers"), place / "asked")
     return found
 
 
@@ -85,9 +90,9 @@ def quiet(text: str) -> None:
 )
 def test_what_would_not_be_the_same_is_refused(place: Path, overrides: tuple[str, ...], words: str) -> None:
     with pytest.raises(UserError) as told:
-        job(place, *overrides, against=("trl",))
+        job(place, *overrides, against="trl")
     assert words in str(told.value)
-    assert job(place, *overrides).against == ()  # ours alone can be anything that has a reward
+    assert job(place, *overrides).options.peers == ()  # ours alone can be anything that has a reward
 
 
 def test_what_grpo_has_may_be_said(place: Path) -> None:
@@ -140,7 +145,7 @@ def test_killed_it_leaves_no_run_behind(place: Path) -> None:
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
     parent.kill()
     parent.wait()
-    time.sleep(3 * process.LOOK_AT_PARENT_S)
+    time.sleep(3 * peers.LOOK_AT_PARENT_S)
     made = metrics.read_text()
     time.sleep(2)
     assert metrics.read_text() == made
@@ -156,20 +161,20 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def test_options_that_speak_of_trl_alone(place: Path) -> None:
     with pytest.raises(UserError, match="--trl: trl is not measured here"):
-        job(place, trl=("dtype=float32",))
+        job(place, trl=["dtype=float32"])
     with pytest.raises(UserError, match="unknown peer 'verl'"):
-        job(place, against=("verl",))
+        job(place, against="verl")
 
 
 def test_trl_has_what_is_faster_unless_it_is_told_otherwise() -> None:
-    found = trl.one_setting((), 96, "cuda", "vllm")
+    found = one_setting((), 96, "cuda", "vllm")
     assert (found["gradient_checkpointing"], found["per_device_train_batch_size"]) == (False, 32)
     # Weights in bfloat16 have no float32 masters: steps of this size would be lost in them.
     assert found["dtype"] == "float32"
-    told = trl.one_setting(("gradient_checkpointing=true", "vllm_gpu_memory_utilization=0.5"), 96, "cuda", "vllm")
+    told = one_setting(("gradient_checkpointing=true", "vllm_gpu_memory_utilization=0.5"), 96, "cuda", "vllm")
     assert told == {**found, "gradient_checkpointing": True, "vllm_gpu_memory_utilization": 0.5}
     with pytest.raises(UserError, match="--trl per_device_train_batch_size: give one value"):
-        trl.one_setting(("per_device_train_batch_size=8,16",), 96, "cuda", "vllm")
+        one_setting(("per_device_train_batch_size=8,16",), 96, "cuda", "vllm")
 
 
 # -- what is asked of TRL -----------------------------------------------------------------------------------------------------------------
@@ -209,7 +214,7 @@ def test_rewards_in_the_other_process_are_the_runs_own(place: Path) -> None:
 
 
 def test_vllm_is_spared_what_trl_does_anyway(place: Path) -> None:
-    found = trl.arguments(task(place, generation="vllm"), trl.one_setting((), 16, "cuda", "vllm"), place / "output")
+    found = trl.arguments(task(place, generation="vllm"), one_setting((), 16, "cuda", "vllm"), place / "output")
     longest = max(len(prompt.ids) for batch in task(place).batches for prompt in batch)
     assert found["generation_kwargs"] == {"detokenize": False} and found["vllm_max_model_length"] == longest + 12
 
@@ -250,7 +255,7 @@ def test_who_had_the_reward_first() -> None:
 
 
 def test_the_document_and_its_table(place: Path) -> None:
-    asked = replace(job(place), options=BenchOptions(against=("trl",)))
+    asked = replace(job(place), options=BenchOptions(against="trl"))
     ours, theirs = learned(2, [n / 30 for n in range(1, 31)]), learned(6, [min(0.5, n / 60) for n in range(1, 61)])
     found = learn.document(asked, {name: learn.with_beginning(each, 0.25) for name, each in (("fulltilt", ours), ("trl", theirs))})
     assert found["ratio"] == found["reached"]["trl"]["ratio"]
@@ -271,13 +276,12 @@ def test_the_document_and_its_table(place: Path) -> None:
 @pytest.mark.skipif(not WITHOUT_TRL, reason="TRL is installed: its absence cannot be shown")
 def test_without_trl(place: Path) -> None:
     with pytest.raises(UserError, match="TRL is not installed"):
-        job(place, against=("trl",))
+        job(place, against="trl")
 
 
-def test_what_failed_is_measured_again(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_failed_is_measured_again(place: Path) -> None:
     answers = [learned(1, [0.1]) | {"error": "out of memory"}, learned(1, [0.2]), learned(1, [0.3])]
-    monkeypatch.setitem(learn.MEASURE, "trl", lambda job, say: answers.pop(0))
-    found = [learn.kept(job(place), "trl", quiet) for _ in range(3)]
+    found = [learn.kept(job(place), "trl", lambda job, say: answers.pop(0), quiet) for _ in range(3)]
     assert [each["error"] for each in found] == ["out of memory", None, None] and found[1] == found[2]
 
 
@@ -329,7 +333,7 @@ def test_a_run_that_fails_is_a_result(place: Path) -> None:
 @pytest.mark.timeout(600)
 def test_both(place: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
-    found = learn.run(job(place, against=("trl",)), quiet)
+    found = learn.run(job(place, against="trl"), quiet)
     ours, theirs = found["systems"]["fulltilt"], found["systems"]["trl"]
     assert ours["error"] is None and theirs["error"] is None, theirs["error"]
     assert [line["step"] for line in theirs["steps"]] == list(range(1, 13))
@@ -350,7 +354,7 @@ def test_both(place: Path) -> None:
 def test_the_bonus_is_the_same_in_both(place: Path) -> None:
     """So large that it is nearly all of the gradient, which then hangs little on the samples."""
     pytest.importorskip("trl", reason="TRL is not installed")
-    asked = job(place, "algorithm.entropy_coef=100", "run.steps=1", "run.eval_every=0", against=("trl",))
+    asked = job(place, "algorithm.entropy_coef=100", "run.steps=1", "run.eval_every=0", against="trl")
     systems = learn.run(asked, quiet)["systems"]
     assert systems["trl"]["grad_norms"][0] == pytest.approx(systems["fulltilt"]["steps"][0]["grad_norm"], rel=0.1)
 
@@ -359,7 +363,7 @@ def test_the_bonus_is_the_same_in_both(place: Path) -> None:
 @pytest.mark.timeout(600)
 def test_a_limit_of_minutes(place: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
-    found = learn.run(job(place, "run.steps=100000", "run.eval_every=0", against=("trl",), minutes=0.25), quiet)
+    found = learn.run(job(place, "run.steps=100000", "run.eval_every=0", against="trl", minutes=0.25), quiet)
     for each in found["systems"].values():
         assert each["error"] is None and 0 < len(each["steps"]) < 100000
         assert all(line["seconds"] <= 15 + 1 for line in each["steps"][:-1])  # a pipe between the two clocks
@@ -367,7 +371,7 @@ def test_a_limit_of_minutes(place: Path) -> None:
 
 def test_trl_knows_every_argument(place: Path) -> None:
     config = pytest.importorskip("trl", reason="TRL is not installed").GRPOConfig
-    made = config(**trl.arguments(task(place, generation="vllm"), trl.one_setting((), 16, "cpu", "vllm"), place / "output"))
+    made = config(**trl.arguments(task(place, generation="vllm"), one_setting((), 16, "cpu", "vllm"), place / "output"))
     assert made.generation_batch_size == 16 and made.steps_per_generation == made.gradient_accumulation_steps == 1
 
 
@@ -382,7 +386,7 @@ def test_both_on_a_gpu(place: Path) -> None:
     wide = LlamaConfig(**{**models.SMALL, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1})
     LlamaForCausalLM(wide).to(torch.bfloat16).save_pretrained(place / "wide")
     models.tokenizer().save_pretrained(place / "wide")
-    asked = job(place, "run.device=cuda", "model.path=wide", against=("trl",), trl=("vllm_gpu_memory_utilization=0.1",))
+    asked = job(place, "run.device=cuda", "model.path=wide", against="trl", trl=["vllm_gpu_memory_utilization=0.1"])
     assert asked.generation == "vllm" and not torch.cuda.is_initialized()
     found = learn.run(asked, quiet)
     assert [each["error"] for each in found["systems"].values()] == [None, None]

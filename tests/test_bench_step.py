@@ -10,19 +10,20 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, TrainerControl, TrainerState
 
 from fulltilt.bench import device as devices
-from fulltilt.bench import peers, process, shapes, step
+from fulltilt.bench import peers, shapes, step
 from fulltilt.bench.figures import StepTiming, fastest
-from fulltilt.bench.job import BenchJob, BenchOptions, run_batches
+from fulltilt.bench.job import BenchJob, run_batches
+from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import STEP_WORKLOADS, Even, Workload
-from fulltilt.model.load import load_tokenizer
 from fulltilt.records import UserError
 
 trl: Any = peers.load("trl")
@@ -38,16 +39,20 @@ def tiny_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tiny_job(folder: Path, *overrides: str, **other: Any) -> BenchJob:
-    asked: dict[str, Any] = {"model": "tiny", "workload": "tiny", "device": "cpu", "repeats": 2, "overrides": overrides}
+    asked: dict[str, Any] = {"model": "tiny", "workload": "tiny", "device": "cpu", "repeats": 2, "overrides": list(overrides)}
     return step.prepare(BenchOptions(**{**asked, **other}), folder)
 
 
-def tiny_task(folder: Path, **other: Any) -> Any:
+def tiny_task(folder: Path, device: str = "cpu", generation: str = "transformers", trl_options: tuple[str, ...] = ()) -> Any:
+    """As `step.run` makes it, for a device and an engine that need not be there."""
     job = tiny_job(folder)
-    task = trl.TrlTask(
-        job.config, list(run_batches(job.config)), load_tokenizer(job.config.model), folder / "trl", "cpu", "transformers", 24
-    )  # fmt: skip
-    return replace(task, **other)
+    there = replace(job, device=torch.device(device), options=replace(job.options, generation=generation, trl=list(trl_options)))
+    return trl.TrlTask(there, folder / "trl", response_tokens=24)
+
+
+def asked(given: tuple[str, ...], samples: int, device: str, generation: str) -> Any:
+    """What is read of a job to choose TRL's settings."""
+    return SimpleNamespace(options=SimpleNamespace(trl=given), samples=samples, device=torch.device(device), generation=generation)
 
 
 def quiet(text: str) -> None:
@@ -61,7 +66,7 @@ def test_every_word_of_a_prompt_is_one_token_of_its_own(tmp_path: Path) -> None:
     """Read as a run and TRL read it: from the folder of a Qwen2 model, for which transformers has rules of its own."""
     job = tiny_job(tmp_path)
     found = AutoTokenizer.from_pretrained(tmp_path / "model")
-    words = step.make_language(job.source.vocabulary).words
+    words, _, _ = step.make_language(job.source.vocabulary)
     ids = found("".join(words)).input_ids
     assert len(ids) == len(set(ids)) == len(words) > job.source.vocabulary / 2
     assert len(found) == job.source.vocabulary
@@ -108,7 +113,7 @@ def test_options_resolved(tmp_path: Path) -> None:
     sizes = {"prompts": 6, "samples": 3, "new_tokens": 10, "repeats": 4}
     job = tiny_job(tmp_path, "actor.token_budget=4096", model=None, workload="small", **sizes)
     workload = job.requests[0].workload
-    assert (workload.name, workload.prompts, workload.samples, step.new_tokens(job)) == ("small", 6, 3, 10)
+    assert (workload.name, workload.prompts, workload.samples, job.requests[0].longest_response) == ("small", 6, 3, 10)
     assert job.source.name == "small" and len(job.requests) == 5
     assert STEP_WORKLOADS["step"].prompts * STEP_WORKLOADS["step"].samples == 512
     assert STEP_WORKLOADS["step"].response_tokens == Even(512, 512)
@@ -119,12 +124,12 @@ def test_options_resolved(tmp_path: Path) -> None:
     [
         ({"model": "nowhere"}, "--model nowhere: a step is measured on a named shape (0.5B, 1.5B, 7B, small, tiny)"),
         ({"workload": "design"}, "--workload design: unknown workload; choose from step, small"),
-        ({"against": ("verl",)}, "unknown peer 'verl'; choose from trl"),
+        ({"against": "verl"}, "unknown peer 'verl'; choose from trl"),
         ({"samples": 1}, "--samples 1: GRPO compares"),
         ({"trl": ("dtype=float32",)}, "--trl: trl is not measured here"),
         ({"generation": "vllm"}, "--generation: trl is not measured here"),
-        ({"against": ("trl",), "generation": "sglang"}, "--generation sglang: unknown; choose from vllm, transformers"),
-        ({"against": ("trl",), "generation": "vllm"}, "--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only"),
+        ({"against": "trl", "generation": "sglang"}, "--generation sglang: unknown; choose from vllm, transformers"),
+        ({"against": "trl", "generation": "vllm"}, "--generation vllm: TRL runs vLLM beside the trainer on a CUDA device only"),
         ({"overrides": ("algorithm.epochs=2",)}, "algorithm.epochs=2: not a setting of this measurement"),
         ({"overrides": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a setting of this measurement"),
         ({"overrides": ("actor.token_budget=many",)}, "actor.token_budget: must be"),
@@ -140,8 +145,8 @@ def test_mistakes_are_reported_before_weights_are_made(given: dict[str, Any], wo
 @pytest.mark.skipif(not WITHOUT_TRL, reason="TRL is installed: its absence cannot be shown")
 def test_without_trl(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="TRL is not installed"):
-        tiny_job(tmp_path, against=("trl",))
-    (found,) = trl.measure_steps(tiny_task(tmp_path), trl.axes((*ONE_START,), 8, "cpu", "transformers"), quiet)
+        tiny_job(tmp_path, against="trl")
+    (found,) = trl.measure_steps(tiny_task(tmp_path, trl_options=ONE_START), quiet)
     assert found.error is not None and "No module named" in found.error and found.median is None
 
 
@@ -150,7 +155,7 @@ def test_without_trl(tmp_path: Path) -> None:
 
 def test_what_is_tried_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl, "installed", lambda module: True)
-    found = trl.axes((), 512, "cuda", "vllm")
+    found = trl.axes(asked((), 512, "cuda", "vllm"))
     assert {name: values[0] for name, values in found.items()} == {
         "gradient_checkpointing": True, "per_device_train_batch_size": 8, "use_liger_kernel": False, "dtype": "float32",
         "attn_implementation": "sdpa", "vllm_importance_sampling_correction": True, "vllm_gpu_memory_utilization": 0.3,
@@ -159,15 +164,15 @@ def test_what_is_tried_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["vllm_importance_sampling_correction"] == (True, False) and found["vllm_enable_sleep_mode"] == (False, True)
     assert found["per_device_train_batch_size"] == (8, 32, 64, 128) and found["use_liger_kernel"] == (False, True)
     given = ("per_device_train_batch_size=16, 128", "gradient_checkpointing=False", "vllm_gpu_memory_utilization=0.25")
-    assert trl.axes(given, 512, "cuda", "vllm") == found | {
+    assert trl.axes(asked(given, 512, "cuda", "vllm")) == found | {
         "per_device_train_batch_size": (16, 128), "gradient_checkpointing": (False,), "vllm_gpu_memory_utilization": (0.25,),
     }  # fmt: skip
     # What cannot run here is not tried, and batches divide the step's samples.
     monkeypatch.setattr(trl, "installed", lambda module: False)
-    assert trl.axes((), 96, "cuda", "vllm") == found | {
+    assert trl.axes(asked((), 96, "cuda", "vllm")) == found | {
         "per_device_train_batch_size": (8, 32), "use_liger_kernel": (False,), "attn_implementation": ("sdpa",),
     }  # fmt: skip
-    assert trl.axes((), 6, "cpu", "transformers") == {
+    assert trl.axes(asked((), 6, "cpu", "transformers")) == {
         "gradient_checkpointing": (True, False), "per_device_train_batch_size": (6,), "use_liger_kernel": (False,), "dtype": ("float32",),
         "attn_implementation": ("sdpa",),
     }  # fmt: skip
@@ -187,7 +192,7 @@ def test_what_is_tried_of_trl(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_values_that_trl_is_not_asked_with(text: str, words: str) -> None:
     with pytest.raises(UserError) as told:
-        trl.axes((text,), 8, "cpu", "transformers")
+        trl.axes(asked((text,), 8, "cpu", "transformers"))
     assert f"--trl {text}: " in str(told.value) and words in str(told.value)
 
 
@@ -255,7 +260,7 @@ def test_the_arguments_of_a_step(tmp_path: Path) -> None:
     longest = max(len(prompt.ids) for batch in task.batches for prompt in batch)
     assert found["generation_kwargs"]["ignore_eos"] and found["vllm_max_model_length"] == 24 + longest
     assert (found["bf16"], found["use_cpu"], found["use_vllm"], found["vllm_mode"]) == (True, False, True, "colocate")
-    on_cpu = trl.arguments(replace(task, device="cpu", generation="transformers"), setting, tmp_path / "output")
+    on_cpu = trl.arguments(tiny_task(tmp_path), setting, tmp_path / "output")
     assert (on_cpu["use_vllm"], on_cpu["bf16"], on_cpu["generation_kwargs"]) == (False, False, {"min_new_tokens": 24})
     request = trl.request_of(task, setting, tmp_path / "asked")
     assert request["rates"] == [1, 1, 1] and request["order"] == list(range(12)) and request["response_tokens"] == 24
@@ -266,7 +271,7 @@ def test_an_answer_that_is_not_what_was_asked_is_an_error() -> None:
     lines = [{"step_seconds": seconds, "rollout_seconds": rollout} for seconds, rollout in ((9.0, 5.0), (2.0, 1.0), (4.0, 1.5))]
     answer = {"grad_norms": [1.0, 1.0, 1.0], "peak_bytes": 7, "peak_device_bytes": 8, "trainer_seconds": 60.0}
     found = trl.step_timing(3, {"batch": 4}, lines, answer)
-    assert (found.seconds, found.rollout_seconds, found.first_seconds, found.error) == ((2.0, 4.0), (1.0, 1.5), 9.0, None)
+    assert (found.seconds, found.rollout_seconds, found.first_step_seconds, found.error) == ((2.0, 4.0), (1.0, 1.5), 9.0, None)
     written = found.as_json(tokens=30)
     names = ("step_seconds", "rollout_seconds", "tokens_per_s", "peak_device_bytes", "start_seconds")
     assert [written[name] for name in names] == [3.0, 1.25, 10, 8, 60.0]
@@ -286,16 +291,22 @@ def watch_of(folder: Path, **other: Any) -> Any:
     return trl.Watch({**asked, **other})
 
 
+def ends_training(watch: Any, step: int, tokens_seen: int) -> bool:
+    control = TrainerControl()
+    watch.on_step_end(None, TrainerState(global_step=step, num_input_tokens_seen=tokens_seen), control)
+    return control.should_training_stop
+
+
 def test_prompts_or_responses_of_other_tokens_end_the_measurement_at_once(tmp_path: Path) -> None:
     watch = watch_of(tmp_path)
     reward = watch.reward(lambda texts, rows: [float(len(text)) for text in texts])
-    for number, tokens_seen in ((1, 15), (2, 41)):
-        watch.step_begins()
+    for number in (1, 2):
+        watch.on_step_begin()
         reward(["a", "bcd"], completion_ids=[[1, 2], [3] * (2 + number)], row=[0, 1])
         if number == 1:
-            assert not watch.step_ends(number, tokens_seen)
+            assert not ends_training(watch, number, 15)
     with pytest.raises(ValueError, match="step 2 had prompts of 20 tokens instead of 24"):
-        watch.step_ends(2, 41)
+        ends_training(watch, 2, 41)
     (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert (line["step"], line["reward"], line["response_length"]) == (1, 2.0, 2.5)
     assert 0 <= line["rollout_seconds"] <= line["step_seconds"] <= line["seconds"] < 5
@@ -311,11 +322,11 @@ def test_saving_is_not_in_the_seconds(tmp_path: Path) -> None:
     watch = watch_of(tmp_path, save_at=[1], limit_s=0.0)
     watch.save = lambda folder: time.sleep(0.5)
     watch.reward(lambda texts, rows: [0.0, 1.0])(["a", "b"], completion_ids=[[1], [2]], row=[0, 1])
-    assert watch.step_ends(1, 12) and watch.now() < 0.4
+    assert ends_training(watch, 1, 12) and watch.now() < 0.4
 
 
 def test_how_many_times_faster_by_the_medians_of_the_best_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = replace(tiny_job(tmp_path), options=BenchOptions(against=("trl",)))
+    job = replace(tiny_job(tmp_path), options=BenchOptions(against="trl"))
     ours = StepTiming({}, seconds=(2.0, 1.0, 3.0), peak_device_bytes=10, details={"phases": {}, "eager_reason": "a hook"})
     theirs = [
         StepTiming({"a": 1}, seconds=(9.0, 8.0, 20.0), peak_device_bytes=30),
@@ -340,12 +351,14 @@ def test_a_peer_that_answers_fails_or_dies(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("SET", "by the user")
 
     def ask(name: str) -> dict[str, Any]:
-        return process.ask(tmp_path / "peer.py", {"do": name}, tmp_path / name, {"SET": "by default", "UNSET": "by default"})
+        defaults = {"SET": "by default", "UNSET": "by default"}
+        with peers.Peer(tmp_path / "peer.py", {"do": name}, tmp_path / name, defaults) as peer:
+            return peer.measure()
 
     assert ask("answer") == {"begun": True, "SET": "by the user", "UNSET": "by default", "HF_HUB_OFFLINE": "1"}
     assert ask("fail") == {"begun": True, "error": "ValueError: too bad"}
     assert ask("die") == {"error": "ended with code 3: last words"}
-    monkeypatch.setattr(process, "LIMIT_S", 2.0)
+    monkeypatch.setattr(peers, "LIMIT_S", 2.0)
     assert ask("sleep") == {"error": "took longer than 2 s: asleep"}
 
 
@@ -353,7 +366,7 @@ def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypat
     (tmp_path / "peer.py").write_text(PEER)
     with ExitStack() as started:
         first, second, dead = (
-            started.enter_context(process.Peer(tmp_path / "peer.py", {"do": name}, tmp_path / str(number)))
+            started.enter_context(peers.Peer(tmp_path / "peer.py", {"do": name}, tmp_path / str(number)))
             for number, name in enumerate(("turn", "turn", "die"))
         )
         for peer in (first, second, dead):
@@ -368,7 +381,7 @@ def test_peers_start_together_and_are_measured_in_turn(tmp_path: Path, monkeypat
 def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "peer.py").write_text(PEER)
     (tmp_path / "parent.py").write_text(PARENT)
-    monkeypatch.setenv("PYTHONPATH", str(Path(process.__file__).parents[2]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(peers.__file__).parents[2]))
     command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked"), "sleep"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "the parent dies" in ended.stderr
@@ -381,9 +394,9 @@ def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.Mo
 PARENT = """
 import os, sys, time
 from pathlib import Path
-from fulltilt.bench import process
+from fulltilt.bench import peers
 
-peer = process.Peer(Path(__file__).with_name("peer.py"), {"do": sys.argv[2]}, Path(sys.argv[1]))
+peer = peers.Peer(Path(__file__).with_name("peer.py"), {"do": sys.argv[2]}, Path(sys.argv[1]))
 while not peer.log.read_text():
     time.sleep(0.02)
 print(peer.child.pid, flush=True)
@@ -394,7 +407,7 @@ os._exit(1)
 
 PEER = """
 import os, sys, time
-from fulltilt.bench import process
+from fulltilt.bench import peers
 
 def run(request, answer):
     answer["begun"] = True
@@ -405,7 +418,7 @@ def run(request, answer):
         os._exit(3)
     if request["do"] == "turn":
         print("ready", flush=True)
-        process.wait_for_turn()
+        peers.wait_for_turn()
         answer["measured"] = time.time()
         return
     if request["do"] == "sleep":
@@ -413,7 +426,7 @@ def run(request, answer):
         time.sleep(60)
     answer.update({name: os.environ[name] for name in ("SET", "UNSET", "HF_HUB_OFFLINE")})
 
-process.serve(run)
+peers.serve(run)
 """
 
 
@@ -423,9 +436,9 @@ process.serve(run)
 def test_trl_knows_every_argument(tmp_path: Path) -> None:
     config = pytest.importorskip("trl", reason="TRL is not installed").GRPOConfig
     task = tiny_task(tmp_path, generation="vllm")
-    setting = {name: values[0] for name, values in trl.axes((), 8, "cpu", "vllm").items()}
+    setting = {name: values[0] for name, values in trl.axes(asked((), 8, "cpu", "vllm")).items()}
     made = config(**trl.arguments(task, setting, tmp_path / "output"))
-    assert made.generation_batch_size == task.samples and made.steps_per_generation == made.gradient_accumulation_steps == 1
+    assert made.generation_batch_size == task.job.samples and made.steps_per_generation == made.gradient_accumulation_steps == 1
     for name, axis in trl.AXES.items():
         if not axis.of_model:
             assert config.__dataclass_fields__[name].default == axis.values[0], f"TRL's own {name} is another"
@@ -433,7 +446,7 @@ def test_trl_knows_every_argument(tmp_path: Path) -> None:
 
 def test_a_run_beside_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="TRL is not installed")
-    found = step.run(tiny_job(tmp_path, against=("trl",), trl=("per_device_train_batch_size=4",)), quiet)
+    found = step.run(tiny_job(tmp_path, against="trl", trl=("per_device_train_batch_size=4",)), quiet)
     ours, theirs = found["engines"]["fulltilt"], found["engines"]["trl"]
     assert theirs["error"] is None, theirs["error"]
     assert found["ratio"] == pytest.approx(theirs["step_seconds"] / ours["step_seconds"])
@@ -502,7 +515,7 @@ def test_a_run_beside_trl_with_vllm(tmp_path: Path) -> None:
         "per_device_train_batch_size": 4,
     }
     given = tuple(f"{name}={value}" for name, value in values.items())
-    job = tiny_job(tmp_path, model="small", workload="small", device="cuda", prompts=4, samples=4, against=("trl",), trl=given)
+    job = tiny_job(tmp_path, model="small", workload="small", device="cuda", prompts=4, samples=4, against="trl", trl=given)
     theirs = step.run(job, quiet)["engines"]["trl"]
     assert theirs["error"] is None, theirs["all_settings"]
     assert 0 < theirs["peak_memory_bytes"] < theirs["peak_device_bytes"] and min(theirs["grad_norms"]) > 0

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from fulltilt.bench import flops, shapes, update
-from fulltilt.bench.flops import AttentionLayer, Flops, ModelSize, pairs, update_flops, verl_flops
-from fulltilt.bench.job import BenchOptions
+from fulltilt.bench.flops import Flops, ModelSize, pairs, update_flops, verl_flops
+from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import WORKLOADS, make_requests
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
@@ -63,8 +63,8 @@ def test_flops_of_the_named_shapes_are_those_worked_out_by_hand(name: str) -> No
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
-    assert flops.count_weights(model) == (layer_weights, head_weights)
-    attention = (AttentionLayer(config.hidden_size),) * config.num_hidden_layers
+    assert flops.model_size(model, {}) == ModelSize(layer_weights, head_weights, ())
+    attention = ((config.hidden_size, None),) * config.num_hidden_layers
     found = update_flops(ModelSize(layer_weights, head_weights, attention), [1000], trained=600)
     assert found == expected
     assert found.total == expected.layers + expected.attention + expected.head
@@ -75,7 +75,7 @@ def test_flops_of_the_named_shapes_are_those_worked_out_by_hand(name: str) -> No
 
 
 def test_samples_add_up_and_attention_goes_by_their_own_lengths() -> None:
-    size = ModelSize(7, 11, (AttentionLayer(2), AttentionLayer(3, window=4)))
+    size = ModelSize(7, 11, ((2, None), (3, 4)))
     found = update_flops(size, [5, 9], trained=6)
     assert found == Flops(
         layers=6 * 7 * 14,
@@ -102,27 +102,27 @@ def test_verl_counts_no_family_that_it_has_no_dense_formula_for() -> None:
 def test_torch_counts_the_same_in_the_layers(family: str, model_folders) -> None:
     """All products with weights, forward and backward, seen by torch as they run. Attention runs in a kernel that it counts otherwise."""
     model = load_model(ModelConfig(path=str(model_folders(family))), CPU)
-    layers, head = flops.count_weights(model)
-    assert head == models.VOCABULARY * 32
+    size = flops.model_size(model, {})
+    assert size.head_weights == models.VOCABULARY * 32
     ids, positions = torch.arange(12), torch.cat([torch.arange(7), torch.arange(5)])
     with FlopCounterMode(display=False) as counter:
         hidden_states(model, ids, positions, Packed.of([0, 7, 12], CPU)).sum().backward()
     products = sum(
         count for operator, count in counter.get_flop_counts()["Global"].items() if operator in (torch.ops.aten.mm, torch.ops.aten.addmm)
     )
-    assert products == update_flops(ModelSize(layers, head, ()), [7, 5], trained=0).layers == 6 * layers * 12
+    assert products == update_flops(size, [7, 5], trained=0).layers == 6 * size.layer_weights * 12
 
 
 def test_a_token_is_multiplied_with_the_experts_that_it_is_sent_to(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("qwen3-moe"))), CPU)
     attention, router, an_expert = 2 * 32 * (2 * 64 + 2 * 32), 2 * 32 * 4, 3 * 32 * 24
-    assert flops.count_weights(model)[0] == attention + router + 2 * 2 * an_expert  # 2 layers, 2 of 4 experts
+    assert flops.model_size(model, {}).layer_weights == attention + router + 2 * 2 * an_expert  # 2 layers, 2 of 4 experts
 
 
 def test_windows_of_a_model_are_counted(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("gemma3"))), CPU)
-    size = update.model_size(model, verify(model))
-    assert size.attention == (AttentionLayer(32, window=12), AttentionLayer(32))
+    size = flops.model_size(model, verify(model))
+    assert size.attention == ((32, 12), (32, None))
 
 
 def test_utilisation() -> None:

@@ -30,7 +30,7 @@ from fulltilt.model.fuse import fuse_and_compare
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.lora import add_adapters, without_adapters
 from fulltilt.model.scalar import load_scalar
-from fulltilt.model.verify import packed_logprobs, verify, verify_body
+from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Prompt, Row
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
@@ -219,7 +219,7 @@ def test_critics_values_and_gradients_equal_the_cpus(family: str, tmp_path: Path
     numbers, flat = [], []
     for device, dtype in ((GPU, "bfloat16"), (CPU, "float32")):
         model = load_scalar(ModelConfig(path=str(tmp_path), dtype=dtype), device, key="critic.path", head="new")
-        verify_body(model.body)
+        verify(model.body)
         critic = Critic("critic", model, Optimizer(model, TrainConfig(), 1, keeps_parameters=True))
         numbers.append(np.concatenate(list(annotate_all(critic, batch.micro_batches))))
         Trainer(critic, partial(value_loss, value_clip=0.0)).accumulate(batch)

@@ -32,7 +32,7 @@ from fulltilt.model.attention import Packed, Scoring, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, LogitShape, token_logprobs
 from fulltilt.model.load import check_vocabulary, end_tokens, export, load_model, load_tokenizer
-from fulltilt.model.verify import packed_hidden, packed_logprobs, run_packed, verify, verify_body
+from fulltilt.model.verify import packed_hidden, packed_logprobs, run_packed, verify
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 
@@ -149,7 +149,7 @@ def load_body(folder: Path) -> torch.nn.Module:
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_a_body_without_a_head_passes_and_its_hidden_states_are_transformers_own(family: str, model_folders) -> None:
     body, theirs = load_body(model_folders(family)), models.reference(model_folders(family)).base_model
-    assert verify_body(body) == verify(load_model(ModelConfig(path=str(model_folders(family))), CPU))
+    assert verify(body) == verify(load_model(ModelConfig(path=str(model_folders(family))), CPU))
     with torch.no_grad():
         for document, found in zip(ragged_documents(), packed_hidden(body, ragged_documents())[0], strict=True):
             expected = theirs(torch.from_numpy(document)[None]).last_hidden_state[0]
@@ -161,10 +161,10 @@ def test_a_body_that_mixes_documents_or_goes_around_us_is_refused(model_folders,
     whole = Packed.of
     with monkeypatch.context() as patch, pytest.raises(UnsupportedModel, match=r"Gemma2Model.*hidden states.*documents mix"):
         patch.setattr(Packed, "of", staticmethod(lambda bounds, device: whole([bounds[0], bounds[-1]], device)))
-        verify_body(body)
+        verify(body)
     body.layers[0].self_attn.forward = lambda hidden_states, **kwargs: (hidden_states * 0.5, None)
     with pytest.raises(UnsupportedModel, match="1 of 2 layers did not go through"):
-        verify_body(body)
+        verify(body)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,6 @@ from fulltilt.memory.offload import (
     ALIGN,
     ON_DEVICE,
     Entry,
-    Layout,
     OffloadSetting,
     Residence,
     States,
@@ -313,15 +312,15 @@ def entries() -> some.SearchStrategy[list[Entry]]:
 @settings(max_examples=60, deadline=None)
 @given(entries(), some.integers(1, 40_000) | some.none())
 def test_buckets_hold_every_number_once(found: list[Entry], bucket_bytes: int | None) -> None:
-    if len({entry.kinds for entry in found}) == 2 or len(found[0].kinds) == 3:
-        assert Layout(found).kinds == ("first", "second", "master")
-    layout = Layout(found, bucket_bytes)
     if bucket_bytes is None:
-        assert layout.count == 1
+        states = States(found, CPU)
+        assert len(states.buckets) == 1
     else:
-        assert layout.width * len(layout.kinds) <= max(bucket_bytes, ALIGN * len(layout.kinds))
-    states = States(layout, CPU, 0 if bucket_bytes is None else 2)
-    covered: dict[str, int] = dict.fromkeys(layout.places, 0)
+        states = States(found, CPU, OffloadSetting(optimizer=True, bucket_bytes=bucket_bytes, buckets=2))
+        for slot in states._slots:
+            assert sum(memory.nbytes for memory in slot.values()) <= max(bucket_bytes, ALIGN * len(slot))
+    assert {*states._homes} == {kind for entry in found for kind in entry.kinds}
+    covered: dict[str, int] = dict.fromkeys((entry.name for entry in found), 0)
     sizes, kinds = {entry.name: entry.dtype.itemsize for entry in found}, {entry.name: entry.kinds for entry in found}
     for bucket in states.buckets:
         ranges: list[tuple[int, int]] = []
@@ -338,7 +337,7 @@ def test_buckets_hold_every_number_once(found: list[Entry], bucket_bytes: int | 
 
 def some_states(device: torch.device, count: int, bucket_bytes: int, slots: int) -> tuple[States, list[Entry]]:
     found = [Entry(str(number), count + number, torch.float32, ("a", "b", "c") if number % 2 else ("a", "b")) for number in range(7)]
-    return States(Layout(found, bucket_bytes), device, slots), found
+    return States(found, device, OffloadSetting(optimizer=True, bucket_bytes=bucket_bytes, buckets=slots)), found
 
 
 def pass_over(states: States, rounds: int) -> None:

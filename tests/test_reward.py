@@ -800,7 +800,7 @@ def test_a_process_that_cannot_start_is_said(pool_of: Any, monkeypatch: pytest.M
     python.write_text(f'#!/bin/sh\ncase "$*" in *guard.py*) exec {sys.executable} "$@";; esac\necho no interpreter today >&2\nexit 9\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(RuntimeError, match=r"exit code 9.*no interpreter today"):
+    with pytest.raises(UserError, match=r"exit code 9.*no interpreter today"):
         pool_of("gsm8k")
 
 

@@ -116,10 +116,10 @@ def test_a_text_beyond_the_models_context_is_a_failed_reward_and_never_cut() -> 
     assert written(models.tokenizer(), [group], longest=11) == ["1234567890</s>"]
     (why,) = RewardEncoder(models.tokenizer(), 10).rows([group])
     assert why == "the reward model reads at most 10 tokens, prompt and response have 11 in its tokenizer"
-    (failed,) = add_model_scores([group], [[Score(0.0)]], [[why]], RewardConfig(function="reward_model"))
+    (failed,) = add_model_scores([group], [[Score(0.0)]], [why], RewardConfig(function="reward_model"))
     assert failed == [Score(0.0, error=why)]
     policy = RewardConfig(function="reward_model", on_error="score", error_score=-1.0)
-    assert add_model_scores([group], [[Score(0.0)]], [[why]], policy) == [[Score(-1.0, error=why)]]
+    assert add_model_scores([group], [[Score(0.0)]], [why], policy) == [[Score(-1.0, error=why)]]
     RewardEncoder(models.tokenizer(), 10).check([group.prompt])
     with pytest.raises(UserError, match=r"prompt 41 cannot be scored: the reward model reads at most 9 tokens"):
         RewardEncoder(models.tokenizer(), 9).check([group.prompt])
@@ -133,7 +133,7 @@ CONFIG = RewardConfig(function={"gsm8k": 1.0, "reward_model": 0.5}, sources={"ru
 def test_the_models_numbers_are_added_where_the_reward_names_it() -> None:
     groups = [group_of("a", ["x", "y"], data_source=source) for source in ("anything", "rule", "model")]
     rules = [[Score(1.0, {"gsm8k": 1.0}, answer="5"), Score(0.0)], [Score(1.0), Score(0.0)], [Score(0.0), Score(0.0)]]
-    both, rule, model = add_model_scores(groups, rules, [[4.0, np.float32(-2.0)], [], [0.25, 7.0]], CONFIG)
+    both, rule, model = add_model_scores(groups, rules, [4.0, np.float32(-2.0), 0.25, 7.0], CONFIG)
     assert both == [Score(3.0, {"gsm8k": 1.0, "reward_model": 4.0}, answer="5"), Score(-1.0, {"reward_model": -2.0})]
     assert rule == rules[1]
     assert model == [Score(0.25, {"reward_model": 0.25}), Score(7.0, {"reward_model": 7.0})]
@@ -142,15 +142,15 @@ def test_the_models_numbers_are_added_where_the_reward_names_it() -> None:
 
 def test_a_failed_function_stays_failed() -> None:
     failed = Score(-7.0, error="raised")
-    assert add_model_scores([group_of("a", ["x"])], [[failed]], [[4.0]], CONFIG) == [[failed]]
+    assert add_model_scores([group_of("a", ["x"])], [[failed]], [4.0], CONFIG) == [[failed]]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_stops_the_run(number: float) -> None:
     with pytest.raises(UserError, match=rf"the reward model gave {number:g} .*'unknown' that begins 'second'.*reward_model\.path"):
-        add_model_scores([group_of("a", ["first", "second"])], [[Score(0.0)] * 2], [[1.0, number]], CONFIG)
+        add_model_scores([group_of("a", ["first", "second"])], [[Score(0.0)] * 2], [1.0, number], CONFIG)
 
 
 def test_every_sample_has_its_number() -> None:
     with pytest.raises(ValueError, match="zip"):
-        add_model_scores([group_of("a", ["x", "y"])], [[Score(0.0)] * 2], [[1.0]], CONFIG)
+        add_model_scores([group_of("a", ["x", "y"])], [[Score(0.0)] * 2], [1.0], CONFIG)

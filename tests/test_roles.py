@@ -44,6 +44,7 @@ from fulltilt.loop.validation import validate
 from fulltilt.model.lora import adapted
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers, open_loggers
+from fulltilt.observe.validation import sample_rows
 from fulltilt.presets import PRESETS
 from fulltilt.records import MicroBatch, MiniBatch, Row, UserError
 from fulltilt.train.checkpoint import CheckpointStore, write_manifest
@@ -515,7 +516,8 @@ def test_messages_are_written_by_the_reward_models_template_in_training_and_vali
     sampled = runs.rollouts(judged, 1)
     assert sampled[0]["prompt"] == "<s>s:Be brief.\nu:two and three?\na:"
     close([each["reward"] for each in sampled], judge.chat(sampled, template))
-    shown = [dict(zip(found.columns, sample, strict=True)) for sample in found.samples]
+    columns, samples = sample_rows(found.groups, found.scores, seen.run.config.log.val_samples)
+    shown = [dict(zip(columns, sample, strict=True)) for sample in samples]
     expected = judge.chat(shown, template)
     close([each["reward"] for each in shown], expected)
     assert found.metrics["val-core/chat/reward/mean@1"] == pytest.approx(np.mean(expected), abs=1e-5)

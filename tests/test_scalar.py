@@ -18,7 +18,7 @@ from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import load_model, load_tokenizer
 from fulltilt.model.lora import add_adapters, without_adapters
 from fulltilt.model.scalar import ScalarModel, load_scalar
-from fulltilt.model.verify import verify_body
+from fulltilt.model.verify import verify
 from fulltilt.records import UserError
 from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
 from fulltilt.train.optim import Optimizer
@@ -56,7 +56,7 @@ def values(model: ScalarModel, documents: list[np.ndarray] = DOCUMENTS) -> list[
 def test_the_last_tokens_number_is_transformers_score(family: str, tmp_path: Path) -> None:
     reference = classifier(family, tmp_path)
     model = scalar(tmp_path)
-    verify_body(model.body)
+    verify(model.body)
     with torch.no_grad():
         together = values(model)
         for document, packed in zip(DOCUMENTS, together, strict=True):

@@ -28,7 +28,7 @@ def test_long_lists_and_texts_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (5 * 2**40, "5120.0 GiB")]
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (5 * 2**40, "5.0 TiB")]
 )
 def test_bytes_have_a_unit(count: int, text: str) -> None:
     assert words.in_bytes(count) == text

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import runs
 
-from fulltilt.cluster.worker import Annotated, LogprobSum, Report, Updated, Worker
+from fulltilt.cluster.worker import Annotated, Metrics, Report, Worker
 from fulltilt.loop import opening
 from fulltilt.records import Group, Prompt, Row
 from fulltilt.rollout.sampler import Sampling
@@ -47,22 +47,25 @@ class Elsewhere:
 
     def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> Annotated:
         self.calls.add(f"annotate {role}")
-        found: Annotated = across(self.worker.annotate(role, field, across(rows), lambda progress: report(across(progress))))
+        found: Annotated = across(self.worker.annotate(role, field, across(rows), lambda *done: report(*across(done))))
         return found
 
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Updated:
+    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
         self.calls.add(f"update {role}")
-        found: Updated = across(self.worker.update(role, across(rows), across(updates_before), lambda progress: report(across(progress))))
+        found: Metrics = across(self.worker.update(role, across(rows), across(updates_before), lambda *done: report(*across(done))))
         return found
 
-    def sum_logprobs(self, rows: Sequence[Row]) -> LogprobSum:
+    def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         self.calls.add("sum_logprobs")
-        found: LogprobSum = across(self.worker.sum_logprobs(across(rows)))
+        found: tuple[float, int] = across(self.worker.sum_logprobs(across(rows)))
         return found
 
-    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> Callable[[], None] | None:
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         self.calls.add("save")
-        return self.worker.save(across(arrays), across(folder), across(beside))
+        self.worker.save(across(arrays), across(folder), across(beside))
+
+    def finish_save(self) -> None:
+        self.worker.finish_save()
 
     def sync(self, version: int) -> None:
         self.worker.sync(across(version))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
+import importlib.util
 import json
 import sys
 import time
@@ -33,7 +34,7 @@ from fulltilt import config as configuration
 from fulltilt import loop
 from fulltilt.observe import plot
 from fulltilt.observe.console import Console
-from fulltilt.observe.metrics import TIMING_NAMES
+from fulltilt.observe.metrics import TIMING_NAMES, read_lines
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.train.checkpoint import CheckpointStore
@@ -274,14 +275,14 @@ def over_seeds(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def of_run(folder: Path) -> dict[str, Any]:
     """Seconds by phase, and what must stay as it is along a run."""
-    lines = plot.read_lines(folder / plot.METRICS)
+    lines = read_lines(folder / plot.METRICS)
     steps = [line for line in lines if line["step"] > 0]
     phases = {phase: [line[f"timing_s/{name}"] for line in steps if f"timing_s/{name}" in line] for phase, name in TIMING_NAMES.items()}
     watched = ("rollout_corr/logprob_abs_gap", "rollout_corr/rollout_is_mean", "memory_gib/reserved", "memory_gib/process")
     columns = {name: [line[name] for line in steps if line.get(name) is not None] for name in watched}
     return {
         "steps": len(steps),
-        "seconds": plot.seconds(lines)[-1],
+        "seconds": sum(sum(line.get(name) or 0.0 for name in plot.PARTS_OF_TIME) for line in lines),
         "step_seconds": median(line["timing_s/step"] for line in steps),
         "phase_seconds": {phase: median(times) for phase, times in phases.items() if times},
         "watched": {
@@ -294,8 +295,9 @@ def of_run(folder: Path) -> dict[str, Any]:
 
 def draw(recipe: Recipe, runs: Sequence[str]) -> list[Path]:
     folders = [recipe.folder / name for name in runs]
-    out = recipe.folder / ("curves.png" if plot.can_draw() else "curves.json")
-    if not plot.can_draw():
+    can_draw = importlib.util.find_spec("matplotlib") is not None
+    out = recipe.folder / ("curves.png" if can_draw else "curves.json")
+    if not can_draw:
         recipe.console.note('without matplotlib there is no picture, only its numbers: pip install "fulltilt[plot]"')
     there = {curve.metric for folder in folders for curve in plot.of_source(folder, folder.name)}
     return plot.write(plot.read(folders, [name for name in CURVES if name in there]), out, against="seconds")

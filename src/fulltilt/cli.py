@@ -14,13 +14,15 @@ import sys
 import tempfile
 from dataclasses import asdict
 from importlib import import_module
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
+from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
 from fulltilt.records import UserError
 from fulltilt.words import many
 
@@ -60,64 +62,10 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
-
-def argument(metavar: str, words: str) -> Any:
-    return typer.Argument(metavar=metavar, help=words, show_default=False)
-
-
-def option(metavar: str, words: str) -> Any:
-    return typer.Option(metavar=metavar, help=words, show_default=False)
-
-
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The configuration of the run. docs/reference.md lists every key.")]
 Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for keys of the file, for example run.steps=10.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and text for people on standard error.")]
+Out = Annotated[Path | None, option("FILE", "Write the JSON document here too.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings and errors.")]
-
-BenchKeys = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=VALUE",
-        help="Settings of the measured run, as for train: train.recompute=full actor.token_budget=32768",
-        show_default=False,
-    ),
-]
-BenchModel = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SHAPE|PATH",
-        help="0.5B, 1.5B, 7B (Qwen2.5's shapes) or small, with random weights; or a model folder. Default: 0.5B on cuda, small on cpu.",
-        show_default=False,
-    ),
-]
-BenchDevice = Annotated[str | None, typer.Option(metavar="cuda|cpu", help="Default: cuda where there is one.", show_default=False)]
-BenchWorkload = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="design, long, tail, whole or small: see docs/bench.md. Default: design on cuda, small on cpu.",
-        show_default=False,
-    ),
-]
-BenchPrompts = Annotated[int | None, typer.Option(min=1, help="Number of prompts, instead of the workload's.", show_default=False)]
-BenchSamples = Annotated[int | None, typer.Option(min=1, help="Samples of each prompt, instead of the workload's.", show_default=False)]
-BenchRepeats = Annotated[int | None, typer.Option(min=1, help="Measured passes. Default: 2 on cuda, 3 on cpu.", show_default=False)]
-BenchSeed = Annotated[int, typer.Option(min=0, help="Seed of prompts, of the order of lengths, and of sampling.")]
-BenchFlops = Annotated[
-    float | None, typer.Option(help="FLOP/s of the device, where they are not known: see docs/bench.md.", show_default=False)
-]
-BenchAgainstTrl = Annotated[str, typer.Option(metavar="PEER", help="Measure this system too: trl.", show_default=False)]
-BenchTrl = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME=VALUE,VALUE", help="Values to try of one of TRL's arguments: see docs/bench.md.", show_default=False),
-]
-BenchGeneration = Annotated[
-    str | None,
-    typer.Option(
-        metavar="vllm|transformers", help="What TRL generates with. Default: vllm on cuda, transformers on cpu.", show_default=False
-    ),
-]
-BenchOut = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the JSON document here too.", show_default=False)]
 
 
 def main() -> None:
@@ -199,7 +147,7 @@ def train(
         print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {many(summary.steps, 'step')} in {summary.dir}"
+        f"done: {many(summary.steps, 'step')} in {config.run.dir}"
         + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
         + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
     )
@@ -270,11 +218,11 @@ class BenchCommand(TyperCommand):
     """Refuses an option with the name of a key (`--recompute full`) by naming the KEY=VALUE to write."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {option for parameter in self.params for option in parameter.opts}
-        for option in (text.partition("=")[0] for text in args if text.startswith("--")):
-            name = option.strip("-").replace("-", "_")
-            if option not in known and (key := key_named(name.removeprefix("no_"))):
-                raise UserError(f"{option}: no such option. Write {key}={'false' if name.startswith('no_') else 'VALUE'} instead")
+        known = {name for parameter in self.params for name in parameter.opts}
+        for given in (text.partition("=")[0] for text in args if text.startswith("--")):
+            name = given.strip("-").replace("-", "_")
+            if given not in known and (key := key_named(name.removeprefix("no_"))):
+                raise UserError(f"{given}: no such option. Write {key}={'false' if name.startswith('no_') else 'VALUE'} instead")
         return super().parse_args(ctx, args)
 
 
@@ -285,109 +233,47 @@ def key_named(name: str) -> str | None:
     return next((key for key in keys() if key.partition(".")[2] == name), None)
 
 
-@bench.command(cls=BenchCommand)
-def rollout(
-    overrides: BenchKeys = None,
-    model: BenchModel = None,
-    against: Annotated[
-        str, typer.Option(metavar="PEERS", help="Measure these engines too: vllm, hf (transformers), or both: vllm,hf", show_default=False)
-    ] = "",
-    device: BenchDevice = None,
-    workload: BenchWorkload = None,
-    prompts: BenchPrompts = None,
-    samples: BenchSamples = None,
-    repeats: BenchRepeats = None,
-    seed: BenchSeed = 0,
-    vllm_grid: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NUMBERS",
-            help="Values of max_num_seqs that vLLM is started with, one start each. Default: 256,512,1024.",
-            show_default=False,
-        ),
-    ] = None,
-    bandwidth: Annotated[
-        float | None,
-        typer.Option(help="Bytes/s of the device's memory, where they are not known: see docs/bench.md.", show_default=False),
-    ] = None,
-    flops: BenchFlops = None,
-    out: BenchOut = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure how fast samples with log-probs are generated: output tokens/s, prefill included, ours and others' on the same requests."""
-    measure("rollout", **locals())
+def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
+    """Add the command of a benchmark. `taken`: the fields of BenchOptions that are its options; `own`: those that it describes itself."""
+
+    def command(**given: Any) -> None:
+        measure(name, **given)
+
+    kinds = {**get_type_hints(BenchOptions, include_extras=True), "out": Out, "as_json": Json, "quiet": Quiet, **own}
+    defaults = {**vars(BenchOptions), "run": Parameter.empty, "as_json": False, "quiet": False}
+    options = [
+        Parameter(field, Parameter.KEYWORD_ONLY, annotation=kinds[field], default=defaults.get(field))
+        for field in [*taken.split(), "out", "as_json", "quiet"]
+    ]
+    command.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    bench.command(name, cls=BenchCommand, help=words)(command)
 
 
-@bench.command(cls=BenchCommand)
-def update(
-    overrides: BenchKeys = None,
-    model: BenchModel = None,
-    device: BenchDevice = None,
-    workload: BenchWorkload = None,
-    prompts: BenchPrompts = None,
-    samples: BenchSamples = None,
-    repeats: BenchRepeats = None,
-    seed: BenchSeed = 0,
-    flops: BenchFlops = None,
-    out: BenchOut = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure an update: tokens/s and MFU of forward and backward, seconds of the optimizer step, memory, and where the time goes."""
-    measure("update", **locals())
-
-
-@bench.command(cls=BenchCommand)
-def step(
-    overrides: BenchKeys = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="SHAPE", help="0.5B, 1.5B, 7B or small. Default: 0.5B on cuda, small on cpu.", show_default=False),
-    ] = None,
-    against: BenchAgainstTrl = "",
-    device: BenchDevice = None,
-    workload: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="step or small: see docs/bench.md. Default: step on cuda, small on cpu.", show_default=False),
-    ] = None,
-    prompts: BenchPrompts = None,
-    samples: BenchSamples = None,
-    new_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of every response.", show_default=False)] = None,
-    repeats: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, help="Measured steps after the first. Default: 3 on cuda, 2 on cpu.", show_default=False),
-    ] = None,
-    seed: BenchSeed = 0,
-    trl: BenchTrl = None,
-    generation: BenchGeneration = None,
-    out: BenchOut = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure whole GRPO steps, prompts to optimizer step: seconds by phase and peak memory, ours and TRL's on the same prompts."""
-    measure("step", **locals())
-
-
-@bench.command()
-def learn(
-    run: RunFile,
-    overrides: Overrides = None,
-    against: BenchAgainstTrl = "",
-    folder: Annotated[
-        Path, typer.Option("--dir", help="Working folder of both systems. What was measured there before is not measured again.")
-    ] = Path("runs/bench-learn"),
-    trl: BenchTrl = None,
-    generation: BenchGeneration = None,
-    minutes: Annotated[
-        float | None, typer.Option(min=0.01, help="Stop each system after the step in which this many have passed.", show_default=False)
-    ] = None,
-    out: BenchOut = None,
-    as_json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and of the same run under TRL."""
-    measure("learn", **locals())
+add_benchmark(
+    "rollout",
+    "Measure how fast samples with log-probs are generated: output tokens/s, prefill included, ours and others' on the same requests.",
+    "overrides model against device workload prompts samples repeats seed vllm_grid bandwidth flops",
+    against=Annotated[str | None, option("PEERS", "Measure these engines too: vllm, hf (transformers), or both: vllm,hf")],
+)
+add_benchmark(
+    "update",
+    "Measure an update: tokens/s and MFU of forward and backward, seconds of the optimizer step, memory, and where the time goes.",
+    "overrides model device workload prompts samples repeats seed flops",
+)
+add_benchmark(
+    "step",
+    "Measure whole GRPO steps, prompts to optimizer step: seconds by phase and peak memory, ours and TRL's on the same prompts.",
+    "overrides model against device workload prompts samples new_tokens repeats seed trl generation",
+    model=Annotated[str | None, option("SHAPE", "0.5B, 1.5B, 7B or small. Default: 0.5B on cuda, small on cpu.")],
+    workload=Annotated[str | None, option("NAME", "step or small: see docs/bench.md. Default: step on cuda, small on cpu.")],
+    repeats=Annotated[int | None, option(None, "Measured steps after the first. Default: 3 on cuda, 2 on cpu.", "--steps", min=1)],
+)
+add_benchmark(
+    "learn",
+    "Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and of the same run under TRL.",
+    "run overrides against folder trl generation minutes",
+    overrides=Overrides,
+)
 
 
 def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
@@ -397,8 +283,9 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
     from fulltilt.bench import report
 
     benchmark = import_module(f"fulltilt.bench.{name}")
+    options = BenchOptions(**{field: value for field, value in given.items() if value is not None})
     with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as scratch, report.progress(quiet=quiet) as say:
-        job = benchmark.prepare(jobs.read_options(given), Path(scratch))
+        job = benchmark.prepare(options, Path(scratch))
         if out is not None:
             jobs.check_writable("--out", out)
         found = benchmark.run(job, say)
@@ -413,7 +300,7 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
 @app.command()
 def prove(
     words: Annotated[list[str] | None, argument("KNOB", "Knobs to prove, by fulltilt's, verl's or ChatLearn's name. Default: all.")] = None,
-    device: BenchDevice = None,
+    device: DeviceName = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:

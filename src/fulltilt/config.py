@@ -81,8 +81,7 @@ def parse(
 
 def report(origin: str, mistakes: Sequence[str]) -> str:
     """All mistakes as one message."""
-    count = "1 mistake" if len(mistakes) == 1 else f"{len(mistakes)} mistakes"
-    return "\n".join([f"{origin}: {count}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
+    return "\n".join([f"{origin}: {many(len(mistakes), 'mistake')}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -502,13 +501,9 @@ RULES: tuple[ConfigRule, ...] = (
 
 def warnings(config: Config) -> list[str]:
     """Settings that are allowed but may not be what the user meant."""
-    rollout = config.rollout
     not_applied = "the trainer does not apply it, its log-probs are those of the full softmax"
-    conditions = (
-        (rollout.top_p < 1, f"rollout.top_p = {rollout.top_p}: {not_applied}"),
-        (rollout.top_k > 0, f"rollout.top_k = {rollout.top_k}: {not_applied}"),
-    )
-    return [text for holds, text in conditions if holds]
+    values = {key: getattr(config.rollout, key) for key, off in (("top_p", 1), ("top_k", 0)) if getattr(config.rollout, key) != off}
+    return [f"rollout.{key} = {value}: {not_applied}" for key, value in values.items()]
 
 
 # ---- writing and comparing ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ To add an algorithm: add an entry to PRESETS, and to `algo` the functions that i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 Setting = float | int | str | bool | None
 
@@ -35,41 +35,33 @@ ROLLOUT: Mapping[str, Setting] = {
 }
 # The same for algorithms that compare the samples of a prompt with one another.
 GROUPS: Mapping[str, Setting] = {**ROLLOUT, "dynamic_sampling": False, "prompts_per_round": None, "max_rounds": 10}
+CLIPPED: Mapping[str, Setting] = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
 
-
-@dataclass(frozen=True)
-class PresetFunction:
-    """A function by its name, and the keys of [algorithm] that it is called with, with their values when left out."""
-
-    name: str
-    keys: Mapping[str, Setting] = field(default_factory=dict)
+# Keys that only a preset's own advantage or surrogate reads: where a user's function takes its place, that function must take them too.
+FUNCTION_KEYS = {"advantage": {"normalize_by_std", "whiten", "gamma", "gae_lambda"}, "loss": {"clip_low", "clip_high", "dual_clip"}}
 
 
 @dataclass(frozen=True)
 class Preset:
-    advantage: PresetFunction
-    loss: PresetFunction  # a policy's surrogate; the whole loss, where nothing is sampled
-    common: Mapping[str, Setting]
+    """Functions are called with rows or terms, and with the keys of [algorithm] that are among their parameters."""
+
+    advantage: str  # name of a function
+    loss: str  # name of a policy's surrogate; of the whole loss, where nothing is sampled
+    defaults: Mapping[str, Setting]  # keys of [algorithm] that it reads, and their values when left out
     smallest_group: int = 1  # fewest samples per prompt that it can learn from
     rollout: bool = True  # learns from its own samples and their rewards
-    critic: PresetFunction | None = None  # the critic's loss
+    critic: str = ""  # name of the critic's loss; empty: it has no critic
     baseline: bool = False  # needs each prompt's greedy sample
-    changed: Mapping[str, Setting] = field(default_factory=dict)  # values that differ from those of functions and common keys
-
-    @property
-    def defaults(self) -> dict[str, Setting]:
-        """Keys of [algorithm] that it reads, and their values when left out."""
-        functions = (self.advantage, self.loss, *([self.critic] if self.critic else []))
-        return {**self.common, **{key: value for each in functions for key, value in each.keys.items()}, **self.changed}
 
     def but(self, **values: Setting) -> Preset:
         """The same algorithm with other default values."""
-        return replace(self, changed={**self.changed, **values})
+        return replace(self, defaults={**self.defaults, **values})
 
 
-CLIPPED = PresetFunction("clipped_surrogate", {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0})
-GRPO = Preset(PresetFunction("group_relative", {"normalize_by_std": True}), CLIPPED, GROUPS, smallest_group=2)
-REINFORCE = Preset(PresetFunction("discounted_returns", {"gamma": 1.0, "whiten": True}), CLIPPED, ROLLOUT)
+RLOO = Preset("leave_one_out", "clipped_surrogate", {**GROUPS, **CLIPPED}, smallest_group=2)
+GRPO = replace(RLOO, advantage="group_relative").but(normalize_by_std=True)
+REMAX = Preset("greedy_baseline", "clipped_surrogate", {**ROLLOUT, **CLIPPED}, baseline=True)
+GSPO = Preset("group_relative", "sequence_surrogate", {**GROUPS, "normalize_by_std": True}, smallest_group=2)
 
 PRESETS: Mapping[str, Preset] = {
     "grpo": GRPO,
@@ -78,23 +70,18 @@ PRESETS: Mapping[str, Preset] = {
     "dapo": GRPO.but(clip_high=0.28, dynamic_sampling=True, overlong_buffer=None),
     # gae_lambda 1, as in verl: the reward comes with the last token, and 0.95 would leave 1% of it after 90 tokens, so that
     # long responses would learn from the critic alone, which has not learned anything yet.
-    "ppo": Preset(
-        PresetFunction("generalised", {"gamma": 1.0, "gae_lambda": 1.0, "whiten": True}),
-        CLIPPED,
-        {**ROLLOUT, "critic_warmup": 0},
-        critic=PresetFunction("value_loss", {"value_clip": 0.5}),
+    "ppo": Preset("generalised", "clipped_surrogate", {**ROLLOUT, **CLIPPED}, critic="value_loss").but(
+        gamma=1.0, gae_lambda=1.0, whiten=True, value_clip=0.5, critic_warmup=0
     ),
-    "rloo": replace(GRPO, advantage=PresetFunction("leave_one_out")),
-    "reinforce++": REINFORCE,
+    "rloo": RLOO,
+    "reinforce++": replace(REMAX, advantage="discounted_returns", baseline=False).but(gamma=1.0, whiten=True),
     # The paper's KL term here is k2.
-    "reinforce++_baseline": replace(GRPO, advantage=PresetFunction("group_mean_whitened", {"whiten": True})).but(kl_estimator="k2"),
-    "remax": replace(REINFORCE, advantage=PresetFunction("greedy_baseline"), baseline=True),
-    "gspo": replace(GRPO, loss=PresetFunction("sequence_surrogate", {"clip_low": 3e-4, "clip_high": 4e-4})).but(
-        aggregation="seq-mean-token-mean"
-    ),
+    "reinforce++_baseline": replace(RLOO, advantage="group_mean_whitened").but(whiten=True, kl_estimator="k2"),
+    "remax": REMAX,
+    "gspo": GSPO.but(clip_low=3e-4, clip_high=4e-4, aggregation="seq-mean-token-mean"),
     # No lower bound, as in the MiniMax-M1 paper; the weight is at most 5.
-    "cispo": replace(GRPO, loss=PresetFunction("clipped_importance", {"clip_low": 1.0, "clip_high": 4.0})),
-    "sft": Preset(PresetFunction("no_advantage"), PresetFunction("sft_loss"), AGGREGATION, rollout=False),
+    "cispo": replace(GSPO, loss="clipped_importance").but(clip_low=1.0, clip_high=4.0),
+    "sft": Preset("no_advantage", "sft_loss", AGGREGATION, rollout=False),
 }
 
 VERL_NAMES: Mapping[str, str] = {

@@ -19,14 +19,13 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-Finish = Literal["stop", "length"]
-
-# A rollout engine is one file in rollout/engines/, and its name is the file's. The names are listed without importing the files, which
-# import torch.
-if TYPE_CHECKING:
     EngineName = str
 else:
+    # A rollout engine is one file in rollout/engines/, and its name is the file's. The names are listed without importing the files, which
+    # import torch.
     EngineName = Literal[tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "rollout" / "engines")]))]
+
+Finish = Literal["stop", "length"]
 
 
 class UserError(ValueError):
@@ -142,9 +141,7 @@ class MiniBatch:
 
     micro_batches: tuple[MicroBatch, ...]
     trained_tokens: int  # over all micro-batches (and ranks): what per-token metrics are divided by
-    silent: bool = (
-        False  # no row has an advantage: only one row is computed, for a gradient of 0, and its metrics do not represent the rest
-    )
+    silent: bool = False  # no row has an advantage: only one is computed, for a gradient of 0, and its metrics do not represent the rest
 
 
 @dataclass(frozen=True, eq=False)

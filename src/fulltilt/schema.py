@@ -32,6 +32,7 @@ from fulltilt.words import either, shortened
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
 NotEmpty = Annotated[str, Field(min_length=1)]
 Auto = Literal["auto"]
 Count = Positive | Auto
@@ -70,10 +71,11 @@ class UsedIf:
 
 def when(key: str, *values: Any, required: bool = False) -> UsedIf:
     """A key has an effect while another has one of these values; without values, while the other is above 0."""
-    choices = either([json.dumps(value) for value in values])
-    wanted = "above 0" if not values else f"= {choices}" if len(values) == 1 else f"to {choices}"
-    name = key if "." in key else f"{{section}}.{key}"
-    return UsedIf((key,), lambda seen: seen in values if values else bool(seen), f"set {name} {wanted}", required)
+    name, choices = key if "." in key else f"{{section}}.{key}", either([json.dumps(value) for value in values])
+    remedy = f"set {name} above 0" if not values else f"set {name} {'=' if len(values) == 1 else 'to'} {choices}"
+    if values in ((None,), ("auto",)):
+        remedy = f"remove {name}"
+    return UsedIf((key,), lambda seen: seen in values if values else bool(seen), remedy, required)
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,7 @@ class Section(BaseModel):
 
 _batch_number = partial(row, changes="nothing: it is part of the algorithm, and no tuner touches it", section=BATCHES)
 _rollout = partial(row, section=ROLLOUT)
+_KV_BLOCKS = "KV blocks; most samples decoded at once"
 _training = partial(row, section=TRAINING)
 
 _PACKING_NOTE = "ChatLearn's packing sets two knobs here: packing and dynamic batch. Its guide says it is on by default; its code says off."
@@ -185,7 +188,7 @@ _kl_estimator = partial(
 
 _if_sampled = UsedIf(("algorithm.name",), lambda name: PRESETS[name].rollout, "choose an algorithm that samples responses and scores them")
 _if_supervised = UsedIf(("algorithm.name",), lambda name: not PRESETS[name].rollout, 'set algorithm.name = "sft": others read prompts only')
-_if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic is not None, 'set algorithm.name = "ppo", which has a critic')
+_if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic != "", 'set algorithm.name = "ppo", which has a critic')
 _if_recomputed = UsedIf(
     ("train.recompute", "critic.recompute"),
     lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
@@ -349,7 +352,7 @@ class RolloutConfig(Section):
     """Largest number of tokens in a response."""
     temperature: float = Field(default=1.0, ge=0)
     """Sampling temperature, also of the trainer's log-probs: 0.0001 to 10000, or 0 (greedy), which is refused for training."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_p: Share = 1.0
     """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
     top_k: NotNegative = 0
     """Sample among the k most likely tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
@@ -358,15 +361,11 @@ class RolloutConfig(Section):
     engine: EngineName = _rollout("native", "the engine that generates", "~ARR.rollout.name | ~runtime_args.rollout_backend")
     """The engine that generates: `native`, or `hf`, transformers' own `generate`, which is slow, keeps a second copy of the model and runs
     no adapters. Note: vllm, sglang, trtllm and tgi are not built in this version."""
-    kv_bytes: Count = _rollout(
-        "auto",
-        "KV blocks; most samples decoded at once",
-        used_if=UsedIf(("memory_fraction",), lambda share: share == "auto", "remove rollout.memory_fraction"),
-    )
+    kv_bytes: Count = _rollout("auto", _KV_BLOCKS, used_if=when("memory_fraction", "auto"))
     """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. `auto`: the memory measured free, less a
     reserve. Note: The same memory as rollout.memory_fraction, in bytes: set one of the two."""
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = _rollout(
-        "auto", "KV blocks; most samples decoded at once", "~ARR.rollout.gpu_memory_utilization | ~models.policy.gpu_memory_utilization"
+    memory_fraction: Share | Auto = _rollout(
+        "auto", _KV_BLOCKS, "~ARR.rollout.gpu_memory_utilization | ~models.policy.gpu_memory_utilization"
     )
     """Share of the device memory free at start that becomes KV cache; on CUDA, a share that leaves too little for decoding is an error.
     Not together with `kv_bytes`. `auto`: the memory measured free, less a reserve. Note: gpu_memory_utilization is a share of the GPU's
@@ -561,7 +560,7 @@ class RefConfig(Section):
         "auto",
         "largest temporary of the head",
         "~ARR.ref.{,fsdp_config.}entropy_from_logits_with_chunking",
-        used_if=UsedIf(("train.fused_head",), lambda fused: fused, "set train.fused_head = true: the reference role computes no entropy"),
+        used_if=when("train.fused_head", True),
     )
     """Most tokens whose log-probs are computed at a time. The reference role computes no entropy. `auto`: as many tokens as a fixed memory
     limit allows. Note: A number of tokens; verl's key is a switch."""
@@ -647,7 +646,7 @@ class EvalConfig(Section):
     """Samples of each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of validation: from 0.0001 to 10000, or 0, which is greedy."""
-    top_p: float = row(1.0, used_if=_if_not_greedy("top_p", 1), gt=0, le=1)
+    top_p: Share = row(1.0, used_if=_if_not_greedy("top_p", 1))
     """Nucleus sampling of validation."""
     top_k: NotNegative = row(0, used_if=_if_not_greedy("top_k", 0))
     """Top-k sampling of validation; 0: all tokens."""
@@ -699,12 +698,7 @@ class LogConfig(Section):
 class RunConfig(Section):
     dir: str = row("runs/run", free=True, elsewhere="default_local_dir output_dir", min_length=1)
     """Folder of checkpoints, metrics and rollouts."""
-    steps: Positive | None = row(
-        None,
-        elsewhere="max_steps total_training_steps",
-        used_if=UsedIf(("epochs",), lambda epochs: epochs is None, "remove run.epochs", required=True),
-        free=True,
-    )
+    steps: Positive | None = row(None, free=True, elsewhere="max_steps total_training_steps", used_if=when("epochs", None, required=True))
     """Steps to run. Set either `steps` or `epochs`."""
     epochs: Positive | None = row(None, free=True, elsewhere="num_train_epochs total_epochs")
     """Passes over the training data. Set either `steps` or `epochs`."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fulltilt import user_code
-from fulltilt.presets import PRESETS
+from fulltilt.presets import FUNCTION_KEYS, PRESETS
 from fulltilt.records import UserError
 from fulltilt.schema import AlgorithmConfig, Config, UsedIf, value_of
 from fulltilt.user_code import UserCode, UserCodeError
@@ -115,7 +115,7 @@ def own_functions(config: Config) -> dict[str, UserFunction]:
     """The user's functions by their keys. Reads their files and executes nothing."""
     found = {}
     for key in GIVEN:
-        if key in PRESETS[config.algorithm.name].common and is_set(config, f"algorithm.{key}"):
+        if key in PRESETS[config.algorithm.name].defaults and is_set(config, f"algorithm.{key}"):
             name = getattr(config.algorithm, key)
             try:
                 found[key] = UserFunction(key, user_code.locate(name), algorithm_settings(config))
@@ -128,7 +128,7 @@ def used_keys(config: Config) -> set[str]:
     """Keys of [algorithm] that this run has a use for, if what they depend on is switched on."""
     preset, own = PRESETS[config.algorithm.name], own_functions(config)
     used = {*DATA_KEYS, *preset.defaults} - (set() if preset.rollout else {"samples_per_prompt"})
-    # With a critic, the preset's advantage goes before the user's and gives the returns.
-    used -= preset.advantage.keys.keys() if "advantage" in own and not preset.critic else set()
-    used -= preset.loss.keys.keys() if "loss" in own else set()
+    for key in own:
+        # With a critic, the preset's advantage goes before the user's and gives the returns.
+        used -= set() if key == "advantage" and preset.critic else FUNCTION_KEYS[key]
     return used.union(*(place.loaded[1].keys() & AlgorithmConfig.model_fields.keys() for place in own.values()))

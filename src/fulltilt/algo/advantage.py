@@ -58,11 +58,8 @@ def group_mean_whitened(rows: Sequence[Row], whiten: bool) -> list[Row]:
 
 def greedy_baseline(rows: Sequence[Row]) -> list[Row]:
     """Reward minus the reward of the prompt's greedy sample (ReMax)."""
-    baselines = []
-    for row in rows:
-        assert row.baseline is not None, "a row without the reward of its prompt's greedy sample"
-        baselines.append(row.baseline)
-    return per_token(rows, advantages=totals(rows) - np.array(baselines, dtype=np.float64))
+    assert all(row.baseline is not None for row in rows), "a row without the reward of its prompt's greedy sample"
+    return per_token(rows, advantages=totals(rows) - np.array([row.baseline for row in rows], dtype=np.float64))
 
 
 def no_advantage(rows: Sequence[Row]) -> list[Row]:

@@ -5,14 +5,14 @@ Guaranteed: torch is not imported, unless a user's own function imports it; such
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from fulltilt.algo import advantage, custom, loss
-from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction
-from fulltilt.algo.shaping import Overlong, RewardKL
-from fulltilt.presets import PRESETS, Preset, PresetFunction, Setting
+from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction, Overlong, RewardKL
+from fulltilt.presets import PRESETS, Preset, Setting
 from fulltilt.schema import Config, conditions
 from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, holds, own_functions, used_keys
 
@@ -31,7 +31,7 @@ def build(config: Config) -> Algorithm:
         needs=_needs(config, preset, settings),
         entropy_gradient=settings.get("entropy_coef", 0) > 0,
         settings=_in_use(config, settings),
-        value_loss=_bound(loss, preset.critic, settings) if preset.critic else None,
+        value_loss=_bound(getattr(loss, preset.critic), settings) if preset.critic else None,
         critic_warmup=settings.get("critic_warmup", 0),
         dynamic=_dynamic(settings),
         overlong=_overlong(config, settings),
@@ -43,18 +43,19 @@ def build(config: Config) -> Algorithm:
     return algorithm
 
 
-def _bound(module: Any, named: PresetFunction, settings: Settings) -> Callable[..., Any]:
-    function: Callable[..., Any] = getattr(module, named.name)
-    return partial(function, **{key: settings[key] for key in named.keys}) if named.keys else function
+def _bound(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
+    """The function with the keys of [algorithm] that it takes besides rows or terms."""
+    _, *keys = inspect.signature(function).parameters
+    return partial(function, **{key: settings[key] for key in keys}) if keys else function
 
 
 def _advantage(preset: Preset, settings: Settings, own: UserFunction | None) -> AdvantageFunction:
-    usual = _bound(advantage, preset.advantage, settings)
+    usual = _bound(getattr(advantage, preset.advantage), settings)
     return usual if own is None else partial(custom.advantage, function=own, before=usual if preset.critic else None)
 
 
 def _loss(preset: Preset, settings: Settings, own: UserFunction | None) -> LossFunction:
-    function = _bound(loss, preset.loss, settings)
+    function = _bound(getattr(loss, preset.loss), settings)
     if not preset.rollout:
         return function
     if own is not None:
@@ -70,7 +71,7 @@ def _needs(config: Config, preset: Preset, settings: Settings) -> frozenset[str]
         "rollout": preset.rollout,
         "ref_logprobs": penalised or settings.get("kl_coef", 0) > 0,
         "old_logprobs": penalised or (preset.rollout and reused),
-        "values": preset.critic is not None,
+        "values": bool(preset.critic),
         "baseline": preset.baseline,
     }
     return frozenset(need for need, wanted in needs.items() if wanted)

@@ -1,4 +1,4 @@
-"""Which rows go together: mini-batches of whole groups, micro-batches under a token cap. Pure Python over lengths.
+"""Which rows go together: mini-batches of whole groups, micro-batches under a token cap. No tensors, only lengths.
 
 Enters: group numbers or lengths of rows. Leaves: lists of row indices, ascending within each list. Guaranteed, for all functions:
 - every row is in exactly one list, and no list is empty;
@@ -17,6 +17,8 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
     """Splits the rows of a step, given each row's group, into `count` mini-batches of whole groups, in the order of group numbers.
@@ -28,15 +30,8 @@ def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
-    ordered = [members[group] for group in sorted(members)]
-    count = min(count, len(ordered))
-    minibatches: list[list[int]] = []
-    start = 0
-    for left in range(count, 0, -1):
-        end = start + -(-(len(ordered) - start) // left)
-        minibatches.append(sorted(row for group in ordered[start:end] for row in group))
-        start = end
-    return minibatches
+    parts = np.array_split(sorted(members), min(count, len(members))) if members else []
+    return [sorted(row for group in part for row in members[group]) for part in parts]
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -51,11 +46,8 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     others = longest_first[len(alone) :]
     tight = _tightly(others, lengths, budget)
     even = _evenly(others, lengths, len(tight))
-
-    def largest(micro_batches: list[list[int]]) -> int:
-        return max((sum(lengths[row] for row in rows) for rows in micro_batches), default=0)
-
-    return _largest_first([*alone, *min(even, tight, key=largest)], lengths)
+    fitting = min(even, tight, key=lambda found: max((_tokens(rows, lengths) for rows in found), default=0))
+    return _largest_first([*alone, *fitting], lengths)
 
 
 def _tightly(longest_first: Sequence[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -110,8 +102,9 @@ def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list
     return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths, padded)
 
 
-def _largest_first(micro_batches: list[list[int]], lengths: Sequence[int], padded: bool = False) -> list[list[int]]:
-    def tokens(rows: list[int]) -> int:
-        return len(rows) * max(lengths[row] for row in rows) if padded else sum(lengths[row] for row in rows)
+def _tokens(rows: list[int], lengths: Sequence[int], padded: bool = False) -> int:
+    return len(rows) * max(lengths[row] for row in rows) if padded else sum(lengths[row] for row in rows)
 
-    return sorted((sorted(rows) for rows in micro_batches), key=lambda rows: (-tokens(rows), rows[0]))
+
+def _largest_first(micro_batches: list[list[int]], lengths: Sequence[int], padded: bool = False) -> list[list[int]]:
+    return sorted((sorted(rows) for rows in micro_batches), key=lambda rows: (-_tokens(rows, lengths, padded), rows[0]))

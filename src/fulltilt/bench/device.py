@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fulltilt.records import UserError
+
+Result = TypeVar("Result")
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -31,6 +34,15 @@ def device_name(device: torch.device) -> str:
 def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def timed(device: torch.device, work: Callable[[], Result]) -> tuple[float, Result]:
+    """Seconds until the device has done the work, and its result."""
+    synchronize(device)
+    begin = time.perf_counter()
+    result = work()
+    synchronize(device)
+    return time.perf_counter() - begin, result
 
 
 def used_bytes() -> int:

@@ -20,8 +20,8 @@ class Timing:
     """One setting of an engine. Seconds are those of a whole call, prefill included."""
 
     setting: Mapping[str, Any]
-    seconds: tuple[float, ...] = ()  # of each repeat
-    prefill_seconds: tuple[float, ...] = ()  # for the same prompts with one token each, where a workload asks for time per token
+    seconds: Sequence[float] = ()  # of each repeat
+    prefill_seconds: Sequence[float] = ()  # for the same prompts with one token each, where a workload asks for time per token
     trial_seconds: float | None = None  # of the pass that a setting was chosen or dropped by, warm-up included
     logprobs: bool = True
     error: str | None = None
@@ -42,34 +42,33 @@ class Timing:
 
     def as_json(self, requests: Requests) -> dict[str, Any]:
         rates = [requests.tokens / seconds for seconds in self.seconds]
-        known = {
-            "tokens_per_s": self.tokens_per_s(requests),
+        if_known = {
             "tokens_per_s_best": max(rates, default=None),
-            "tokens_per_s_all": rates,
-            "seconds": list(self.seconds),
             "ms_per_token": self.ms_per_token(requests),
             "prefill_seconds": list(self.prefill_seconds) or None,
             "trial_seconds": self.trial_seconds,
+        }
+        always = {
+            "tokens_per_s": self.tokens_per_s(requests),
+            "tokens_per_s_all": rates,
+            "seconds": list(self.seconds),
             "error": self.error,
         }
-        kept = ("tokens_per_s", "error")
-        return {"setting": dict(self.setting), "logprobs": self.logprobs} | {
-            name: value for name, value in known.items() if value is not None or name in kept
-        }
+        known = {name: value for name, value in if_known.items() if value is not None}
+        return {"setting": dict(self.setting), "logprobs": self.logprobs, **always, **known}
 
 
 @dataclass(frozen=True)
 class Measured:
     """An engine with all its settings, and further details about it."""
 
-    engine: str
     timings: Sequence[Timing]
     details: Mapping[str, Any] = field(default_factory=dict)
 
     def best(self, requests: Requests, *, logprobs: bool = True) -> Timing | None:
         """The fastest setting. A rollout needs log-probs: settings without them are compared only with each other."""
-        known = [(timing.speed(requests), timing) for timing in self.timings if timing.logprobs == logprobs]
-        return max(((speed, timing) for speed, timing in known if speed is not None), key=lambda pair: pair[0], default=(None, None))[1]
+        measured = [timing for timing in self.timings if timing.logprobs == logprobs and timing.seconds]
+        return max(measured, key=lambda timing: timing.speed(requests) or 0.0, default=None)
 
     def as_json(self, requests: Requests) -> dict[str, Any]:
         best, bare = self.best(requests), self.best(requests, logprobs=False)
@@ -85,10 +84,10 @@ class StepTiming:
     """A system at one setting over some steps."""
 
     setting: Mapping[str, Any]
-    seconds: tuple[float, ...] = ()  # seconds of each step after the warm-up
-    rollout_seconds: tuple[float, ...] = ()  # for each of these steps, seconds until its last sample was finished
-    first_seconds: float | None = None  # seconds of the warm-up step
-    peak_bytes: int | None = None  # allocated by torch, from the first step on
+    seconds: Sequence[float] = ()  # seconds of each step after the warm-up
+    rollout_seconds: Sequence[float] = ()  # for each of these steps, seconds until its last sample was finished
+    first_step_seconds: float | None = None  # seconds of the warm-up step
+    peak_memory_bytes: int | None = None  # allocated by torch, from the first step on
     peak_device_bytes: int | None = None  # in use on the device, without what other processes held
     start_seconds: float | None = None  # until the first step
     error: str | None = None
@@ -100,18 +99,13 @@ class StepTiming:
 
     def as_json(self, tokens: int) -> dict[str, Any]:
         """`tokens`: of all prompts and responses of a step."""
-        typical = self.median
-        return {
+        found = {name: value for name, value in vars(self).items() if name not in ("seconds", "details")}
+        return found | {
             "setting": dict(self.setting),
-            "step_seconds": typical,
+            "step_seconds": self.median,
             "step_seconds_all": list(self.seconds),
-            "first_step_seconds": self.first_seconds,
-            "start_seconds": self.start_seconds,
             "rollout_seconds": median(self.rollout_seconds) if self.rollout_seconds else None,
-            "tokens_per_s": tokens / typical if typical else None,
-            "peak_memory_bytes": self.peak_bytes,
-            "peak_device_bytes": self.peak_device_bytes,
-            "error": self.error,
+            "tokens_per_s": tokens / self.median if self.median else None,
         }
 
 

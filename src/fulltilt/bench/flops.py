@@ -12,7 +12,7 @@ square of a sample's length. Pads, recomputed parts, biases, norms and activatio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,18 +25,12 @@ VERL_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "seed_oss"})
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    query_width: int  # query heads times the width of one
-    window: int | None = None  # how far back a token looks, itself included
-
-
-@dataclass(frozen=True)
 class ModelSize:
     """What tokens are multiplied with."""
 
     layer_weights: int  # by every token; of experts those that a token is sent to
     head_weights: int  # by every trained token
-    attention: tuple[AttentionLayer, ...]
+    attention: tuple[tuple[int, int | None], ...]  # of each layer: query heads times their width, and how far back a token looks
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,10 @@ def pairs(length: int, window: int | None = None) -> int:
 
 def update_flops(size: ModelSize, lengths: Sequence[int], trained: int) -> Flops:
     """`lengths`: tokens of each sample, prompt and response, pads left out. `trained`: tokens of all of them that the head is run for."""
-    seen = {window: sum(pairs(length, window) for length in lengths) for window in {layer.window for layer in size.attention}}
+    seen = {window: sum(pairs(length, window) for length in lengths) for window in {window for _, window in size.attention}}
     return Flops(
         layers=PASSES * 2 * size.layer_weights * sum(lengths),
-        attention=PASSES * sum(4 * layer.query_width * seen[layer.window] for layer in size.attention),
+        attention=PASSES * sum(4 * width * seen[window] for width, window in size.attention),
         head=PASSES * 2 * size.head_weights * trained,
     )
 
@@ -85,19 +79,17 @@ def verl_flops(config: Any, lengths: Sequence[int]) -> int | None:
     return 6 * weights * sum(lengths) + 6 * squares * queries * config.num_hidden_layers  # type: ignore[no-any-return]
 
 
-def count_weights(model: Any) -> tuple[int, int]:
-    """Of a language model of transformers, on any device: weights of its layers that a token is multiplied with, and weights of its head.
-
-    Matrices count whole, stacked experts by the share that a token is sent to, vectors not at all.
-    """
+def model_size(model: Any, layers: Mapping[int, Any]) -> ModelSize:
+    """The size of a language model of transformers, on any device. Matrices count whole, stacked experts by the share that a token is sent
+    to, vectors not at all. `layers`: the attention of each, as `model.verify` finds it."""
     lookup, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    layers = 0
-    for parameter in model.parameters():
-        if parameter is lookup or parameter is head:
-            continue
-        if parameter.ndim > 1:
-            layers += used_by_a_token(parameter, model.config)
-    return layers, head.numel()
+    matrices = (weight for weight in model.parameters() if weight.ndim > 1 and weight is not lookup and weight is not head)
+    heads = model.config.get_text_config().num_attention_heads
+    return ModelSize(
+        layer_weights=sum(used_by_a_token(weight, model.config) for weight in matrices),
+        head_weights=head.numel(),
+        attention=tuple((heads * shape.head_width, shape.window) for shape in layers.values()),
+    )
 
 
 def utilisation(flops: float | None, seconds: float, peak: float | None) -> float | None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,17 +22,20 @@ from fulltilt import knobs
 from fulltilt.algo.build import build
 from fulltilt.bench import peers, roofline, shapes
 from fulltilt.bench.device import choose_device, device_name
-from fulltilt.bench.workload import Even, Requests, Workload, make_requests
+from fulltilt.bench.options import BenchOptions
+from fulltilt.bench.workload import WORKLOADS, Even, Requests, Workload, make_requests
 from fulltilt.cluster.assembly import open_device
 from fulltilt.cluster.checks import wrong_settings
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import load_prompts
-from fulltilt.model.load import load_tokenizer
+from fulltilt.model.load import choose_dtype, load_tokenizer
+from fulltilt.plan import count_steps
 from fulltilt.records import Prompt, UserError
 from fulltilt.schema import Config, flatten
 
 # Keys that are no performance knobs and yet only decide how a run is executed.
 EXECUTION = ("model.dtype", "rollout.block_tokens", "run.threads", "run.deterministic")
+REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with whatever else runs there
 REWARD = '''"""A number from 0 to 1 that depends on the whole text and not on its length."""
 import zlib
 
@@ -41,30 +43,6 @@ import zlib
 def score(solution_str):
     return zlib.crc32(solution_str.encode()) / 2**32
 '''
-
-
-@dataclass(frozen=True)
-class BenchOptions:
-    """What the command line asks for. None: the default of the device."""
-
-    model: str | None = None  # a named shape or a folder
-    against: tuple[str, ...] = ()  # peers
-    device: str | None = None
-    workload: str | None = None
-    prompts: int | None = None
-    samples: int | None = None  # samples per prompt
-    new_tokens: int | None = None  # tokens per response
-    repeats: int | None = None  # measured passes or steps
-    seed: int = 0
-    bandwidth: float | None = None  # memory bandwidth of the device, bytes/s
-    flops: float | None = None  # arithmetic of the device, FLOP/s
-    overrides: tuple[str, ...] = ()  # KEY=VALUE: settings of the measured run
-    vllm_grid: tuple[int, ...] = ()
-    trl: tuple[str, ...] = ()  # NAME=VALUE,VALUE: TRL's arguments
-    generation: str | None = None  # what TRL generates with
-    run: Path = Path()  # the run file that learns
-    folder: Path = Path("runs/bench-learn")  # where it learns
-    minutes: float | None = None  # after which each system stops
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +58,13 @@ class BenchJob:
     requests: tuple[Requests, ...] = ()  # one for rollouts and updates, one for each step, none for a run file
 
     @property
-    def against(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(self.options.against))
+    def samples(self) -> int:
+        """Samples of a step, or of a pass."""
+        return self.config.algorithm.prompts_per_step * self.config.algorithm.samples_per_prompt
 
     @property
     def dtype(self) -> str:
-        given = self.config.model.dtype
-        return given if given != "auto" else {"cuda": "bfloat16", "cpu": "float32"}[self.device.type]
+        return str(choose_dtype(self.config.model.dtype, self.device)).removeprefix("torch.")
 
     @property
     def kv_bytes(self) -> int | None:
@@ -105,30 +83,32 @@ class BenchJob:
         """What TRL generates with."""
         return self.options.generation or str(peers.load("trl").BY_DEVICE[self.device.type])
 
-    @property
-    def flops(self) -> float | None:
+    def nominal(self, figure: Literal["bandwidth", "flops"]) -> float | None:
+        """The device's bandwidth or arithmetic, as it was given or as it is known."""
         known = roofline.device_named(device_name(self.device))
-        return self.options.flops or (known.flops if known else None)
+        return getattr(self.options, figure) or (getattr(known, figure) if known else None)
 
 
 def resolve(
-    options: BenchOptions, scratch: Path, *, workloads: Mapping[str, Workload], repeats: Mapping[str, int], settings: Sequence[str],
-    words: Sequence[str] | None = None, warm_up: int = 0,
+    options: BenchOptions, scratch: Path, settings: Sequence[str], known_peers: Sequence[str] = (), *,
+    workloads: Mapping[str, Workload] = WORKLOADS, repeats: Mapping[str, int] = REPEATS, warm_up: int = 0,
+    make_words: Callable[[int], Sequence[str]] | None = None,
 ) -> BenchJob:  # fmt: skip
-    """The job of a benchmark with a workload. `workloads`: the first is the default on CUDA, the last on a CPU; `repeats`: the default by
-    device; `settings`: beginnings of the keys that may be set; `words`: what prompts are made of, where a run reads them from a file, for
-    `warm_up` steps and the measured ones."""
+    """The job of a benchmark with a workload. `settings`: beginnings of the keys that may be set; `workloads`: the first is the default on
+    CUDA, the last on a CPU; `repeats`: the default by device; `make_words`: gives the words of a vocabulary that prompts are made of, if a
+    run reads them from a file, for `warm_up` steps and the measured ones."""
     device = choose_device(options.device)
+    check_peers(options, known_peers, device)
     check_figures(options)
     check_keys(options.overrides, settings)
     name = options.workload or list(workloads)[0 if device.type == "cuda" else -1]
     if name not in workloads:
         raise UserError(f"--workload {name}: unknown workload; choose from {', '.join(workloads)}")
-    workload = resized(workloads[name], options)
-    source = shapes.find(options.model or shapes.DEFAULT[device.type])
-    count = options.repeats or repeats[device.type]
-    vocabulary, batches = (len(words), warm_up + count) if words else (source.vocabulary, 1)
-    requests = tuple(make_requests(workload, vocabulary, options.seed + step) for step in range(batches))
+    workload, source = resized(workloads[name], options), shapes.find(options.model or shapes.DEFAULT[device.type])
+    count, words = options.repeats or repeats[device.type], make_words(source.vocabulary) if make_words else ()
+    requests = tuple(
+        make_requests(workload, len(words) or source.vocabulary, options.seed + step) for step in range(warm_up + count if words else 1)
+    )
     check_positions(name, source, requests[0])
     shapes.write_config(source, device, scratch / "model")
     texts = ["".join(words[number] for number in prompt.ids.tolist()) for each in requests for prompt in each.prompts] if words else []
@@ -197,10 +177,10 @@ def check_positions(name: str, source: shapes.Source, requests: Requests) -> Non
 
 def check_peers(options: BenchOptions, known: Sequence[str], device: torch.device) -> None:
     """Peers exist and can run here, and options about a peer come with it."""
-    names = options.against
+    names = options.peers
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"--against {','.join(names)}: unknown peer {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
-    about = {"--vllm-grid": ("vllm", options.vllm_grid), "--trl": ("trl", options.trl), "--generation": ("trl", options.generation)}
+        raise UserError(f"--against {options.against}: unknown peer {', '.join(map(repr, unknown))}; choose from {', '.join(known)}")
+    about = {"--vllm-grid": ("vllm", options.grid), "--trl": ("trl", options.trl), "--generation": ("trl", options.generation)}
     for option, (peer, given) in about.items():
         if given and peer not in names:
             raise UserError(f"{option}: {peer} is not measured here. Add it (--against {peer}), or leave the option out")
@@ -217,39 +197,12 @@ def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:
     """The prompts of each step, as a run takes them."""
     data = load_prompts(config.data.train, load_tokenizer(config.model), config.data)
     cursor, count = Cursor(), config.algorithm.prompts_per_step
-    steps = config.run.steps if config.run.steps is not None else (config.run.epochs or 1) * data.steps_per_epoch(count)
-    for _ in range(steps):
+    for _ in range(count_steps(config, data.steps_per_epoch(count))):
         prompts, cursor = data.take(cursor, count, config.run.seed, config.data.shuffle)
         yield prompts
 
 
-# -- values of options as people write them ------------------------------------------------------------------------------------------------
-
-
-def read_options(given: Mapping[str, Any]) -> BenchOptions:
-    """From the command line's parameters, by their names."""
-    lists = {name: tuple(given.get(name) or ()) for name in ("overrides", "trl")}
-    grid = given.get("vllm_grid")
-    return BenchOptions(
-        **{
-            **given,
-            **lists,
-            "against": words(given.get("against") or ""),
-            "vllm_grid": () if grid is None else numbers("--vllm-grid", grid),
-        }
-    )
-
-
-def words(text: str) -> tuple[str, ...]:
-    return tuple(word for word in (part.strip() for part in text.split(",")) if word)
-
-
-def numbers(option: str, text: str) -> tuple[int, ...]:
-    """Example: "256,512" -> (256, 512)"""
-    found = words(text)
-    if not found or not all(re.fullmatch(r"[1-9]\d*", word) for word in found):
-        raise UserError(f"{option} {text}: give whole numbers above 0, with commas between them, for example 512,1024")
-    return tuple(int(word) for word in found)
+# -- the file of the result ---------------------------------------------------------------------------------------------------------------
 
 
 def check_writable(option: str, file: Path) -> None:

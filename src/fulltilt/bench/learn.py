@@ -1,12 +1,9 @@
 """The benchmark of learning: reward and accuracy against seconds, of a run and of the same run under TRL, one after the other.
 
-Enters: a run file, whose numbers both follow, and `BenchOptions`. Leaves: one JSON-ready document with a line for each step of each
-system, curves that `fulltilt plot` draws, and how much sooner ours reached the reward that the peer ended with; `table` makes it readable.
-Guaranteed: what the peer cannot do as the run file says is refused before anything is measured; both have the same model, prompts in the
-same order, reward, batch numbers, sampling and learning rate of every step; each runs in a process of its own, whose start is counted;
-validations and saved models are not counted, and none comes before the first step, whose captures and compilation it would hide; accuracy
-is measured by the same code for both. What was measured without a failure is kept in the folder and not measured again when the command
-is repeated.
+Enters: a run file and `BenchOptions`. Leaves: one JSON-ready document with a line for each step of each system, curves that `fulltilt plot`
+draws, and how much sooner ours reached the reward that the peer ended with. Guaranteed: what the peer cannot do as the run file says is
+refused before anything is measured; each runs in a process of its own, whose start is counted; validations and saved models are not
+counted; accuracy is measured by the same code for both; what was measured without a failure is not measured again in the same folder.
 """
 
 from __future__ import annotations
@@ -23,12 +20,14 @@ from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt import loop
-from fulltilt.bench import peers, process, report
-from fulltilt.bench.device import choose_device, let_go
-from fulltilt.bench.job import BenchJob, BenchOptions, check_peers, run_batches
-from fulltilt.bench.report import OURS, Say, origin
+from fulltilt.bench import peers, report
+from fulltilt.bench.device import let_go
+from fulltilt.bench.job import BenchJob, check_peers, run_batches
+from fulltilt.bench.options import BenchOptions
+from fulltilt.bench.report import OURS, Say, commit
 from fulltilt.bench.shapes import Source
-from fulltilt.model.load import load_tokenizer, read_config
+from fulltilt.cluster.checks import choose_device
+from fulltilt.model.load import read_config
 from fulltilt.observe.console import Console
 from fulltilt.observe.plot import curve_of, trailing_means
 from fulltilt.presets import PRESETS
@@ -36,7 +35,6 @@ from fulltilt.records import UserError
 from fulltilt.schema import Config
 
 WINDOW = 10  # steps over which a reward is averaged, since one step's depends on its prompts
-HEAD = ["", "steps", "seconds", "until the first", "s a step", "reward", "accuracy", "setting"]
 # What is kept of a step of ours, by the names of docs/metrics.md.
 COLUMNS = {
     "reward": "critic/score/mean",
@@ -71,27 +69,15 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
         raise UserError(
             f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning"
         )
-    if "trl" in options.against and (wrong := list(peers.load("trl").refused(config))):
+    if "trl" in options.peers and (wrong := list(peers.load("trl").refused(config))):
         raise UserError(configuration.report(str(options.run), wrong))
-    device = choose_device(None if config.run.device == "auto" else config.run.device)
+    device = choose_device(config.run.device)
     check_peers(options, ("trl",), device)
     steps = config.run.steps if config.run.steps is not None else sum(1 for _ in run_batches(config))
     job = BenchJob(options, device, config, Source(config.model.path, read_config(config.model)), steps, scratch)
-    if "trl" in job.against:
-        trl_setting(job)
+    if "trl" in options.peers:
+        peers.load("trl").one_setting(job)  # reports mistakes
     return job
-
-
-def samples_of_a_step(config: Config) -> int:
-    return config.algorithm.prompts_per_step * config.algorithm.samples_per_prompt
-
-
-def trl_setting(job: BenchJob) -> Mapping[str, Any]:
-    """TRL's arguments that only change how it is executed."""
-    setting: Mapping[str, Any] = peers.load("trl").one_setting(
-        job.options.trl, samples_of_a_step(job.config), job.device.type, job.generation
-    )
-    return setting
 
 
 def evaluated(job: BenchJob) -> list[int]:
@@ -116,7 +102,7 @@ def measure_ours(job: BenchJob, say: Say) -> Found:
     ]
     lines: list[tuple[float, dict[str, Any]]] = []
     begin, log = time.perf_counter(), folder / "log.txt"
-    child = process.start("fulltilt", ["train", str(job.options.run), *overrides, "--json"], log, piped=True)
+    child = peers.start("fulltilt", ["train", str(job.options.run), *overrides, "--json"], log, piped=True)
     try:
         assert child.stdout
         for text in child.stdout:
@@ -126,9 +112,9 @@ def measure_ours(job: BenchJob, say: Say) -> Found:
                 child.send_signal(signal.SIGINT)
         code = child.wait()
     finally:
-        process.end_session(child)
+        peers.end_session(child)
     stopped = code == 130 and minutes
-    error = None if code == 0 or stopped else f"ended with code {code}: {process.end_of(log)}"
+    error = None if code == 0 or stopped else f"ended with code {code}: {peers.end_of(log)}"
     return read_ours(lines) | {"setting": {}, "error": error}
 
 
@@ -149,12 +135,9 @@ def read_ours(lines: Sequence[tuple[float, Mapping[str, Any]]]) -> Found:
 
 
 def measure_trl(job: BenchJob, say: Say) -> Found:
-    trl, config, minutes = peers.load("trl"), job.config, job.options.minutes
-    task = trl.TrlTask(
-        config, list(run_batches(config)), load_tokenizer(config.model), job.options.folder / "trl", job.device.type, job.generation,
-        save_at=evaluated(job), limit_s=60 * minutes if minutes else None,
-    )  # fmt: skip
-    found: Found = trl.measure_learning(task, trl_setting(job), say)
+    trl, minutes = peers.load("trl"), job.options.minutes
+    task = trl.TrlTask(job, job.options.folder / "trl", save_at=evaluated(job), limit_s=60 * minutes if minutes else None)
+    found: Found = trl.measure_learning(task, say)
     return found
 
 
@@ -179,7 +162,7 @@ def evaluate_models(job: BenchJob, steps: Sequence[Mapping[str, Any]], say: Say)
             continue
         say(f"trl: evaluating its model of step {line['step']}")
         found[line["step"]] = {"step": line["step"], "seconds": line["seconds"], "accuracy": accuracy_of(job, str(model))}
-        process.write_whole(record, list(found.values()))
+        peers.write_whole(record, list(found.values()))
         shutil.rmtree(model)
     return list(found.values())
 
@@ -196,20 +179,18 @@ def accuracy_of(job: BenchJob, model: str) -> float:
 # -- both ---------------------------------------------------------------------------------------------------------------------------------
 
 
-MEASURE: Mapping[str, Callable[[BenchJob, Say], Found]] = {OURS: measure_ours, "trl": measure_trl, "beginning": measure_beginning}
-
-
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
-    found = {name: kept(job, name, say) for name in (OURS, *job.against)}
-    if "trl" in found:
-        found["trl"] = found["trl"] | {"accuracy": evaluate_models(job, found["trl"]["steps"], say)}
+    found = {OURS: kept(job, OURS, measure_ours, say)}
+    if "trl" in job.options.peers:
+        theirs = kept(job, "trl", measure_trl, say)
+        found["trl"] = theirs | {"accuracy": evaluate_models(job, theirs["steps"], say)}
     if evaluated(job):
-        first = kept(job, "beginning", say)["accuracy"]
+        first = kept(job, "beginning", measure_beginning, say)["accuracy"]
         found = {name: with_beginning(each, first) for name, each in found.items()}
     return document(job, found)
 
 
-def kept(job: BenchJob, name: str, say: Say) -> Found:
+def kept(job: BenchJob, name: str, measure: Callable[[BenchJob, Say], Found], say: Say) -> Found:
     """Measured now, or before in the same folder under the same conditions. What failed is measured again."""
     record = job.options.folder / f"{name}.json"
     asked = asked_of(job, name)
@@ -218,9 +199,9 @@ def kept(job: BenchJob, name: str, say: Say) -> Found:
         say(f"{name}: measured before, in {record}")
         before: Found = known["found"]
         return before
-    found = MEASURE[name](job, say)
+    found = measure(job, say)
     record.parent.mkdir(parents=True, exist_ok=True)
-    process.write_whole(record, {"asked": asked, "found": found})
+    peers.write_whole(record, {"asked": asked, "found": found})
     return found
 
 
@@ -230,9 +211,9 @@ def asked_of(job: BenchJob, name: str) -> dict[str, Any]:
         "minutes": job.options.minutes,
         "device": job.device.type,
         "files": state_of(job.config),
-        "commit": origin(job.device)["commit"],
+        "commit": commit(),
     }
-    return shared | ({"setting": dict(trl_setting(job)), "generation": job.generation} if name == "trl" else {})
+    return shared | ({"setting": peers.load("trl").one_setting(job), "generation": job.generation} if name == "trl" else {})
 
 
 def state_of(config: Config) -> dict[str, list[int]]:
@@ -250,25 +231,23 @@ def with_beginning(found: Found, accuracy: float) -> Found:
 
 
 def document(job: BenchJob, found: Mapping[str, Found]) -> dict[str, Any]:
-    repeat = origin(job.device)
-    reached = {name: compare(found[OURS], found[name]) for name in job.against}
+    reached = {name: compare(found[OURS], found[name]) for name in job.options.peers}
     return {
         "benchmark": "learn",
         "ratio": next((each["ratio"] for each in reached.values() if each), None),
         "reached": reached,
         "compared_by": f"seconds until the mean reward of {WINDOW} steps is what the peer's last {WINDOW} had",
         "systems": dict(found),
-        "curves": [asdict(curve) for name, each in found.items() for curve in curves(name, each)],
+        "curves": [
+            asdict(curve_of([(point["step"], point["seconds"], point[metric]) for point in each[points]], name, metric))
+            for name, each in found.items()
+            for metric, points in (("reward", "steps"), ("accuracy", "accuracy"))
+            if each[points]
+        ],
         "run": configuration.snapshot(job.config),
         "steps": job.repeats,
-        **repeat,
-        "versions": repeat["versions"] | (report.packages(peers.load("trl").PACKAGES) if "trl" in job.against else {}),
+        **report.origin(job.device),
     }
-
-
-def curves(name: str, found: Found) -> list[Any]:
-    named = [("reward", found["steps"]), ("accuracy", found["accuracy"])]
-    return [curve_of([(p["step"], p["seconds"], p[metric]) for p in points], name, metric) for metric, points in named if points]
 
 
 def mean_rewards(steps: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -310,30 +289,27 @@ def table(found: Mapping[str, Any]) -> str:
         f"{run['model.path']} on {hardware}: {run['algorithm.name']}, {run['algorithm.prompts_per_step']} prompts x "
         f"{run['algorithm.samples_per_prompt']} samples, at most {run['rollout.max_new_tokens']} tokens, learning rate {run['train.lr']:g}",
         "",
-        *report.aligned([HEAD, *(row(name, each) for name, each in found["systems"].items())]),
+        *report.table_of("", {name: cells(each) for name, each in found["systems"].items()}),
         "",
         f"reward: mean of the last {WINDOW} steps, or of all if they are fewer; seconds from the start of the process, without validations",
     ]
-    for name, each in found["reached"].items():
-        lines.append(in_words(name, each))
+    lines += [in_words(name, each) for name, each in found["reached"].items()]
     lines += [f"{name} failed: {each['error']}" for name, each in found["systems"].items() if each["error"]]
     return "\n".join(lines)
 
 
-def row(name: str, found: Mapping[str, Any]) -> list[str]:
-    steps = found["steps"]
-    if not steps:
-        return [name, "0", *["-"] * 5, report.words(found["setting"])]
-    each = (steps[-1]["seconds"] - steps[0]["seconds"]) / (len(steps) - 1) if len(steps) > 1 else None
-    accuracy = found["accuracy"][-1]["accuracy"] if found["accuracy"] else None
-    figures = [
-        (steps[-1]["seconds"], ".1f"),
-        (steps[0]["seconds"], ".1f"),
-        (each, ".2f"),
-        (mean_rewards(steps)[-1], ".4f"),
-        (accuracy, ".4f"),
-    ]
-    return [name, str(len(steps)), *(report.number(value, form) for value, form in figures), report.words(found["setting"])]
+def cells(found: Mapping[str, Any]) -> dict[str, str]:
+    steps, accuracy = found["steps"], found["accuracy"]
+    ends = [line["seconds"] for line in steps]
+    return {
+        "steps": str(len(steps)),
+        "seconds": report.number(ends[-1] if ends else None, ".1f"),
+        "until the first": report.number(ends[0] if ends else None, ".1f"),
+        "s a step": report.number((ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else None, ".2f"),
+        "reward": report.number(mean_rewards(steps)[-1] if steps else None, ".4f"),
+        "accuracy": report.number(accuracy[-1]["accuracy"] if accuracy else None, ".4f"),
+        "setting": report.words(found["setting"]),
+    }
 
 
 def in_words(name: str, reached: Mapping[str, Any] | None) -> str:

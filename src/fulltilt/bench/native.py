@@ -7,9 +7,9 @@ length is unknown to the scheduler until it is reached.
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict, replace
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 
 from fulltilt.algo.build import build
 from fulltilt.bench import shapes
-from fulltilt.bench.device import kernels_of, synchronize
+from fulltilt.bench.device import kernels_of, timed
 from fulltilt.bench.job import BenchJob
 from fulltilt.bench.roofline import StepCost
 from fulltilt.bench.workload import Requests
@@ -26,10 +26,12 @@ from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Fusing, Models
 from fulltilt.cluster.worker import Worker
 from fulltilt.loop.opening import what_stays
+from fulltilt.model import attention
+from fulltilt.model.load import load_model
 from fulltilt.model.verify import verify
 from fulltilt.records import Group, Row
 from fulltilt.rollout.decode import BURST, DecodeRow
-from fulltilt.rollout.engines.hf import HfEngine
+from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
@@ -39,41 +41,36 @@ PROFILED, PROFILED_STEPS = (16, 32, 256, 1024), 4  # sizes at which the kernels 
 GAP_PROMPTS, GAP_SAMPLES = 16, 2  # prompts, and samples of each, whose log-probs are compared with the trainer's
 
 
-class NoText:
-    """Stands in for a tokenizer: no engine here turns tokens into text."""
-
-    all_special_ids: tuple[int, ...] = ()
-
-    def decode(self, *_: Any, **__: Any) -> str:
-        return ""
+# In place of a tokenizer: no engine here turns tokens into text.
+NO_TEXT: Any = SimpleNamespace(all_special_ids=(), decode=lambda *_, **__: "")
 
 
-NO_TEXT: Any = NoText()
-
-
-def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models, str]:
-    """The worker that a run would have, over a model that need not be on disk: it either learns or samples. Also its models, and in words
-    what runs their layers. `longest`: tokens of the longest sample to learn from, or of the longest prompt."""
+def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Worker, Models]:
+    """The worker that a run would have, and its models, over a model that need not be on disk: it either learns or samples. `longest`:
+    tokens of the longest sample to learn from, or of the longest prompt."""
     config, algorithm, fusing = job.config, build(job.config), Fusing(job.config, job.device)
-    model = shapes.ours(job.source, job.device, config.model)
-    models = Models({"actor": model}, verify(model))
+    if job.source.folder:
+        model = load_model(config.model, job.device, key="--model")
+    else:
+        model = shapes.random_model(job.source, job.device, attention.register(), config.model.dtype)
+    layers = verify(model)
     fusing.fuse("actor", model)
+    models = Models({"actor": model}, layers, fusing.words())
     if learns:
         algorithm = replace(algorithm, needs=algorithm.needs - {"rollout"})  # samples are given: no engine takes memory
     texts = TextFacts(NO_TEXT, frozenset(), longest, 1)
-    worker, _ = make_worker(config, algorithm, job.device, models, texts, fusing, ("actor",) if learns else ())
-    return worker, models, fusing.words()
+    worker, _ = make_worker(config, algorithm, job.device, models, texts, ("actor",) if learns else ())
+    return worker, models
 
 
 class Native:
     def __init__(self, job: BenchJob) -> None:
         self.device, (self.requests,) = job.device, job.requests
-        self.worker, models, self.fused = make_bench_worker(job, self.requests.longest_prompt, learns=False)
+        self.worker, models = make_bench_worker(job, self.requests.longest_prompt, learns=False)
         assert isinstance(self.worker.engine, NativeEngine)
         self.engine, self.limits, self.budgets = self.worker.engine, self.worker.engine.limits, self.worker.plan.budgets
-        self.model, self.layers = models.actor, models.layers
+        self.model, self.layers, self.fused = models.actor, models.layers, models.fused
         self.kv_bytes_per_token = bytes_per_token(self.layers, self.model.dtype)
-        self.sampling = Sampling(samples=self.requests.workload.samples, max_new_tokens=self.requests.longest_response)
         self.groups: tuple[Group, ...] = ()  # of the last pass
         self.peak_bytes: int | None = None  # allocated in any pass so far
 
@@ -87,7 +84,7 @@ class Native:
         self.engine.runner.acquire()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        seconds, self.groups = generate_all(self.engine, requests, self.sampling, self.device)
+        seconds, self.groups = generate_all(self.engine, requests, self.device)
         if self.device.type == "cuda":
             self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated(self.device))
         return seconds
@@ -103,21 +100,13 @@ class Native:
         self.engine.release()
         chosen = [(group.prompt, sample) for group in self.groups[:GAP_PROMPTS] for sample in group.samples[:GAP_SAMPLES]]
         rows = [
-            Row(
-                ids=np.concatenate([prompt.ids, sample.ids]),
-                mask=np.arange(len(prompt.ids) + len(sample.ids)) >= len(prompt.ids),
-            )
+            Row(np.concatenate([prompt.ids, sample.ids]), np.arange(len(prompt.ids) + len(sample.ids)) >= len(prompt.ids))
             for prompt, sample in chosen
         ]
         with self.worker.phase("old-logprob"):
-            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda _: None).rows
-        gaps = np.concatenate(
-            [
-                np.abs(row.old_logprobs[row.mask] - sample.logprobs)
-                for row, (_, sample) in zip(rows, chosen, strict=True)
-                if row.old_logprobs is not None
-            ]
-        )
+            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda done, total: None).rows
+        trainers = np.concatenate([row.old_logprobs[row.mask] for row in rows if row.old_logprobs is not None])
+        gaps = np.abs(trainers - np.concatenate([sample.logprobs for _, sample in chosen]))
         return {"mean_absolute": float(gaps.mean()), "largest": float(gaps.max()), "tokens": len(gaps)}
 
     def decode_steps(self) -> dict[str, Any]:
@@ -129,7 +118,7 @@ class Native:
         engine.runner.acquire()
         engine.decoder.use_cache(engine.runner.keys, engine.runner.values)
         engine.decoder.reach(self.requests.positions)
-        sampling = replace(self.sampling, max_new_tokens=context + BURST + 2)
+        sampling = replace(sampling_of(self.requests), max_new_tokens=context + BURST + 2)
         milliseconds, kernels = {}, {}
         for size in BATCHES:
             if size > min(self.limits.max_seqs, len(lengths)) or size * blocks > self.limits.blocks:
@@ -141,15 +130,13 @@ class Native:
                 )
                 for row in range(size)
             ]  # fmt: skip
-            engine.decoder.start(rows, sampling)
-            engine.decoder.launch(BURST)()  # captures, where steps are captured
-            times = []
-            for _ in range(3):
-                begin = time.perf_counter()
+
+            def decode(rows: list[DecodeRow] = rows) -> None:
                 engine.decoder.start(rows, sampling)
                 engine.decoder.launch(BURST)()
-                times.append(time.perf_counter() - begin)
-            milliseconds[str(size)] = 1e3 * median(times) / BURST
+
+            decode()  # captures, where steps are captured
+            milliseconds[str(size)] = 1e3 * median(timed(self.device, decode)[0] for _ in range(3)) / BURST
             if self.device.type == "cuda" and size in PROFILED:
                 engine.decoder.start(rows, sampling)
                 kernels[str(size)] = kernels_of(lambda: engine.decoder.launch(PROFILED_STEPS)(), self.device, PROFILED_STEPS)
@@ -181,16 +168,16 @@ class Native:
         }
 
 
-def generate_all(
-    engine: NativeEngine | HfEngine, requests: Requests, sampling: Sampling, device: torch.device
-) -> tuple[float, tuple[Group, ...]]:
+def sampling_of(requests: Requests) -> Sampling:
+    return Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
+
+
+def generate_all(engine: Engine, requests: Requests, device: torch.device) -> tuple[float, tuple[Group, ...]]:
     """Seconds of a whole call, and its groups in prompt order. Every sample was checked to have its length."""
+    sampling = sampling_of(requests)
     with what_stays():
-        synchronize(device)
-        begin = time.perf_counter()
-        found = {group.prompt.uid: group for group in engine.generate(requests.prompts, sampling, requests.seed, requests.lengths)}
-        synchronize(device)
-        seconds = time.perf_counter() - begin
+        seconds, groups = timed(device, lambda: list(engine.generate(requests.prompts, sampling, requests.seed, requests.lengths)))
+    found = {group.prompt.uid: group for group in groups}
     lengths = {(uid, sample.index): len(sample.ids) for uid, group in found.items() for sample in group.samples}
     assert lengths == requests.lengths and all(len(s.logprobs) == len(s.ids) for group in found.values() for s in group.samples)
     return seconds, tuple(found[prompt.uid] for prompt in requests.prompts)

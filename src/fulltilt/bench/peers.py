@@ -1,19 +1,49 @@
-"""Where the code that drives other systems is: in the repository's folder `benchmarks/`, which is not part of the installed package.
+"""Other systems: their drivers, and the processes of their own that measured programs run in, so that their memory is free afterwards.
 
-Enters: a peer's name. Leaves: its module. Guaranteed: where the folder is missing, the error says how to get it.
+Enters: a peer's name, or a program and, for a peer, a request. Leaves: the peer's driver, a started process, or the peer's answer.
+Guaranteed: where drivers are missing, the error says how to get them; no process outlives the call, nor the caller, however that ends; an
+answer is complete or missing; a failure is in the answer under "error", with the end of the log where the process died silently.
+
+    with Peer(script, request, folder) as peer:   # starts the script with REQUEST.json RESULT.json
+        peer.wait_until_ready()                   # only for peers that start together and are measured one after another
+        answer = peer.measure()
+    serve(run)                                    # what the script does: run(request, answer) fills the answer
+                                                  # and calls wait_for_turn() if its peer is waited for
+
+`python -m fulltilt.bench.peers PROGRAM ...` runs a script or a module and ends it with its parent: what `start` starts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import os
+import runpy
+import signal
+import subprocess
 import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from fulltilt.records import UserError
 
 VARIABLE = "FULLTILT_BENCHMARKS"
+LIMIT_S = 3600.0  # for one start with all that is measured
+LOG_LINES = 12
+LOOK_S = 0.05  # between looks at a flag
+LOOK_AT_PARENT_S = 1.0
+READY, TURN = "ready", "turn"  # files beside the answer whose presence is a signal between the two processes
+# Offline, and sampling without a compiler: vLLM's sampler of choice is built with nvcc where it is missing, for top-k and top-p only.
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+# -- drivers, which are in the repository's folder `benchmarks/` and not part of the installed package -------------------------------------
 
 
 def load(name: str) -> ModuleType:
@@ -40,3 +70,118 @@ def installed(module: str) -> bool:
     """A folder of that name in the current directory is not the package."""
     spec = importlib.util.find_spec(module)
     return spec is not None and spec.origin is not None
+
+
+# -- processes ----------------------------------------------------------------------------------------------------------------------------
+
+
+def start(
+    program: str | Path, arguments: list[str], log: Path, variables: Mapping[str, str] | None = None, *, piped: bool = False
+) -> subprocess.Popen[str]:
+    """A script's path or a module's name, in a session of its own, with this package importable even where it is not installed. `piped`:
+    standard output can be read line by line instead of going into the log."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+    with log.open("w", encoding="utf-8") as written:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fulltilt.bench.peers", str(program), *arguments],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE if piped else written, stderr=written if piped else subprocess.STDOUT,
+            start_new_session=True, env={**(os.environ if variables is None else variables), "PYTHONPATH": path}, text=True,
+        )  # fmt: skip
+
+
+class Peer(contextlib.AbstractContextManager["Peer"]):
+    """A started process. Used as a context, none of its own processes is left afterwards. `folder`: a new one, for files and the log;
+    `defaults`: variables used where the environment has none."""
+
+    def __init__(self, script: Path, request: Mapping[str, Any], folder: Path, defaults: Mapping[str, str] | None = None) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.answered, self.log = folder, folder / "result.json", folder / "log.txt"
+        self.begin = time.monotonic()
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        variables = {**(defaults or {}), **os.environ, **ENVIRONMENT}
+        self.child = start(script, [str(folder / "request.json"), str(self.answered)], self.log, variables)
+
+    def __exit__(self, *_: object) -> None:
+        end_session(self.child)
+
+    def wait_until_ready(self) -> None:
+        """Returns also when the process has ended or its time is up: `measure` reports which."""
+        while self.child.poll() is None and not (self.folder / READY).exists() and time.monotonic() - self.begin < LIMIT_S:
+            time.sleep(LOOK_S)
+
+    def measure(self, limit_s: float | None = None) -> dict[str, Any]:
+        """Let it work, and return its answer."""
+        (self.folder / TURN).touch()
+        limit_s = limit_s or LIMIT_S
+        try:
+            self.child.wait(max(0.0, limit_s - (time.monotonic() - self.begin)))
+        except subprocess.TimeoutExpired:
+            return {"error": f"took longer than {limit_s:.0f} s: {end_of(self.log)}"}
+        finally:
+            end_session(self.child)
+        if not self.answered.exists():
+            return {"error": f"ended with code {self.child.returncode}: {end_of(self.log)}"}
+        answer: dict[str, Any] = json.loads(self.answered.read_text(encoding="utf-8"))
+        return answer
+
+
+def end_session(child: subprocess.Popen[str]) -> None:
+    """The child's own processes hold the device's memory: none may outlive the one that started them."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def end_of(log: Path) -> str:
+    return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
+
+
+def write_whole(file: Path, content: Any) -> None:
+    """As JSON, under another name first: nobody may read half a file if this process is killed."""
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(content), encoding="utf-8")
+    partial.replace(file)
+
+
+# -- in the other process -----------------------------------------------------------------------------------------------------------------
+
+
+def wait_for_turn() -> None:
+    """Report that this process is ready, and wait until it is its turn to be measured."""
+    folder = Path(sys.argv[2]).parent
+    (folder / READY).touch()
+    while not (folder / TURN).exists():
+        time.sleep(LOOK_S)
+
+
+def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
+    """Answer the request. What `run` had put into the answer before it failed is kept."""
+    asked, answered = map(Path, sys.argv[1:])
+    answer: dict[str, Any] = {}
+    try:
+        run(json.loads(asked.read_text(encoding="utf-8")), answer)
+    except Exception as error:
+        answer["error"] = f"{type(error).__name__}: {error}"
+        traceback.print_exc()
+    write_whole(answered, answer)
+
+
+def end_with_parent() -> None:
+    """A parent that was killed could not end this session, which would hold the device for nobody."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_AT_PARENT_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    del sys.argv[0]
+    if sys.argv[0].endswith(".py"):
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

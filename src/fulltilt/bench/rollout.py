@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,34 +19,30 @@ from typing import Any
 import torch
 
 from fulltilt.bench import peers, report, roofline, shapes
-from fulltilt.bench.device import choose_device, device_name, let_go
+from fulltilt.bench.device import device_name, let_go
 from fulltilt.bench.figures import Measured, Timing
-from fulltilt.bench.job import BenchJob, BenchOptions, check_peers, resolve
+from fulltilt.bench.job import BenchJob, resolve
 from fulltilt.bench.native import NO_TEXT, Native, generate_all
+from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
-from fulltilt.bench.workload import WORKLOADS, Requests
+from fulltilt.bench.workload import Requests
 from fulltilt.cluster.sizes import THREADS, free_bytes
 from fulltilt.plan import KV_SHARE
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.hf import HfEngine
-from fulltilt.rollout.sampler import Sampling
 from fulltilt.words import many
 
 PEERS = ("vllm", "hf")
 SETTINGS = ("rollout.", "train.fused_layers", "train.compile")
-HEAD = ["engine", "tokens/s", "best", "without log-probs", "ms/token", "of roofline", "setting"]
-REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with whatever else runs there
 CUTS = (1, 2, 4)  # batches that the workload is cut into for transformers, each of which is tried
 
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
-    device = choose_device(options.device)
-    check_peers(options, PEERS, device)
-    job = resolve(options, scratch, workloads=WORKLOADS, repeats=REPEATS, settings=SETTINGS)
-    missing = [option for option, value in (("--bandwidth", options.bandwidth), ("--flops", options.flops)) if value is None]
-    if len(missing) == 1 and roofline.device_named(device_name(device)) is None:
+    job = resolve(options, scratch, SETTINGS, PEERS)
+    if (job.nominal("bandwidth") is None) != (job.nominal("flops") is None):
+        missing = "--flops" if options.bandwidth else "--bandwidth"
         raise UserError(
-            f"--bandwidth and --flops: {missing[0]} is missing, and it is not known for {device_name(device)}. Give both, or neither for "
+            f"--bandwidth and --flops: {missing} is missing, and it is not known for {device_name(job.device)}. Give both, or neither for "
             "a result without a roofline"
         )
     return job
@@ -54,140 +50,103 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
 
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
-    ours, others, facts = in_turns(job, say)
-    if "vllm" in job.against:  # last: its starts take minutes, which must not be lost to a failure of ours
-        others["vllm"] = against_vllm(job, facts, say)
-    return document(job, {OURS: ours} | {name: others[name] for name in job.against}, facts) | {"seconds": time.perf_counter() - begin}
+    measured, facts = in_turns(job, say)
+    if "vllm" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
+        held, free = let_go(job.device), torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else None
+        vllm: Measured = peers.load("vllm").measure(job, facts["parameters"], facts["kv_bytes_per_token"], free, say)
+        measured["vllm"] = replace(vllm, details={**vllm.details, "device_bytes_held_by_others": held})
+    measured = {name: measured[name] for name in (OURS, *job.options.peers)}
+    return document(job, measured, facts) | {"seconds": time.perf_counter() - begin}
 
 
-def against_vllm(job: BenchJob, facts: dict[str, Any], say: Say) -> Measured:
-    vllm, held, memory = peers.load("vllm"), let_go(job.device), None
-    if job.device.type == "cuda":
-        beside = vllm.BESIDE + 2 * facts["parameters"]
-        memory = vllm.VllmMemory(torch.cuda.mem_get_info(job.device)[0], beside, facts["kv_bytes_per_token"])
-    measured: Measured = vllm.measure(
-        job.requests[0], Path(job.config.model.path).resolve(), job.scratch, dummy_weights=job.source.folder is None,
-        device=job.device.type, dtype=job.dtype, kv_bytes=job.kv_bytes, memory=memory, repeats=job.repeats,
-        grid=job.options.vllm_grid or vllm.GRID, say=say,
-    )  # fmt: skip
-    return replace(measured, details={**measured.details, "device_bytes_held_by_others": held})
-
-
-def in_turns(job: BenchJob, say: Say) -> tuple[Measured, dict[str, Measured], dict[str, Any]]:
-    """Ours, the peers that run in this process, and what is known of the model once it is loaded."""
-    requests = job.requests[0]
+def in_turns(job: BenchJob, say: Say) -> tuple[dict[str, Measured], dict[str, Any]]:
+    """Ours and the peer that runs in this process, and what is known of the model once it is loaded."""
+    (requests,) = job.requests
     say(f"{OURS}: loading {job.source.name}")
     native = Native(job)
     say(f"{OURS}: warm-up")
     warm_up = native.run(requests.warm_up())
-    peer = InProcess(job, native, say) if "hf" in job.against else None
-    clock = Repeats()
-    turns = [lambda: clock.add(requests, native.run, native.release), *([peer.repeat] if peer else [])]
+    ours = EnginePasses(Timing({"max_seqs": native.limits.max_seqs}), native.run, native.release)
+    tried = try_transformers(job, native, say) if "hf" in job.options.peers else []
+    turns = [ours, *quickest(tried)]
     for repeat in range(job.repeats):
         say(f"repeat {repeat + 1} of {job.repeats}")
-        for turn in turns if repeat % 2 == 0 else reversed(turns):
-            turn()
+        for engine in turns if repeat % 2 == 0 else reversed(turns):
+            engine.measure(requests)
     say(f"{OURS}: decode steps, agreement with the trainer")
     details = native.details() | {"warm_up_seconds": warm_up, "logprob_gap": native.logprob_gap(), **native.decode_steps()}
-    ours = Measured(OURS, [clock.timing({"max_seqs": native.limits.max_seqs})], details)
     facts = {"parameters": native.parameters, "kv_bytes_per_token": native.kv_bytes_per_token, "cost": native.step_cost()}
-    return ours, {"hf": peer.measured()} if peer else {}, facts
+    return {OURS: Measured([ours.timing()], details), "hf": Measured([engine.timing() for engine in tried])}, facts
 
 
 @dataclass
-class Repeats:
-    """Seconds of an engine's passes."""
+class EnginePasses:
+    """The passes of an engine in this process at one setting, and their seconds."""
 
+    trial: Timing  # the setting, and how it was tried
+    run: Callable[[Requests], float]
+    release: Callable[[], None]
     seconds: list[float] = field(default_factory=list)
     prefill_seconds: list[float] = field(default_factory=list)
 
-    def add(self, requests: Requests, run: Callable[[Requests], float], release: Callable[[], None]) -> None:
+    def measure(self, requests: Requests) -> None:
         if requests.workload.per_token:
-            self.prefill_seconds.append(run(requests.cut(1)))
-        self.seconds.append(run(requests))  # last, so that its samples are the ones that are looked at afterwards
-        release()
+            self.prefill_seconds.append(self.run(requests.cut(1)))
+        self.seconds.append(self.run(requests))  # last, so that its samples are the ones that are looked at afterwards
+        self.release()
 
-    def timing(self, setting: dict[str, Any]) -> Timing:
-        return Timing(setting, tuple(self.seconds), tuple(self.prefill_seconds))
+    def timing(self) -> Timing:
+        return replace(self.trial, seconds=self.seconds, prefill_seconds=self.prefill_seconds)
 
 
 # -- transformers -------------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HfSetting:
-    batch: int  # samples in a batch: prompts with all their samples
-    threads: int | None  # torch threads; None on CUDA, where they hardly matter
+def try_transformers(job: BenchJob, native: Native, say: Say) -> list[EnginePasses]:
+    """Try every setting of transformers' generate once. A setting has the samples of a batch (prompts with all their samples) and, on a
+    CPU, where they matter, torch's threads."""
+    native.release()
+    (asked,), device = job.requests, job.device
+    engine = HfEngine(shapes.theirs(job.source, device, job.dtype), NO_TEXT, frozenset(), len(asked.lengths))
 
-    def as_json(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value}
-
-
-class InProcess:
-    """transformers' generate: every setting is tried once, and the best is repeated."""
-
-    def __init__(self, job: BenchJob, native: Native, say: Say) -> None:
-        native.release()
-        self.requests, self.device = job.requests[0], job.device
-        self.engine = HfEngine(shapes.theirs(job.source, job.device, job.dtype), NO_TEXT, frozenset(), len(self.requests.lengths))
-        memory = job.kv_bytes or (int(KV_SHARE["cuda"] * free_bytes(job.device)) if job.device.type == "cuda" else None)
-        self.trials: dict[HfSetting, float | str] = {}
-        self._try_all(self.settings(native.kv_bytes_per_token, memory), say)
-        if self.best:
-            self._try_all(variants(self.best), say)
-        self.clock = Repeats()
-
-    def settings(self, kv_bytes_per_token: int, kv_bytes: int | None) -> list[HfSetting]:
-        """Batches to try, whose cache may grow to at most `kv_bytes`."""
-        workload = self.requests.workload
-        per_prompt = workload.samples * self.requests.positions * kv_bytes_per_token
-        most = workload.prompts if kv_bytes is None else max(1, kv_bytes // per_prompt)
-        sizes = sorted({min(-(-workload.prompts // cuts), most) for cuts in CUTS}, reverse=True)
-        return [HfSetting(size * workload.samples, THREADS if self.device.type == "cpu" else None) for size in sizes]
-
-    @property
-    def best(self) -> HfSetting | None:
-        worked = {setting: seconds for setting, seconds in self.trials.items() if isinstance(seconds, float)}
-        return min(worked, key=lambda setting: worked[setting], default=None)
-
-    def run(self, requests: Requests, setting: HfSetting) -> float:
+    def run(requests: Requests, setting: Mapping[str, int]) -> float:
         """Seconds for all requests, batch after batch."""
-        if setting.threads:
-            torch.set_num_threads(setting.threads)
-        self.engine.max_seqs = setting.batch
-        sampling = Sampling(samples=requests.workload.samples, max_new_tokens=requests.longest_response)
-        return generate_all(self.engine, requests, sampling, self.device)[0]
+        if "threads" in setting:
+            torch.set_num_threads(setting["threads"])
+        engine.max_seqs = setting["batch"]
+        return generate_all(engine, requests, device)[0]
 
-    def _try_all(self, settings: list[HfSetting], say: Say) -> None:
-        for setting in settings:
-            say(f"hf: trying {report.words(setting.as_json())}")
-            self.trials[setting] = self._try(setting)
-
-    def _try(self, setting: HfSetting) -> float | str:
-        """Seconds, or why it cannot run."""
+    def attempt(setting: Mapping[str, int]) -> EnginePasses:
+        say(f"hf: trying {report.words(setting)}")
         try:
-            return self.run(self.requests, setting)
+            trial = Timing(setting, trial_seconds=run(asked, setting))
         except torch.OutOfMemoryError as error:
-            return f"out of memory: {str(error).splitlines()[0]}"
-        finally:
-            self.engine.release()
+            trial = Timing(setting, error=f"out of memory: {str(error).splitlines()[0]}")
+        engine.release()
+        return EnginePasses(trial, partial(run, setting=setting), engine.release)
 
-    def repeat(self) -> None:
-        if self.best is not None:
-            self.clock.add(self.requests, partial(self.run, setting=self.best), self.engine.release)
-
-    def measured(self) -> Measured:
-        return Measured("hf", [self._timing(setting, trial) for setting, trial in self.trials.items()])
-
-    def _timing(self, setting: HfSetting, trial: float | str) -> Timing:
-        timing = self.clock.timing(setting.as_json()) if setting == self.best else Timing(setting.as_json())
-        return replace(timing, error=trial) if isinstance(trial, str) else replace(timing, trial_seconds=trial)
+    memory = job.kv_bytes or (int(KV_SHARE["cuda"] * free_bytes(device)) if device.type == "cuda" else None)
+    tried = [attempt(setting) for setting in hf_settings(asked, device.type, native.kv_bytes_per_token, memory)]
+    return [*tried, *(attempt(setting) for best in quickest(tried) for setting in variants(best.trial.setting))]
 
 
-def variants(best: HfSetting) -> list[HfSetting]:
+def quickest(tried: Sequence[EnginePasses]) -> list[EnginePasses]:
+    """The one whose trial took the least time, if any worked."""
+    return sorted((engine for engine in tried if engine.trial.trial_seconds), key=lambda engine: engine.trial.trial_seconds or 0.0)[:1]
+
+
+def hf_settings(requests: Requests, device: str, kv_bytes_per_token: int, kv_bytes: int | None) -> list[dict[str, int]]:
+    """Batches to try, whose cache may grow to at most `kv_bytes`."""
+    workload = requests.workload
+    per_prompt = workload.samples * requests.positions * kv_bytes_per_token
+    most = workload.prompts if kv_bytes is None else max(1, kv_bytes // per_prompt)
+    sizes = sorted({min(-(-workload.prompts // cuts), most) for cuts in CUTS}, reverse=True)
+    return [{"batch": size * workload.samples} | ({"threads": THREADS} if device == "cpu" else {}) for size in sizes]
+
+
+def variants(best: Mapping[str, int]) -> list[dict[str, int]]:
     """What else to try with the best batch: one thread, where their number is not given and a small model may gain by it."""
-    open_choice = best.threads is not None and best.threads > 1 and "OMP_NUM_THREADS" not in os.environ
-    return [replace(best, threads=1)] if open_choice else []
+    return [{**best, "threads": 1}] if best.get("threads", 1) > 1 and "OMP_NUM_THREADS" not in os.environ else []
 
 
 # -- the document -------------------------------------------------------------------------------------------------------------------------
@@ -200,7 +159,7 @@ def document(job: BenchJob, measured: dict[str, Measured], facts: dict[str, Any]
     for engine in engines.values():
         rate = engine["tokens_per_s"]
         engine["roofline_fraction"] = limit["seconds"] * rate / requests.tokens if limit and rate else None
-    ratios = {name: ratio(measured[OURS], measured[name], requests) for name in job.against}
+    ratios = {name: ratio(measured[OURS], measured[name], requests) for name in job.options.peers}
     return {
         "benchmark": "rollout",
         "ratio": next(iter(ratios.values()), None),
@@ -227,17 +186,15 @@ def roofline_of(job: BenchJob, cost: roofline.StepCost | str) -> tuple[dict[str,
     """The bound, or why there is none."""
     if isinstance(cost, str):
         return None, cost
-    name = device_name(job.device)
-    known = roofline.device_named(name)
-    bandwidth = job.options.bandwidth or (known and known.bandwidth)
-    if not bandwidth or not job.flops:
+    bandwidth, flops, name = job.nominal("bandwidth"), job.nominal("flops"), device_name(job.device)
+    if not bandwidth or not flops:
         what = "a CPU has no figures here" if name == "cpu" else f"the figures of {name} are not known"
         return None, f"{what}: give --bandwidth and --flops"
-    device = roofline.Device(bandwidth, job.flops)
+    device = roofline.Device(bandwidth, flops)
     requests, held = job.requests[0], job.kv_bytes // cost.kv_bytes_per_token if job.kv_bytes else None
     prompts = [len(requests.prompts[uid].ids) for uid, _ in requests.lengths]
     steps = roofline.decode_steps(prompts, list(requests.lengths.values()), held)
-    return asdict(roofline.bound(steps, cost, device)) | {"device": asdict(device), "cost": asdict(cost)}, None
+    return roofline.bound(steps, cost, device) | {"device": asdict(device), "cost": asdict(cost)}, None
 
 
 def table(found: dict[str, Any]) -> str:
@@ -249,31 +206,25 @@ def table(found: dict[str, Any]) -> str:
         f"workload {asked['name']}: {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, prompts of {prompts['mean']:.0f} "
         f"tokens on average, responses of {responses['mean']:.0f} ({responses['smallest']} to {responses['largest']})",
         "",
-        *report.aligned([HEAD, *(engine_row(name, engine) for name, engine in found["engines"].items())]),
+        *report.table_of("engine", {name: cells(engine) for name, engine in found["engines"].items()}),
         "",
         f"output tokens/s with log-probs, prefill included, median and best of {many(found['repeats'], 'repeat')}",
     ]
-    for name, ratio in found["ratios"].items():
-        lines.append(f"{OURS} is {ratio:.2f} times as fast as {name}" if ratio else f"{name} gave no figure to compare with")
-    if found["compared_by"] == "time per token" and found["ratios"]:
-        lines[-1] += " in time per token"
-    if reason := found["engines"][OURS]["eager_reason"]:
-        lines.append(f"{OURS} gave up CUDA graphs and decoded without them, slower: {reason}")
+    unit = " in time per token" if found["compared_by"] == "time per token" else ""
+    lines += report.comparison(found["ratios"], f"{OURS} is {{ratio:.2f}} times as fast as {{name}}{unit}")
     gap = found["engines"][OURS]["logprob_gap"]
     lines.append(f"log-probs of engine and trainer differ by {gap['mean_absolute']:.2g} on average ({gap['tokens']} tokens)")
     if found["roofline_missing"]:
         lines.append(f"no roofline: {found['roofline_missing']}")
-    return "\n".join([*lines, *report.failures(found)])
+    return "\n".join([*lines, *report.troubles(found["engines"])])
 
 
-def engine_row(name: str, engine: dict[str, Any]) -> list[str]:
-    bare = engine.get("without_logprobs")
-    return [
-        name,
-        report.number(engine["tokens_per_s"]),
-        report.number(engine.get("tokens_per_s_best")),
-        report.number(bare["tokens_per_s"] if bare else None),
-        report.number(engine.get("ms_per_token"), ".3f"),
-        report.number(engine.get("roofline_fraction"), ".3f"),
-        report.words(engine.get("setting", {})),
-    ]
+def cells(engine: dict[str, Any]) -> dict[str, str]:
+    return {
+        "tokens/s": report.number(engine["tokens_per_s"]),
+        "best": report.number(engine.get("tokens_per_s_best")),
+        "without log-probs": report.number(engine.get("without_logprobs", {}).get("tokens_per_s")),
+        "ms/token": report.number(engine.get("ms_per_token"), ".3f"),
+        "of roofline": report.number(engine["roofline_fraction"], ".3f"),
+        "setting": report.words(engine["setting"]),
+    }

@@ -45,21 +45,6 @@ class StepCost:
     flops_per_sample: float  # two for every weight that a token is multiplied with
     flops_per_context_token: float  # scores and weighted sums of attention
 
-    def bytes(self, context: int) -> float:
-        return self.weight_bytes + self.kv_bytes_per_token * context
-
-    def flops(self, batch: int, context: int) -> float:
-        return self.flops_per_sample * batch + self.flops_per_context_token * context
-
-
-@dataclass(frozen=True)
-class Bound:
-    seconds: float
-    steps: int
-    memory_bound_steps: int
-    bytes: float
-    flops: float
-
 
 def device_named(name: str) -> Device | None:
     return next((device for pattern, device in DEVICES.items() if re.search(pattern, name)), None)
@@ -79,15 +64,15 @@ def decode_steps(prompts: Sequence[int], responses: Sequence[int], most_tokens: 
         drawn[running[:count]] += 1
 
 
-def bound(steps: Iterator[tuple[int, int]], cost: StepCost, device: Device) -> Bound:
-    seconds = moved = worked = 0.0
-    count = by_memory = 0
-    for batch, context in steps:
-        read, flops = cost.bytes(context), cost.flops(batch, context)
-        in_memory, in_arithmetic = read / device.bandwidth, flops / device.flops
-        seconds += max(in_memory, in_arithmetic)
-        moved += read
-        worked += flops
-        count += 1
-        by_memory += in_memory >= in_arithmetic
-    return Bound(seconds, count, by_memory, moved, worked)
+def bound(steps: Iterator[tuple[int, int]], cost: StepCost, device: Device) -> dict[str, float]:
+    batch, context = np.array([*steps], dtype=np.float64).reshape(-1, 2).T
+    moved = cost.weight_bytes + cost.kv_bytes_per_token * context
+    worked = cost.flops_per_sample * batch + cost.flops_per_context_token * context
+    in_memory, in_arithmetic = moved / device.bandwidth, worked / device.flops
+    return {
+        "seconds": float(np.maximum(in_memory, in_arithmetic).sum()),
+        "steps": len(batch),
+        "memory_bound_steps": int((in_memory >= in_arithmetic).sum()),
+        "bytes": float(moved.sum()),
+        "flops": float(worked.sum()),
+    }

@@ -1,7 +1,7 @@
 """The models that are measured: named shapes with random weights, or a folder.
 
-Enters: a name or a path, a device. Leaves: a loaded model, ours or as transformers alone runs it, and a folder that other engines read
-their configuration from. Guaranteed: nothing is downloaded; weights of a named shape are made on the device from a seed and are the same
+Enters: a name or a path, a device. Leaves: a model with random weights or as transformers alone runs it, and a folder that other engines
+read its configuration from. Guaranteed: nothing is downloaded; weights of a named shape are made on the device from a seed and are the same
 for every engine that takes them; bfloat16 on CUDA, float32 on CPU.
 """
 
@@ -15,8 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from fulltilt.model import attention
-from fulltilt.model.load import choose_dtype, load_model
+from fulltilt.model.load import choose_dtype, read_config
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 from fulltilt.shape import SHAPES as NAMED
@@ -50,17 +49,7 @@ def find(name: str) -> Source:
             f"--model {name}: neither a named shape ({', '.join(SHAPES)}) nor a folder with a config.json. Named shapes have random "
             "weights; for a model of the hub give the folder it was downloaded to"
         )
-    try:
-        return Source(name, AutoConfig.from_pretrained(folder), folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"--model {name}: its config.json could not be read: {error}") from error
-
-
-def ours(source: Source, device: torch.device, settings: ModelConfig) -> PreTrainedModel:
-    """As a run loads it: with our attention function, in evaluation mode."""
-    if source.folder:
-        return load_model(settings, device, key="--model")
-    return random_model(source, device, attention.register(), settings.dtype)
+    return Source(name, read_config(ModelConfig(path=name), key="--model"), folder)
 
 
 def theirs(source: Source, device: torch.device, dtype: str = "auto") -> PreTrainedModel:
@@ -81,10 +70,8 @@ def random_model(source: Source, device: torch.device, attention_name: str, dtyp
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
-def write_config(source: Source, device: torch.device, folder: Path) -> Path:
-    """A folder that says what the model is, for engines in other processes; weights are in it only if they came from a folder."""
-    if source.folder:
-        return source.folder.resolve()
-    source.config.dtype = choose_dtype("auto", device)
-    source.config.save_pretrained(folder)
-    return folder
+def write_config(source: Source, device: torch.device, folder: Path) -> None:
+    """Write what a named shape is into a folder, for engines in other processes. It has no weights."""
+    if source.folder is None:
+        source.config.dtype = choose_dtype("auto", device)
+        source.config.save_pretrained(folder)

@@ -11,9 +11,8 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,19 +22,18 @@ from tokenizers import pre_tokenizers
 from transformers import Qwen2Tokenizer
 from transformers.utils import logging as transformers_logging
 
-from fulltilt import config as configuration
 from fulltilt.bench import peers, report, shapes
-from fulltilt.bench.device import choose_device, let_go, peak_in_use, synchronize
+from fulltilt.bench.device import let_go, peak_in_use, timed
 from fulltilt.bench.figures import StepTiming, fastest
-from fulltilt.bench.job import BenchJob, BenchOptions, check_peers, resolve, run_batches
+from fulltilt.bench.job import BenchJob, resolve
+from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import STEP_WORKLOADS
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.loop.opening import what_stays
 from fulltilt.loop.run import Progress, Run
-from fulltilt.model.load import load_tokenizer
 from fulltilt.observe.console import Console
-from fulltilt.observe.loggers import open_loggers
+from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.native import NativeEngine
@@ -48,38 +46,25 @@ SETTINGS = ("rollout.", "train.", "actor.")
 GIB = 2**30
 END = "<|endoftext|>"  # also the padding token
 FIRST_WORD = 0x40000  # in the planes of Unicode that are not assigned
-HEAD = ["", "s a step", "rollout", "the rest", "first step", "tokens/s", "peak GiB", "on the device", "setting"]
 
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
-    device = choose_device(options.device)
-    check_peers(options, ("trl",), device)
-    name = options.model or shapes.DEFAULT[device.type]
-    if name not in shapes.SHAPES:
+    if options.model not in (None, *shapes.SHAPES):
         raise UserError(
             f"--model {options.model}: a step is measured on a named shape ({', '.join(shapes.SHAPES)}), whose tokenizer is made so that "
             "both sides read the same tokens"
         )
     if options.samples == 1:
         raise UserError("--samples 1: GRPO compares the samples of a prompt. Use 2 or more")
-    language = make_language(shapes.find(name).vocabulary)
-    job = resolve(options, scratch, workloads=STEP_WORKLOADS, repeats=STEPS, settings=SETTINGS, words=language.words, warm_up=WARM_UP)
-    language.tokenizer().save_pretrained(scratch / "model")
-    if "trl" in job.against:
-        trl_axes(job)
+    job = resolve(
+        options, scratch, SETTINGS, ("trl",), workloads=STEP_WORKLOADS, repeats=STEPS, warm_up=WARM_UP,
+        make_words=lambda vocabulary: make_language(vocabulary)[0],
+    )  # fmt: skip
+    _, tokens, merges = make_language(job.source.vocabulary)
+    Qwen2Tokenizer(vocab=tokens, merges=merges).save_pretrained(scratch / "model")
+    if "trl" in options.peers:
+        peers.load("trl").axes(job)  # reports mistakes
     return job
-
-
-def trl_axes(job: BenchJob) -> Mapping[str, tuple[Any, ...]]:
-    """What is tried of TRL's arguments."""
-    trl, workload = peers.load("trl"), job.requests[0].workload
-    axes: Mapping[str, tuple[Any, ...]] = trl.axes(job.options.trl, workload.prompts * workload.samples, job.device.type, job.generation)
-    return axes
-
-
-def new_tokens(job: BenchJob) -> int:
-    """Of every response."""
-    return job.requests[0].longest_response
 
 
 def step_tokens(job: BenchJob) -> tuple[int, ...]:
@@ -88,41 +73,20 @@ def step_tokens(job: BenchJob) -> tuple[int, ...]:
     return tuple(requests.tokens + samples * sum(len(prompt.ids) for prompt in requests.prompts) for requests in job.requests)
 
 
-def write_weights(job: BenchJob) -> int:
-    """Into the model's folder. Returns how many parameters there are."""
-    transformers_logging.disable_progress_bar()
-    model = shapes.random_model(job.source, job.device, "sdpa")
-    model.save_pretrained(job.config.model.path)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-# -- the tokenizer of a named shape --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Language:
-    """A tokenizer's tokens, and the words that prompts are made of, each of which is one token."""
-
-    tokens: Mapping[str, int]
-    merges: tuple[tuple[str, str], ...]
-    words: tuple[str, ...]
-
-    def tokenizer(self) -> Qwen2Tokenizer:
-        return Qwen2Tokenizer(vocab=dict(self.tokens), merges=list(self.merges))
-
-
-def make_language(vocabulary: int) -> Language:
-    """Byte pairs, as transformers expects them beside a Qwen2 model, with as many tokens as the model. A word is one character of four
-    bytes that no text has; its first two and three bytes are tokens too, from which it is merged."""
+@cache
+def make_language(vocabulary: int) -> tuple[list[str], dict[str, int], list[tuple[str, str]]]:
+    """The words that prompts are made of, each of which is one token, and the tokens and merges of their tokenizer: byte pairs, as
+    transformers expects them beside a Qwen2 model, as many tokens as the model has. A word is one character of four bytes that no text has;
+    its first two and three bytes are tokens too, from which it is merged."""
     spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokens, merges, words = {END: 0}, list[tuple[str, str]](), list[str]()
+    words, tokens, merges = list[str](), {END: 0}, list[tuple[str, str]]()
     for word in map(chr, itertools.count(FIRST_WORD)):
         ((spelled, _),) = spelling.pre_tokenize_str(word)
         for piece in (*spelled, spelled[:2], spelled[:3], spelled):
             if piece in tokens:
                 continue
             if len(tokens) == vocabulary:
-                return Language(tokens, tuple(merges), tuple(words))
+                return words, tokens, merges
             tokens[piece] = len(tokens)
             merges += [(piece[:-1], piece[-1])] if len(piece) > 1 else []
         words.append(word)
@@ -147,15 +111,19 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
             setting=dict(setting.split("=", 1) for setting in job.options.overrides),
             seconds=seconds[WARM_UP:],
             rollout_seconds=tuple(line["timing_s/gen"] for line in metrics[WARM_UP:]),
-            first_seconds=seconds[0],
-            peak_bytes=allocated,
+            first_step_seconds=seconds[0],
+            peak_memory_bytes=allocated,
             peak_device_bytes=peak_in_use(reserved) if reserved is not None else None,
             start_seconds=started,
             details={
                 "plan": list(parts.plan.words),
                 "captures": decoder.captures,
                 "eager_reason": decoder.eager_reason,
-                "phases": dict(phases(metrics[WARM_UP:])),
+                "phases": {
+                    phase: median(times)
+                    for phase, name in TIMING_NAMES.items()
+                    if (times := [line[f"timing_s/{name}"] for line in metrics[WARM_UP:] if f"timing_s/{name}" in line])
+                },
                 "grad_norms": [line["actor/grad_norm"] for line in metrics],
                 "metrics": dict(metrics[-1]),
             },
@@ -167,8 +135,8 @@ def measure_ours(job: BenchJob, say: Say) -> StepTiming:
 def make_steps(job: BenchJob, parts: RunParts, say: Say) -> list[tuple[float, Mapping[str, float]]]:
     """Seconds and metrics of each step."""
     config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
-    with open_loggers(config.log, folder, configuration.snapshot(config), 0, console.warn) as loggers, what_stays():
-        run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, loggers)
+    run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, Loggers(console.warn))
+    with what_stays():
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
         return [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]
@@ -179,32 +147,24 @@ def force_lengths(job: BenchJob, parts: RunParts) -> NativeEngine:
     engine = parts.worker.engine
     assert isinstance(engine, NativeEngine)
     workload = job.requests[0].workload
-    lengths = {(uid, index): new_tokens(job) for uid in range(len(job.requests) * workload.prompts) for index in range(workload.samples)}
+    lengths = {
+        (uid, index): job.requests[0].longest_response
+        for uid in range(len(job.requests) * workload.prompts)
+        for index in range(workload.samples)
+    }
     engine.generate = partial(engine.generate, lengths=lengths)  # type: ignore[method-assign]
     return engine
 
 
 def one_step(job: BenchJob, run: Run, step: int, say: Say) -> tuple[float, Mapping[str, float]]:
-    """Seconds from the prompts to the last kernel of the update."""
+    """Seconds from the prompts to the last kernel of the update, and metrics."""
     say(f"{OURS}: step {step} of {run.parts.plan.steps}")
-    synchronize(job.device)
-    begin = time.perf_counter()
     run.console.begin_step(step)
-    metrics = run.rl_step(step)
-    synchronize(job.device)
-    seconds = time.perf_counter() - begin
-    assert metrics["response_length/min"] == metrics["response_length/max"] == new_tokens(job)
+    seconds, metrics = timed(job.device, lambda: run.rl_step(step))
+    assert metrics["response_length/min"] == metrics["response_length/max"] == job.requests[0].longest_response
     assert metrics["perf/total_num_tokens"] == step_tokens(job)[step - 1]
     assert metrics["reward/errors"] == 0
     return seconds, metrics
-
-
-def phases(metrics: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float]]:
-    """The median of each phase's seconds."""
-    for phase, name in TIMING_NAMES.items():
-        times = [line[f"timing_s/{name}"] for line in metrics if f"timing_s/{name}" in line]
-        if times:
-            yield phase, median(times)
 
 
 # -- both ---------------------------------------------------------------------------------------------------------------------------------
@@ -213,16 +173,17 @@ def phases(metrics: Sequence[Mapping[str, float]]) -> Iterator[tuple[str, float]
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
     begin = time.perf_counter()
     say(f"making {job.source.name} with random weights")
-    parameters = write_weights(job)
+    transformers_logging.disable_progress_bar()
+    model = shapes.random_model(job.source, job.device, "sdpa")
+    model.save_pretrained(job.config.model.path)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    del model
     let_go(job.device)
     found = {OURS: [measure_ours(job, say)]}
-    if "trl" in job.against:  # last: its starts take minutes, which must not be lost to a failure of ours
+    if "trl" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
         trl, held = peers.load("trl"), let_go(job.device)
-        task = trl.TrlTask(
-            job.config, list(run_batches(job.config)), load_tokenizer(job.config.model), job.scratch / "trl", job.device.type,
-            job.generation, new_tokens(job), held_by_others=held or 0,
-        )  # fmt: skip
-        found["trl"] = trl.measure_steps(task, trl_axes(job), say)
+        task = trl.TrlTask(job, job.scratch / "trl", response_tokens=job.requests[0].longest_response, held_by_others=held or 0)
+        found["trl"] = trl.measure_steps(task, say)
     return document(job, found, parameters) | {"seconds": time.perf_counter() - begin}
 
 
@@ -233,21 +194,19 @@ def document(job: BenchJob, found: Mapping[str, Sequence[StepTiming]], parameter
         name: best[name].as_json(tokens) | dict(best[name].details) | {"all_settings": [steps.as_json(tokens) for steps in tried]}
         for name, tried in found.items()
     }
-    ratios = {name: times(best[name].median, best[OURS].median) for name in job.against}
-    repeat = report.origin(job.device)
+    ratios = {name: times(best[name].median, best[OURS].median) for name in job.options.peers}
     return {
         "benchmark": "step",
         "ratio": next(iter(ratios.values()), None),
         "ratios": ratios,
-        "memory_ratios": {name: times(best[name].peak_device_bytes, best[OURS].peak_device_bytes) for name in job.against},
+        "memory_ratios": {name: times(best[name].peak_device_bytes, best[OURS].peak_device_bytes) for name in ratios},
         "compared_by": "median seconds of a step",
         "engines": engines,
-        "generation": {name: job.generation for name in job.against},
+        "generation": {name: job.generation for name in ratios},
         "workload": job.requests[0].describe() | {"tokens_of_a_step": tokens},
         "model": report.describe_model(job.source, job.dtype, parameters),
         "steps": {"measured": job.repeats, "warm_up": WARM_UP},
-        **repeat,
-        "versions": repeat["versions"] | (report.packages(peers.load("trl").PACKAGES) if "trl" in job.against else {}),
+        **report.origin(job.device),
     }
 
 
@@ -263,33 +222,32 @@ def table(found: Mapping[str, Any]) -> str:
     """The document for people."""
     asked = found["workload"]
     prompts, responses = asked["prompt_tokens"], asked["response_tokens"]
-    ours = found["engines"][OURS]
     lines = [
         report.headline(found),
         f"a GRPO step of {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, prompts of {prompts['mean']:.0f} tokens on "
         f"average, every response {responses['largest']}; one optimizer step",
         "",
-        *report.aligned([HEAD, *(row(name, engine) for name, engine in found["engines"].items())]),
+        *report.table_of("", {name: cells(engine) for name, engine in found["engines"].items()}),
         "",
         f"medians of {many(found['steps']['measured'], 'step')} after the first; ours by phase: "
-        + ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in ours["phases"].items()),
+        + ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in found["engines"][OURS]["phases"].items()),
     ]
-    for name, ratio in found["ratios"].items():
-        lines.append(f"a step of {OURS} is {ratio:.2f} times as fast as {name}'s" if ratio else f"{name} gave no figure to compare with")
-    for name, ratio in found["memory_ratios"].items():
-        lines += [f"{name} had {ratio:.2f} times as much memory of the device in use"] if ratio else []
-    if reason := ours["eager_reason"]:
-        lines.append(f"{OURS} gave up CUDA graphs and decoded without them, slower: {reason}")
-    return "\n".join([*lines, *report.failures(found)])
+    lines += report.comparison(found["ratios"], f"a step of {OURS} is {{ratio:.2f}} times as fast as {{name}}'s")
+    lines += [
+        f"{name} had {ratio:.2f} times as much memory of the device in use" for name, ratio in found["memory_ratios"].items() if ratio
+    ]
+    return "\n".join([*lines, *report.troubles(found["engines"])])
 
 
-def row(name: str, engine: Mapping[str, Any]) -> list[str]:
-    typical, rollout, first = (engine[key] for key in ("step_seconds", "rollout_seconds", "first_step_seconds"))
-    peaks = (engine[key] for key in ("peak_memory_bytes", "peak_device_bytes"))
-    return [
-        name,
-        *(report.number(value, ".2f") for value in (typical, rollout, typical - rollout if typical and rollout else None, first)),
-        report.number(engine["tokens_per_s"]),
-        *(report.number(None if peak is None else peak / GIB, ".1f") for peak in peaks),
-        report.words(engine["setting"]),
-    ]
+def cells(engine: Mapping[str, Any]) -> dict[str, str]:
+    typical, rollout, peak, in_use = (engine[key] for key in ("step_seconds", "rollout_seconds", "peak_memory_bytes", "peak_device_bytes"))
+    return {
+        "s a step": report.number(typical, ".2f"),
+        "rollout": report.number(rollout, ".2f"),
+        "the rest": report.number(typical - rollout if typical and rollout else None, ".2f"),
+        "first step": report.number(engine["first_step_seconds"], ".2f"),
+        "tokens/s": report.number(engine["tokens_per_s"]),
+        "peak GiB": report.number(peak and peak / GIB, ".1f"),
+        "on the device": report.number(in_use and in_use / GIB, ".1f"),
+        "setting": report.words(engine["setting"]),
+    }

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,10 +19,10 @@ import numpy as np
 
 from fulltilt.batching.pack import minibatch
 from fulltilt.bench import flops, report
-from fulltilt.bench.device import device_name, kernels_of, synchronize
-from fulltilt.bench.job import BenchJob, BenchOptions, resolve
+from fulltilt.bench.device import device_name, kernels_of, timed
+from fulltilt.bench.job import BenchJob, resolve
 from fulltilt.bench.native import make_bench_worker
-from fulltilt.bench.workload import WORKLOADS, Requests
+from fulltilt.bench.workload import Requests
 from fulltilt.cluster.worker import enough_memory
 from fulltilt.loop.opening import what_stays
 from fulltilt.memory.account import Reading
@@ -33,58 +32,46 @@ from fulltilt.words import in_bytes, many
 
 PHASE = "update-actor"
 SETTINGS = ("train.", "actor.token_budget", "actor.dynamic_batch", "actor.micro_batch", "algorithm.entropy_coef")
-REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with whatever else runs there
 PROFILED = 2  # micro-batches whose kernels are timed one by one: the largest
 SHOWN, NAME_WIDTH = 15, 90  # kernels in the table for people, and letters of their names
 
 
-def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
-    return resolve(options, scratch, workloads=WORKLOADS, repeats=REPEATS, settings=SETTINGS)
-
-
-@dataclass(frozen=True)
-class MeasuredUpdate:
-    seconds: float  # forward and backward
-    optimizer_seconds: float
-    memory: Reading  # of the whole update
-    grad_norm: float
+prepare = partial(resolve, settings=SETTINGS)
 
 
 class Update:
-    """The worker of a run that makes this update, and the samples of the update."""
+    """The worker of a run that makes this update, the samples of the update, and what was measured of each pass, the warm-up first."""
 
     def __init__(self, job: BenchJob) -> None:
         self.device = job.device
+        self.seconds, self.optimizer_seconds = list[float](), list[float]()  # of forward and backward, and of the step after them
+        self.grad_norms, self.memory = list[float](), list[Reading]()  # of whole updates
         rows = make_rows(job.requests[0], job.source.vocabulary)
         self.lengths = [row.tokens for row in rows]
-        self.worker, models, self.layers = make_bench_worker(job, max(self.lengths), learns=True)
-        self.model, self.shapes, self.size = models.actor, models.layers, model_size(models.actor, models.layers)
+        self.worker, models = make_bench_worker(job, max(self.lengths), learns=True)
+        self.model, self.shapes, self.layers = models.actor, models.layers, models.fused
+        self.size = flops.model_size(self.model, self.shapes)
         self.trainer, self.account, algorithm = self.worker.trainers["actor"], self.worker.account, self.worker.algorithm
         begin = time.perf_counter()
         self.batch = minibatch(rows, algorithm.aggregation, algorithm.length_norm, self.worker.update_sizes["actor"])
         self.batching_seconds = time.perf_counter() - begin
 
-    def run(self) -> MeasuredUpdate:
+    def run(self) -> None:
         self.trainer.optimizer.begin(0)
         with what_stays(), self.account.phase(PHASE):
             with self.account.passes(self.trainer.role.head_bytes(self.batch.micro_batches, learns=True)):
-                seconds = self.timed(lambda: self.trainer.accumulate(self.batch))
-            metrics: dict[str, float] = {}
-            optimizer_seconds = self.timed(lambda: metrics.update(self.trainer.apply()))
-        return MeasuredUpdate(seconds, optimizer_seconds, self.account.take()[PHASE], metrics["actor/grad_norm"])
-
-    def timed(self, work: Callable[[], Any]) -> float:
-        synchronize(self.device)
-        begin = time.perf_counter()
-        work()
-        synchronize(self.device)
-        return time.perf_counter() - begin
+                seconds, _ = timed(self.device, lambda: self.trainer.accumulate(self.batch))
+            optimizer_seconds, metrics = timed(self.device, self.trainer.apply)
+        self.seconds.append(seconds)
+        self.optimizer_seconds.append(optimizer_seconds)
+        self.grad_norms.append(metrics["actor/grad_norm"])
+        self.memory.append(self.account.take()[PHASE])
 
     def kernels(self) -> dict[str, Any]:
         """Where the time goes, in the largest micro-batches and in an optimizer step with their gradients."""
         largest = MiniBatch(self.batch.micro_batches[:PROFILED], self.batch.trained_tokens)
         self.trainer.optimizer.begin(0)
-        seconds = self.timed(lambda: self.trainer.accumulate(largest))
+        seconds, _ = timed(self.device, lambda: self.trainer.accumulate(largest))
         return {
             "micro_batches": len(largest.micro_batches),
             "tokens": sum(len(micro.ids) for micro in largest.micro_batches),
@@ -92,12 +79,6 @@ class Update:
             "update": kernels_of(lambda: self.trainer.accumulate(largest), self.device),
             "optimizer": kernels_of(self.trainer.apply, self.device),
         }
-
-
-def model_size(model: Any, layers: Mapping[int, Any]) -> flops.ModelSize:
-    heads = model.config.get_text_config().num_attention_heads
-    attention = tuple(flops.AttentionLayer(heads * shape.head_width, shape.window) for shape in layers.values())
-    return flops.ModelSize(*flops.count_weights(model), attention)
 
 
 def make_rows(requests: Requests, vocabulary: int) -> list[Row]:
@@ -125,56 +106,49 @@ def run(job: BenchJob, say: report.Say) -> dict[str, Any]:
     with enough_memory(PHASE):
         update = Update(job)
         say(f"warm-up, micro-batches: {len(update.batch.micro_batches)}")
-        warm_up = update.run()
-        passes = []
+        update.run()
         for repeat in range(job.repeats):
             say(f"repeat {repeat + 1} of {job.repeats}")
-            passes.append(update.run())
+            update.run()
         say("kernels")
         kernels = update.kernels()
-    return document(job, update, passes) | {
-        "warm_up_seconds": warm_up.seconds + warm_up.optimizer_seconds,
-        "kernels": kernels,
-        **report.origin(job.device),
-        "wall_seconds": time.perf_counter() - begin,
-    }
+    return document(job, update) | {"kernels": kernels, **report.origin(job.device), "wall_seconds": time.perf_counter() - begin}
 
 
-def document(job: BenchJob, update: Update, passes: list[MeasuredUpdate]) -> dict[str, Any]:
-    seconds = [measured.seconds for measured in passes]
-    tokens, batch, last = sum(update.lengths), update.batch, passes[-1]
+def document(job: BenchJob, update: Update) -> dict[str, Any]:
+    warm_up, *seconds = update.seconds
+    tokens, batch, memory = sum(update.lengths), update.batch, update.memory[-1]
     needed = flops.update_flops(update.size, update.lengths, batch.trained_tokens)
     by_verl = flops.verl_flops(update.model.config.get_text_config(), update.lengths)
     parameters = sum(parameter.numel() for parameter in update.model.parameters())
     weights = {"layer_weights": update.size.layer_weights, "head_weights": update.size.head_weights}
     kv_bytes = bytes_per_token(update.shapes, update.model.dtype)
+    peak = job.nominal("flops")
     budgets, settled = update.worker.plan.budgets, update.worker.plan.words
     return {
         "benchmark": "update",
         "tokens_per_s": tokens / median(seconds),
         "tokens_per_s_best": tokens / min(seconds),
         "tokens_per_s_all": [tokens / taken for taken in seconds],
-        "mfu": flops.utilisation(needed.total, median(seconds), job.flops),
-        "mfu_by_verl": flops.utilisation(by_verl, median(seconds), job.flops),
-        "mfu_missing": None if job.flops else f"the arithmetic of {device_name(job.device)} is not known: give --flops",
+        "mfu": flops.utilisation(needed.total, median(seconds), peak),
+        "mfu_by_verl": flops.utilisation(by_verl, median(seconds), peak),
+        "mfu_missing": None if peak else f"the arithmetic of {device_name(job.device)} is not known: give --flops",
         "seconds": seconds,
-        "optimizer_seconds": [measured.optimizer_seconds for measured in passes],
+        "optimizer_seconds": update.optimizer_seconds[1:],
+        "warm_up_seconds": warm_up + update.optimizer_seconds[0],
         "batching_seconds": update.batching_seconds,
         "flops": asdict(needed) | {"total": needed.total, "by_verl": by_verl},
-        "device_flops": job.flops,
+        "device_flops": peak,
         "tokens": tokens,
         "trained_tokens": batch.trained_tokens,
         "pad_tokens": sum(micro.pad_tokens for micro in batch.micro_batches),
         "micro_batches": len(batch.micro_batches),
         "largest_micro_batch": max(len(micro.ids) for micro in batch.micro_batches),
         "token_budget": budgets.token_budget,
-        "peak_memory_bytes": last.memory.peak,
-        "memory_bytes": {
-            **last.memory.held.device,
-            **{name: getattr(last.memory, name) for name in ("activations", "head", "other", "reserved")},
-        },
-        "host_memory_bytes": dict(last.memory.held.host),
-        "grad_norm": [measured.grad_norm for measured in passes],
+        "peak_memory_bytes": memory.peak,
+        "memory_bytes": {**memory.held.device, **{name: getattr(memory, name) for name in ("activations", "head", "other", "reserved")}},
+        "host_memory_bytes": dict(memory.held.host),
+        "grad_norm": update.grad_norms[1:],
         "knobs": job.given,
         "settings": asdict(update.worker.plan.roles["actor"]),
         "settled": [text for text in settled if text.startswith("actor:")],
@@ -215,11 +189,7 @@ def figures(found: dict[str, Any]) -> list[list[str]]:
         ["forward and backward", f"{median(seconds):.3f}", f"s, median of {many(len(seconds), 'repeat')}; best {min(seconds):.3f}"],
         ["", report.number(found["tokens_per_s"]), "tokens/s"],
         ["", report.number(found["mfu"], ".3f"), "MFU: each weight once, real lengths, head for trained tokens, no recompute, no pads"],
-        [
-            "",
-            report.number(found["mfu_by_verl"], ".3f"),
-            "MFU by verl's formula (0.7.1, 0.8.0): tied vocabulary twice, head for all tokens",
-        ],
+        ["", report.number(found["mfu_by_verl"], ".3f"), "MFU by verl's formula (0.7.1, 0.8.0): vocabulary twice, head for all tokens"],
         ["optimizer step", f"{median(steps):.3f}", f"s, median; best {min(steps):.3f}"],
     ]
 

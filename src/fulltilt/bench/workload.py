@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +19,6 @@ from fulltilt.records import Prompt
 
 GIB = 2**30
 WARM_UP_TOKENS = 16  # of each sample, where warming up with a whole pass would take too long
-
-
-class Spread(Protocol):
-    """A distribution of lengths, by its quantiles."""
-
-    @property
-    def high(self) -> int: ...
-
-    def quantile(self, share: float) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -52,6 +43,9 @@ class Lognormal:
 
     def quantile(self, share: float) -> float:
         return min(max(self.median * math.exp(self.sigma * NormalDist().inv_cdf(share)), self.low), self.high)
+
+
+Spread = Even | Lognormal  # a distribution of lengths, by its quantiles
 
 
 @dataclass(frozen=True)
@@ -122,29 +116,21 @@ class Requests:
 
     def describe(self) -> dict[str, Any]:
         workload = self.workload
-        spreads = {"prompt_tokens": workload.prompt_tokens, "response_tokens": workload.response_tokens}
-        found = {
-            "prompt_tokens": [len(prompt.ids) for prompt in self.prompts],
-            "response_tokens": list(self.lengths.values()),
-        }
         return {
             "name": workload.name,
             "seed": self.seed,
             "prompts": workload.prompts,
             "samples_per_prompt": workload.samples,
             "kv_bytes": workload.kv_bytes,
-            **{
-                name: {
-                    "distribution": type(spread).__name__.lower(),
-                    **asdict(spread),  # type: ignore[call-overload]
-                    "smallest": min(found[name]),
-                    "mean": sum(found[name]) / len(found[name]),
-                    "largest": max(found[name]),
-                    "total": sum(found[name]),
-                }
-                for name, spread in spreads.items()
-            },
+            "prompt_tokens": describe_lengths(workload.prompt_tokens, [len(prompt.ids) for prompt in self.prompts]),
+            "response_tokens": describe_lengths(workload.response_tokens, list(self.lengths.values())),
         }
+
+
+def describe_lengths(spread: Spread, lengths: list[int]) -> dict[str, Any]:
+    total = sum(lengths)
+    found = {"smallest": min(lengths), "mean": total / len(lengths), "largest": max(lengths), "total": total}
+    return {"distribution": type(spread).__name__.lower(), **asdict(spread), **found}
 
 
 def make_requests(workload: Workload, vocabulary: int, seed: int) -> Requests:

@@ -6,8 +6,9 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -20,8 +21,9 @@ from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
-from fulltilt.records import UserError
+from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
+from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes
 from fulltilt.schema import Config, uses_reward_model
 
@@ -37,16 +39,13 @@ class TextFacts:
 
 
 @dataclass(frozen=True, eq=False)
-class RunData:
+class RunData(TextFacts):
     """The data of a run; for an evaluation, `train` is its validation data too."""
 
     train: PromptSet | RowSet
     val: PromptSet | RowSet | None
-    texts: TextFacts
-
-    @property
-    def prompt_sets(self) -> list[PromptSet]:
-        return [data for data in (self.train, self.val) if isinstance(data, PromptSet)]
+    encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
+    notes: tuple[str, ...]  # for the console
 
 
 def choose_device(name: str) -> torch.device:
@@ -63,11 +62,6 @@ def find_mistakes(config: Config) -> list[str]:
         if "rollout" in algorithm.needs:
             RewardPool(config.reward).close()
 
-    def data() -> None:
-        found = read_training_data(config, algorithm)
-        if "rollout" in algorithm.needs and uses_reward_model(config):
-            make_encoder(config, found.prompt_sets)
-
     def packages() -> None:
         if config.lora.rank:
             lora.require_peft()
@@ -78,7 +72,7 @@ def find_mistakes(config: Config) -> list[str]:
         Fusing(config, chosen)
 
     found: list[str] = []
-    for look in (rewards, data, packages, device):
+    for look in (rewards, partial(read_training_data, config, algorithm), packages, device):
         try:
             look()
         except UserError as error:
@@ -100,20 +94,17 @@ def wrong_rollout(config: Config, device: str) -> Iterator[str]:
     yield from engine_mistakes(config)
 
 
-def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> list[str]:
-    """On this device, or with these roles."""
-    mistakes = [*refused_offloads(config, algorithm, device)]
+def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """Settings that have no effect on this device, or with these roles."""
+    yield from refused_offloads(config, algorithm, device)
     if not config.train.entropy_recompute and not algorithm.entropy_gradient:
-        or_bonus = ", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else ""
-        mistakes.append(
-            f"train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. Remove the key{or_bonus}"
-        )
+        remedy = "Remove the key" + (", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else "")
+        yield f"train.entropy_recompute: false, but the loss has no entropy bonus: nothing is kept for its gradient. {remedy}"
     if config.train.head_recompute != "auto" and not config.train.fused_head:
-        mistakes.append(
+        yield (
             "train.head_recompute: the head is not fused (train.fused_head), and keeps the logits of a micro-batch in any case. Remove one "
             "of the keys"
         )
-    return mistakes
 
 
 def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
@@ -128,35 +119,40 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
 
 
 def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
-    """Everything that can be wrong before a model loads is looked at."""
-    tokenizer, ends = read_tokenizer(config)
+    """The data of a training run. Everything that can be wrong before a model loads is checked."""
+    tokenizer = load.load_tokenizer(config.model)
+    ends = load.end_tokens(config.model, tokenizer)
     val = read(config.data.val, config, algorithm, tokenizer, ends) if config.data.val else None
     train = read(config.data.train, config, algorithm, tokenizer, ends)
-    data = RunData(train, val, TextFacts(tokenizer, ends, max(train.longest, val.longest if val else 0), 1))
-    check_sources(config, data.prompt_sets)
-    check_template(config, data.prompt_sets)
-    check_lengths(config, algorithm, data.texts.longest)
-    steps_per_epoch = train.steps_per_epoch(*round_size(config, algorithm))
+    longest = max(train.longest, val.longest if val else 0)
+    prompts = [prompt for data in (train, val) if isinstance(data, PromptSet) for prompt in data.items]
+    check_prompts(config, prompts)
+    check_lengths(config, algorithm, longest)
+    key = "prompts_per_round" if algorithm.dynamic and config.algorithm.prompts_per_round else "prompts_per_step"
+    taken_at_once = getattr(config.algorithm, key), f"algorithm.{key}"
+    steps_per_epoch = train.steps_per_epoch(*taken_at_once)
     steps = count_steps(config, steps_per_epoch)
     if steps <= algorithm.critic_warmup:
         raise UserError(
             f"algorithm.critic_warmup: only the critic is updated in the first {algorithm.critic_warmup} steps, and the run has {steps}. "
             "Lower it, or ask for more steps"
         )
-    return replace(data, texts=replace(data.texts, steps_per_epoch=steps_per_epoch))
+    notes = (
+        f"data: {train.describe()}",
+        f"data: {train.describe_epoch(*taken_at_once)}",
+        *([f"validation data: {val.describe()}"] if val else []),
+    )
+    return RunData(tokenizer, ends, longest, steps_per_epoch, train, val, make_encoder(config, prompts), notes)
 
 
 def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
-    """For an evaluation, which does not see all the data that settings are for and checks less."""
+    """The data of an evaluation. Fewer settings are checked than in training: some are for data that is not read here."""
     assert config.data.val is not None
-    tokenizer, ends = read_tokenizer(config)
-    val = read(config.data.val, config, algorithm, tokenizer, ends)
-    return RunData(val, val, TextFacts(tokenizer, ends, val.longest, 1))
-
-
-def read_tokenizer(config: Config) -> tuple[PreTrainedTokenizerBase, frozenset[int]]:
     tokenizer = load.load_tokenizer(config.model)
-    return tokenizer, load.end_tokens(config.model, tokenizer)
+    ends = load.end_tokens(config.model, tokenizer)
+    val = read(config.data.val, config, algorithm, tokenizer, ends)
+    encoder = make_encoder(config, val.items if isinstance(val, PromptSet) else ())
+    return RunData(tokenizer, ends, val.longest, 1, val, val, encoder, (f"validation data: {val.describe()}",))
 
 
 def read(
@@ -169,33 +165,22 @@ def read(
 
 def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
     """Every model that reads whole samples must have positions for the longest."""
-    others = {"ref.path": config.ref.path if "ref_logprobs" in algorithm.needs else None}
-    others["critic.path"] = config.critic.path if algorithm.value_loss else None
+    others = {"ref.path": "ref_logprobs" in algorithm.needs and config.ref.path, "critic.path": algorithm.value_loss and config.critic.path}
     for key, path in {"model.path": config.model.path, **others}.items():
-        if path is not None:
+        if path:
             whose = "the model" if key == "model.path" else f"the model of {key}"
             limit = load.context_limit(load.read_config(config.model, path, key))
             check_context(config, longest, limit, rollout="rollout" in algorithm.needs, whose=whose)
 
 
-def check_sources(config: Config, sets: list[PromptSet]) -> None:
-    """A reward for a data source that no row has is a misspelling: its rows would go to another function."""
-    seen = {prompt.data_source for prompts in sets for prompt in prompts.items}
+def check_prompts(config: Config, prompts: Sequence[Prompt]) -> None:
+    """Refuse settings for prompts that the data does not have."""
+    seen = {prompt.data_source for prompt in prompts}
     unknown = sorted(set(config.reward.sources) - seen)
-    if sets and unknown:
+    if prompts and unknown:  # a misspelling: rows would go to another function
         raise UserError(
             f"reward.sources: no row has the data source {', '.join(map(repr, unknown))}; the data has "
             f"{', '.join(map(repr, sorted(seen)))}. Correct the name or remove it"
         )
-
-
-def check_template(config: Config, sets: list[PromptSet]) -> None:
-    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for data in sets for prompt in data.items):
+    if config.reward_model.chat_template and not any(isinstance(prompt.source, tuple) for prompt in prompts):
         raise UserError("reward_model.chat_template: every prompt is a plain string, which goes through no template. Remove the key")
-
-
-def round_size(config: Config, algorithm: Algorithm) -> tuple[int, str]:
-    """How many prompts are taken from the data at a time, and the key that says so."""
-    if algorithm.dynamic and config.algorithm.prompts_per_round:
-        return algorithm.dynamic.prompts_per_round, "algorithm.prompts_per_round"
-    return config.algorithm.prompts_per_step, "algorithm.prompts_per_step"

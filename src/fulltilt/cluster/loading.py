@@ -6,7 +6,7 @@ not fit its tokenizer, or whose layers would compute something else than transfo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,17 +14,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from fulltilt.data.prompts import PromptSet
 from fulltilt.kernels import dispatch
 from fulltilt.model import load, lora
 from fulltilt.model.attention import LayerShape
 from fulltilt.model.compiled import compile_and_compare
 from fulltilt.model.fuse import WrongLayers, fuse_and_compare, saved_tensors
 from fulltilt.model.scalar import ScalarModel, load_scalar
-from fulltilt.model.verify import verify, verify_body
-from fulltilt.records import UserError
+from fulltilt.model.verify import verify
+from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.schema import Config, LoraConfig
+from fulltilt.schema import Config, LoraConfig, uses_reward_model
 from fulltilt.train.checkpoint import Checkpoint
 
 
@@ -33,7 +32,8 @@ class Models:
     """The models that were loaded and verified, with fused or compiled layers."""
 
     own: Mapping[str, torch.nn.Module]  # by role; a reference role that is the actor without its adapters has none of its own
-    layers: Mapping[int, LayerShape]  # of the actor
+    layers: Mapping[int, LayerShape]  # the attention shapes of the actor's layers
+    fused: str  # whether their layers run fused or compiled, in words
 
     @property
     def actor(self) -> PreTrainedModel:
@@ -44,8 +44,10 @@ class Models:
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
-    resume: Checkpoint | None, fusing: Fusing,
+    resume: Checkpoint | None,
 ) -> Models:  # fmt: skip
+    """The actor, and those of `roles` that have a model of their own; with an `encoder`, the reward model too."""
+    fusing = Fusing(config, device)
     own: dict[str, torch.nn.Module] = {}
     if encoder is not None:
         own["reward_model"] = load_reward_model(config, device, encoder, fusing)
@@ -54,7 +56,7 @@ def load_models(
         own["critic"] = load_critic(config, tokenizer, device, fusing)
     if "ref" in roles and not shares_model(config):
         own["ref"] = load_ref(config, tokenizer, device, fusing)
-    return Models(own, layers)
+    return Models(own, layers, fusing.words())
 
 
 def shares_model(config: Config) -> bool:
@@ -63,14 +65,14 @@ def shares_model(config: Config) -> bool:
 
 
 class Fusing:
-    """Fuses or compiles the layers of each role's model as `train.fused_layers` and `train.compile` say, and keeps what came of it for the
+    """Fuses or compiles the layers of each role's model as `train.fused_layers` and `train.compile` say, and keeps the results for the
     plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
         self.wanted = config.train.fused_layers
         self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
-        self.found: dict[str, str] = {}  # role -> what came of it
+        self.found: dict[str, str] = {}  # what runs the layers of each role
         if self.compiles:
             self.off = "train.compile is on"
         elif self.wanted is False:
@@ -83,29 +85,22 @@ class Fusing:
                 raise UserError(f"train.fused_layers: {self.off}, or remove the key")
 
     def fuse(self, role: str, model: PreTrainedModel) -> None:
-        """When the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
-        if self.compiles:
-            self._compile(role, model)
-        if self.off is not None:
-            return
+        """Call it once the model has its weights and adapters, and before anything keeps an address: optimizer, engine, graphs."""
+        reason = None
         try:
-            self.found[role] = str(report := fuse_and_compare(model))
+            if self.compiles:
+                self.found[role] = compile_and_compare(model)
+            elif self.off is None:
+                report = fuse_and_compare(model)
+                self.found[role] = str(report)
+                # Another role may be of another family; where the actor is, the key would have no effect.
+                reason = report.left_alone if role == "actor" else None
         except WrongLayers as error:
-            self.found[role] = f"not fused: {error}"
-            self._refuse(role, str(error))
-        else:
-            # Another role may be of another family; where the actor is, the key would have no effect.
-            if report.left_alone is not None and role == "actor":
-                self._refuse(role, report.left_alone)
-
-    def _compile(self, role: str, model: PreTrainedModel) -> None:
-        try:
-            self.found[role] = compile_and_compare(model)
-        except WrongLayers as error:
-            raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
-
-    def _refuse(self, role: str, reason: str) -> None:
-        if self.wanted is True:
+            if self.compiles:
+                raise UserError(f"train.compile: true, but the layers of the {role} cannot be compiled: {error}. Remove the key") from error
+            reason = str(error)
+            self.found[role] = f"not fused: {reason}"
+        if reason is not None and self.wanted is True:
             raise UserError(
                 f"train.fused_layers: true, but the layers of the {role} cannot run fused: {reason}. Remove the key, or set auto"
             )
@@ -120,8 +115,7 @@ class Fusing:
 def load_actor(
     config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing
 ) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
-    """The model that is trained and sampled from. With adapters it is the base that the run started from, and the checkpoint has only
-    them."""
+    """The model that is trained and sampled from. With adapters the base stays that of the run's start: the checkpoint has only them."""
     adapters = config.lora.rank > 0
     model = load.load_model(config.model, device, path=resume.model_folder if resume and not adapters else None)
     load.check_vocabulary(model, tokenizer)
@@ -135,10 +129,8 @@ def load_actor(
 def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
     model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
-    verify_body(model.body)
-    load.check_vocabulary(model.body, tokenizer)
-    if config.critic.path:
-        same_tokens(config, tokenizer, "critic.path", config.critic.path)
+    verify(model.body)
+    check_tokens(config, model.body, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
     fusing.fuse("critic", model.body)
@@ -152,15 +144,16 @@ def of_body(settings: LoraConfig, body: PreTrainedModel) -> LoraConfig:
     return settings.model_copy(update={"targets": targets, "parameters": [name.removeprefix(prefix) for name in settings.parameters]})
 
 
-def make_encoder(config: Config, sets: list[PromptSet]) -> RewardEncoder:
-    """The reward model's tokenizer and template, which may not fit the data."""
+def make_encoder(config: Config, prompts: Sequence[Prompt]) -> RewardEncoder | None:
+    """The reward model's tokenizer and template, which may not fit the data; None where no prompt is scored by a reward model."""
     section = config.reward_model
+    if not prompts or not uses_reward_model(config):
+        return None
     assert section.path is not None
     tokenizer = load.load_tokenizer(config.model, section.path, "reward_model.path", section.chat_template)
     limit = load.context_limit(load.read_config(config.model, section.path, "reward_model.path"))
     encoder = RewardEncoder(tokenizer, limit)
-    for data in sets:
-        encoder.check(data.items)
+    encoder.check(prompts)
     return encoder
 
 
@@ -168,7 +161,7 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
     path = config.reward_model.path
     assert path is not None
     model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
-    verify_body(model.body)
+    verify(model.body)
     load.check_vocabulary(model.body, encoder.tokenizer)
     model.requires_grad_(False)
     fusing.fuse("reward_model", model.body)
@@ -179,9 +172,7 @@ def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.d
     """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
     model = load.load_model(config.model, device, path=config.ref.path, key="ref.path" if config.ref.path else "model.path")
     verify(model)
-    load.check_vocabulary(model, tokenizer)
-    if config.ref.path:
-        same_tokens(config, tokenizer, "ref.path", config.ref.path)
+    check_tokens(config, model, tokenizer, "ref.path", config.ref.path)
     if config.lora.path and not config.ref.path:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
     model.requires_grad_(False)
@@ -189,10 +180,11 @@ def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.d
     return model
 
 
-def same_tokens(config: Config, tokenizer: PreTrainedTokenizerBase, key: str, path: str) -> None:
-    """A role that reads the actor's token ids must mean the same by them."""
+def check_tokens(config: Config, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, key: str, path: str | None) -> None:
+    """A role that reads the actor's token ids must have them, and mean the same by them."""
+    load.check_vocabulary(model, tokenizer)
     try:
-        other = load.load_tokenizer(config.model, path, key)
+        other = load.load_tokenizer(config.model, path, key) if path else tokenizer
     except UserError:
         return  # a folder without a tokenizer: its ids are taken to be the actor's
     if other.get_vocab() != tokenizer.get_vocab():

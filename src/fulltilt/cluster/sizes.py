@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
 from fulltilt.cluster.checks import TextFacts
-from fulltilt.cluster.loading import Fusing, Models
+from fulltilt.cluster.loading import Models
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.experts import why_not_captured
@@ -37,9 +37,7 @@ def free_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
-def find_facts(
-    config: Config, device: torch.device, models: Models, texts: TextFacts, fusing: Fusing, learners: Collection[str], *, rollout: bool
-) -> Facts:
+def find_facts(device: torch.device, models: Models, texts: TextFacts, learners: Collection[str], *, rollout: bool) -> Facts:
     """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet."""
     roles = {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
     return Facts(
@@ -55,7 +53,7 @@ def find_facts(
         processors=processors_of(device),
         kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype),
         not_captured=why_not_captured(models.actor),
-        layers=fusing.words(),
+        layers=models.fused,
     )
 
 

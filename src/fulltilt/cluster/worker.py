@@ -3,8 +3,8 @@
 Enters: prompts, rows and names of roles, phases and steps. Leaves: groups, annotated rows, metrics, and checkpoint files. Guaranteed: only
 records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. On one
 device a call is a plain call in the same process and a row is its own handle, so that the same calls can later go to processes. What does
-not pickle stays on its side: callbacks (`report`, `say`) are the caller's and are given records or text, the function that `save` returns
-is the worker's, as is the stream of `weights`, which its engine reads. A group says by its place which of the caller's prompts it is of.
+not pickle stays on its side: callbacks (`report`, `say`) are the caller's and are given numbers or text, the stream of `weights` is the
+worker's, whose engine reads it. A group says by its place which of the caller's prompts it is of.
 """
 
 from __future__ import annotations
@@ -35,39 +35,14 @@ from fulltilt.train.roles import Policy, Role, annotate_all
 from fulltilt.train.trainer import Trainer
 
 Metrics = dict[str, float]
+Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
-
-
-@dataclass(frozen=True)
-class WorkProgress:
-    """How far a call has come: micro-batches of a pass, or optimizer steps of an update."""
-
-    done: int
-    total: int
-
-
-Report = Callable[[WorkProgress], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Annotated:
     rows: list[Row]
     pad_tokens: int  # computed beside the rows' own tokens
-
-
-@dataclass(frozen=True)
-class Updated:
-    """The optimizer steps that a role made in one step of the run."""
-
-    updates: int
-    skipped: int  # those whose gradient was not finite: parameters were left unchanged
-    metrics: Metrics
-
-
-@dataclass(frozen=True)
-class LogprobSum:
-    total: float
-    tokens: int
 
 
 class Residents:
@@ -100,21 +75,21 @@ class Residents:
             yield from residence.memory()
 
 
-LESS_IN_UPDATES = {
-    section: f'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", '
-    f"{section}.offload_activations = true or {section}.offload_optimizer = true"
-    for section, role in (("train", "actor"), ("critic", "critic"))
-}
+LESS_IN_UPDATES = (
+    'Lower {role}.token_budget (a longer sample runs alone), or set {section}.recompute = "full", {section}.offload_activations = true or '
+    "{section}.offload_optimizer = true"
+)
+LESS_IN_PASSES = "Lower {role}.forward_token_budget (a longer sample runs alone)"
 LESS_IN_ROLLOUT = "Set a smaller rollout.kv_bytes or rollout.max_seqs"
 LESS_MEMORY = {
-    "update-actor": LESS_IN_UPDATES["train"],
-    "update-critic": LESS_IN_UPDATES["critic"],
+    "update-actor": LESS_IN_UPDATES.format(section="train", role="actor"),
+    "update-critic": LESS_IN_UPDATES.format(section="critic", role="critic"),
     "rollout": LESS_IN_ROLLOUT,
     "eval": f"{LESS_IN_ROLLOUT}, or a smaller actor.forward_token_budget",
-    **{
-        phase: f"Lower {role}.forward_token_budget (a longer sample runs alone)"
-        for phase, role in (("old-logprob", "actor"), ("ref-logprob", "ref"), ("values", "critic"), ("reward", "reward_model"))
-    },
+    "old-logprob": LESS_IN_PASSES.format(role="actor"),
+    "ref-logprob": LESS_IN_PASSES.format(role="ref"),
+    "values": LESS_IN_PASSES.format(role="critic"),
+    "reward": LESS_IN_PASSES.format(role="reward_model"),
 }
 
 
@@ -138,18 +113,19 @@ class Worker:
     algorithm: Algorithm
     plan: Plan
     roles: Mapping[str, Role]
-    trainers: Mapping[str, Trainer]  # of the roles that learn
+    trainers: Mapping[str, Trainer]  # one for each role that learns
     engine: Engine | None  # None: nothing is sampled (SFT)
     residents: Residents
     account: Account
-    update_sizes: Mapping[str, MicroSizing]  # micro-batch sizes with gradients, one per role
-    forward_sizes: Mapping[str, MicroSizing]  # and without
+    update_sizes: Mapping[str, MicroSizing]  # micro-batch sizes in updates, one per role
+    forward_sizes: Mapping[str, MicroSizing]  # micro-batch sizes without gradients, one per role
     export: Callable[[Path], None]  # writes the actor for others to load
-    export_bytes: int  # about
+    export_bytes: int  # about how many bytes `export` writes
+    _unwritten: Callable[[], None] | None = None  # writes what the last `save` only copied
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around all calls of one phase: its memory is measured, and out-of-memory errors name the settings that would help."""
+        """Enclose all calls of a phase: its memory is measured, and out-of-memory errors name the settings that would help."""
         with enough_memory(name), self.account.phase(name):
             yield
 
@@ -189,27 +165,22 @@ class Worker:
         found = []
         for numbers in self._passes(role, micro_batches):
             found.append(numbers)
-            report(WorkProgress(len(found), len(micro_batches)))
+            report(len(found), len(micro_batches))
         return Annotated(scatter(rows, micro_batches, found, field), sum(micro.pad_tokens for micro in micro_batches))
 
-    def sum_logprobs(self, rows: Sequence[Row]) -> LogprobSum:
-        """Over all trained tokens of the rows, by the actor."""
+    def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
+        """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
         total, tokens = 0.0, 0
         for logprobs in self._passes("actor", forward_micro_batches(rows, self.forward_sizes["actor"])):
             total += float(logprobs.sum(dtype=np.float64))
             tokens += len(logprobs)
-        return LogprobSum(total, tokens)
+        return total, tokens
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
-        self.residents.need(self.owner(name))
+        self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
             yield from annotate_all(role, micro_batches)
-
-    def owner(self, name: str) -> str:
-        """The role whose model a role runs: the reference role may be the actor without its adapters."""
-        ref = self.roles.get("ref")
-        return "actor" if name == "ref" and isinstance(ref, Policy) and ref.model is self.actor.model else name
 
     @property
     def actor(self) -> Policy:
@@ -219,35 +190,30 @@ class Worker:
 
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Updated:
-        """Every optimizer step that a role makes from these rows, after `updates_before` earlier ones. The first report is made before
-        any parameter changes."""
+    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
+        """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
+        counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
         trainer, epochs = self.trainers[role], self.config.algorithm.epochs
         alone = role == "actor" and self.algorithm.advantage_alone
         self.residents.need(role, update=True)
         trainer.optimizer.begin(updates_before)
+        batches = self._minibatches(rows, self.update_sizes[role], advantage_alone=alone)
         found: list[Metrics] = []
-        micro_batches: list[MicroBatch] = []
-        for _ in range(epochs):
-            batches = self._minibatches(rows, self.update_sizes[role], advantage_alone=alone)
-            total = epochs * len(batches)
-            micro_batches += [micro for batch in batches for micro in batch.micro_batches]
-            for batch in batches:
-                with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                    metrics = trainer.accumulate(batch)
-                report(WorkProgress(len(found), total))
-                found.append(metrics | trainer.apply())
-                report(WorkProgress(len(found), total))
-        skipped = sum(metrics.pop(f"{role}/skipped_updates") for metrics in found)
-        computed = sum(len(micro.rows) for micro in micro_batches)
+        for batch in batches * epochs:
+            with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
+                metrics = trainer.accumulate(batch)
+            report(len(found), epochs * len(batches))
+            found.append(metrics | trainer.apply())
+            report(len(found), epochs * len(batches))
+        micro_batches = [micro for batch in batches for micro in batch.micro_batches]
         counts: Metrics = {
-            "skipped_updates": skipped,
+            "skipped_updates": sum(metrics.pop(f"{role}/skipped_updates") for metrics in found),
             "updates": len(found),
-            "micro_batches": len(micro_batches),
-            "pad_tokens": sum(micro.pad_tokens for micro in micro_batches),
-            **({"samples_left_out": len(rows) - computed // epochs} if alone else {}),
+            "micro_batches": epochs * len(micro_batches),
+            "pad_tokens": epochs * sum(micro.pad_tokens for micro in micro_batches),
+            **({"samples_left_out": len(rows) - sum(len(micro.rows) for micro in micro_batches)} if alone else {}),
         }
-        return Updated(len(found), int(skipped), mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()})
+        return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
 
     def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[MiniBatch]:
         algorithm = self.algorithm
@@ -274,11 +240,17 @@ class Worker:
         counts = {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
         return {**counts["actor"], "critic": counts.get("critic")}
 
-    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> Callable[[], None] | None:
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
-        the rest may be left to the function that is returned, which reads nothing that training changes."""
+        the tensors may only be copied, for `finish_save` to write."""
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return write_trainer(folder, tensors, self.export, beside=beside)
+        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside)
+
+    def finish_save(self) -> None:
+        """Write what `save` left unwritten, in any thread: it reads nothing that training changes."""
+        write, self._unwritten = self._unwritten, None
+        if write:
+            write()
 
     @cached_property
     def checkpoint_bytes(self) -> int:
@@ -287,14 +259,13 @@ class Worker:
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The states of the roles that learn, beside the exported model."""
         self.residents.need("actor", "critic")
-        found = self.trainers["actor"].optimizer.tensors()
-        if "critic" in self.trainers:
-            found |= {f"{CRITIC_TENSORS}{name}": tensor for name, tensor in self.trainers["critic"].optimizer.tensors().items()}
-        return found
+        prefixes = {"actor": "", "critic": CRITIC_TENSORS}
+        own = {prefixes[role]: trainer.optimizer.tensors() for role, trainer in self.trainers.items()}
+        return {f"{prefix}{name}": tensor for prefix, tensors in own.items() for name, tensor in tensors.items()}
 
     def close(self) -> None:
         if self.engine:
-            self.engine.close()
+            self.engine.release()
 
 
 def mean_of(found: Sequence[Metrics]) -> Metrics:

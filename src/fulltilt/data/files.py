@@ -186,10 +186,11 @@ def _hub_files(folder: Path) -> list[Path]:
     chosen = training or found
     if not training and any(_words(file, folder) & _SPLIT_NAMES for file in found):
         raise UserError(f"{folder}: no file of a split 'train', but {_relative(found, folder)}. Give the file you mean.")
-    if len({_series(file) for file in chosen}) > 1:
+    # Shards of one data set are in the same folder and have the same name except for numbers.
+    if len({(file.parent, re.sub(r"\d+", "#", file.name)) for file in chosen}) > 1:
         raise UserError(f"{folder}: holds several data sets: {_relative(chosen, folder)}. Give the file you mean, or a list of files.")
     _refuse_missing_shards(folder, chosen)
-    return sorted(chosen, key=_shard_order)
+    return sorted(chosen, key=lambda file: [int(digits) for digits in re.findall(r"\d+", file.name)])
 
 
 def _is_data(file: Path, folder: Path) -> bool:
@@ -199,15 +200,6 @@ def _is_data(file: Path, folder: Path) -> bool:
 
 def _words(file: Path, folder: Path) -> set[str]:
     return set(re.findall(r"[a-z]+", str(file.relative_to(folder).with_suffix("")).lower()))
-
-
-def _series(file: Path) -> tuple[Path, str]:
-    """Equal for files that are shards of one data set: the same folder, and the same name except for numbers."""
-    return file.parent, re.sub(r"\d+", "#", file.name)
-
-
-def _shard_order(file: Path) -> list[int]:
-    return [int(digits) for digits in re.findall(r"\d+", file.name)]
 
 
 def _refuse_missing_shards(folder: Path, files: list[Path]) -> None:

@@ -146,7 +146,7 @@ class _Writer:
         return response
 
     def _from_text(self, answer: Message) -> list[int]:
-        lost = [key for key in _BESIDE_CONTENT if answer.get(key)]
+        lost = [key for key in ("reasoning_content", "tool_calls") if answer.get(key)]
         if lost:
             raise UserError(
                 f"{_shown(answer)}: the chat template does not write all of it after its prompt, so its {' and '.join(lost)} would be "
@@ -168,10 +168,6 @@ class _Writer:
             elif self._encoder.decode([response[place]]).strip():
                 break
         return [*response, self._end] if first is None else response[: first + 1]
-
-
-# What an assistant's message may hold beside its content.
-_BESIDE_CONTENT = ("reasoning_content", "tool_calls")
 
 
 def _row(prompt: list[int], response: list[int]) -> Row:

@@ -186,12 +186,7 @@ def _checked_message(number: int, message: object) -> Message:
         raise UserError(f"message {number} ({role}) has no 'content'.")
     if content is not None and not isinstance(content, str | list):
         raise UserError(f"message {number} ({role}) has a 'content' of type {type(content).__name__}; it must be a string.")
-    if isinstance(content, list):
-        _check_parts(number, content)
-    return present
-
-
-def _check_parts(number: int, parts: list[Any]) -> None:
-    for part in parts:
+    for part in content if isinstance(content, list) else ():
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
             raise UserError(f"message {number} has a part that is not text. Only text is supported: write 'content' as a string.")
+    return present

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from fulltilt.footprint import FLUSHED, JUDGES
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+from fulltilt.words import first_line
 
 MANY = 1024  # rows above which cuBLAS adds in order (compared up to 16,384)
 COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, MANY + 1, 64))  # row counts that are tried; others are padded to the next one
@@ -138,8 +139,8 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the compiler failed, or the kernel needs more than this device has: use another way
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            warnings.warn(f"products of few rows cannot run by {name} on this device, and take another way: {reason}", stacklevel=2)
+            words = f"products of few rows cannot run by {name} on this device, and take another way: {first_line(error)}"
+            warnings.warn(words, stacklevel=2)
     assert times, "no product gives the same bits twice"
     return given[min(times, key=lambda name: times[name])]
 

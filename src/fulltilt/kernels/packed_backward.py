@@ -189,21 +189,15 @@ def _backward_queries(
     k += first * k_row + (head // GROUP) * k_head
     v += first * v_row + (head // GROUP) * v_head
     of_queries = tl.zeros([TILE, PADDED], tl.float32)
-    if WINDOW > 0:
-        for index in range(tl.maximum(begin - WINDOW + 1, 0) // TILE, begin // TILE + 1):
-            of_queries = _absorb_keys(
-                queries, given, k, v, exponent, delta, at, index * TILE, length, k_row, v_row, of_queries, inner, WIDTH, WINDOW, TILE,
-                PADDED, True,
-            )  # fmt: skip
-    else:
-        for index in range(0, begin // TILE):
-            of_queries = _absorb_keys(
-                queries, given, k, v, exponent, delta, at, index * TILE, length, k_row, v_row, of_queries, inner, WIDTH, WINDOW, TILE,
-                PADDED, False,
-            )  # fmt: skip
+    oldest = tl.maximum(begin - WINDOW + 1, 0) // TILE if WINDOW > 0 else 0
+    for index in range(oldest, begin // TILE):
         of_queries = _absorb_keys(
-            queries, given, k, v, exponent, delta, at, begin, length, k_row, v_row, of_queries, inner, WIDTH, WINDOW, TILE, PADDED, True
-        )
+            queries, given, k, v, exponent, delta, at, index * TILE, length, k_row, v_row, of_queries, inner, WIDTH, WINDOW, TILE,
+            PADDED, WINDOW > 0,
+        )  # fmt: skip
+    of_queries = _absorb_keys(
+        queries, given, k, v, exponent, delta, at, begin, length, k_row, v_row, of_queries, inner, WIDTH, WINDOW, TILE, PADDED, True
+    )
     target = (source[:, None] * HEADS + head) * WIDTH + columns[None, :]
     tl.store(of_q + target, (of_queries * scale).to(of_q.dtype.element_ty), mask=kept)
 

@@ -23,7 +23,7 @@ Blocks of the table must cover each length, and every block number in use must l
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -224,7 +224,6 @@ def paged_attention(
     block_tokens: int = 16,
     window: int | None = None,  # tokens that the newest one sees, itself included
     softcap: float | None = None,
-    workspace: torch.Tensor | None = None,  # float32, `footprint.workspace_numbers` of them; taken from the allocator when missing
     launch: Launch | None = None,  # `launch_for` chooses
 ) -> torch.Tensor:
     batch, heads, width = q.shape
@@ -240,7 +239,9 @@ def paged_attention(
 
     reach = longest if window is None else min(longest, window)
     launch = launch or launch_for(batch, key_heads, width, q.element_size(), max(1, reach), processors_of(q.device))
-    sums, norms = partial_results(batch * heads * launch.splits, width, workspace, q.device) if launch.splits > 1 else (None, None)
+    parts, numbers = batch * heads * launch.splits, partial(torch.empty, dtype=torch.float32, device=q.device)
+    # The splits' results, and the logarithms of their sums of exponentials: `footprint.workspace_numbers`.
+    sums, norms = (numbers(parts * width), numbers(parts)) if launch.splits > 1 else (None, None)
     scale = float(np.float32(scale))  # as flash takes it
     inner, outer = (scale * LOG2_E, 0.0) if softcap is None else (2.0 * scale * LOG2_E / softcap, softcap * LOG2_E)
     _attend[(key_heads, batch, launch.splits)](
@@ -327,16 +328,6 @@ def check_new(k: torch.Tensor, v: torch.Tensor, key_cache: torch.Tensor, slots: 
 def processors_of(device: torch.device) -> int:
     usable = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).multi_processor_count if usable else PROCESSORS
-
-
-def partial_results(parts: int, width: int, workspace: torch.Tensor | None, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for the splits' results [parts, width] and the logarithms of their sums of exponentials [parts], both flat."""
-    needed = parts * (width + 1)
-    if workspace is None:
-        workspace = torch.empty(needed, dtype=torch.float32, device=device)
-    assert workspace.dtype == torch.float32 and workspace.is_contiguous() and workspace.numel() >= needed, f"{needed} numbers are needed"
-    flat = workspace.view(-1)
-    return flat[: parts * width], flat[parts * width : needed]
 
 
 def warps_for(numbers: int) -> int:

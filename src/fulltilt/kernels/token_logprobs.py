@@ -19,7 +19,7 @@ as many rows as memory allows (`Rows.gradient`); logits take twice the bytes and
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,21 +56,6 @@ class Tokens:
     def __getitem__(self, rows: slice) -> Tokens:
         found = (self.entropy, self.of_logprobs, self.of_entropy)
         return Tokens(self.targets[rows], self.normaliser[rows], *(None if given is None else given[rows] for given in found))
-
-
-def token_logprobs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: Call
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-probs [R], and entropies [R] or None."""
-    learns = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    if call.keep and not learns:
-        call = replace(call, keep=False)
-    return _TokenLogprobs.apply(hidden, weight, bias, targets, call)
-
-
-def linear_product(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """hidden @ weight.T + bias in float32 or better, differentiable; the weight's gradient goes to its accumulator as in the fused op."""
-    return _Product.apply(hidden, weight, bias)
 
 
 # ---- products ----------------------------------------------------------------------------------------------------------------------
@@ -123,7 +108,9 @@ class Gradients:
         return self._of_hidden, of_weight, of_bias
 
 
-class _Product(torch.autograd.Function):
+class LinearProduct(torch.autograd.Function):
+    """hidden @ weight.T + bias in float32 or better. The weight's gradient goes to its accumulator as in the fused op."""
+
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         ctx.save_for_backward(hidden)
@@ -142,7 +129,9 @@ class _Product(torch.autograd.Function):
 # ---- the op ------------------------------------------------------------------------------------------------------------------------
 
 
-class _TokenLogprobs(torch.autograd.Function):
+class TokenLogprobs(torch.autograd.Function):
+    """Log-probs [R], and entropies [R] or None."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, call: Call

@@ -6,45 +6,38 @@ are in prompt order and rows in the order of groups; what the reward model says 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.cluster.worker import WorkProgress
 from fulltilt.observe.console import Console
 from fulltilt.records import Group, Prompt, Row, Sample, Score
-from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.schema import Config
+from fulltilt.schema import Config, EvalConfig, RolloutConfig
 
 
 def training_sampling(config: Config) -> Sampling:
-    rollout = config.rollout
-    return Sampling(
-        samples=config.algorithm.samples_per_prompt,
-        max_new_tokens=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        stop=tuple(rollout.stop),
-    )
+    return sampling_of(config, config.rollout, config.algorithm.samples_per_prompt)
 
 
 def validation_sampling(config: Config) -> Sampling:
-    section = config.eval
-    return replace(
-        training_sampling(config),
-        samples=section.samples_per_prompt,
+    return sampling_of(config, config.eval, config.eval.samples_per_prompt)
+
+
+def sampling_of(config: Config, section: RolloutConfig | EvalConfig, samples: int) -> Sampling:
+    return Sampling(
+        samples=samples,
         max_new_tokens=section.max_new_tokens or config.rollout.max_new_tokens,
         temperature=section.temperature,
         top_p=section.top_p,
         top_k=section.top_k,
+        stop=tuple(config.rollout.stop),
     )
 
 
@@ -54,25 +47,14 @@ def greedy_sampling(config: Config) -> Sampling:
 
 def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
-    assert parts.reward
-    return collect(parts.worker.generate, prompts, sampling, seed, hand_to(parts.reward, console, len(prompts)))
-
-
-def show_progress(console: Console, progress: WorkProgress) -> None:
-    console.phase_progress(progress.done, progress.total)
-
-
-def hand_to(reward: RewardPool, console: Console, total: int) -> Callable[[Group], None]:
-    """For `collect`: every group goes to the rewards the moment it is complete, and shows as progress."""
-    done = 0
+    reward, done = parts.reward, itertools.count(1)
+    assert reward
 
     def hand_over(group: Group) -> None:
-        nonlocal done
         reward.submit(group)
-        done += 1
-        console.phase_progress(done, total)
+        console.phase_progress(next(done), len(prompts))
 
-    return hand_over
+    return collect(parts.worker.generate, prompts, sampling, seed, hand_over)
 
 
 def score_groups(
@@ -83,15 +65,11 @@ def score_groups(
     scores = parts.reward.collect(groups)
     if parts.encoder is None:
         return scores
-    judged = [group for group in groups if model_weight(group, config.reward) is not None]
-    written = parts.encoder.rows(judged)
-    readable = [row for row in written if isinstance(row, Row)]
+    written = parts.encoder.rows([group for group in groups if model_weight(group, config.reward) is not None])
     if unread := [row for row in written if isinstance(row, str)]:
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
-    found = iter(float(row.values[-1]) for row in judge(readable) if row.values is not None)
-    numbers = iter([row if isinstance(row, str) else next(found) for row in written])
-    of_model = {id(group): [next(numbers) for _ in group.samples] for group in judged}
-    return add_model_scores(groups, scores, [of_model.get(id(group), []) for group in groups], config.reward)
+    found = iter(float(row.values[-1]) for row in judge([row for row in written if isinstance(row, Row)]) if row.values is not None)
+    return add_model_scores(groups, scores, [row if isinstance(row, str) else next(found) for row in written], config.reward)
 
 
 def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray:
@@ -107,28 +85,23 @@ def shaped_reward(score: Score, sample: Sample, algorithm: Algorithm) -> float:
 def make_rows(
     kept: Sequence[ScoredGroup], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
 ) -> list[Row]:
-    """Samples as the trainer sees them, in prompt order; those whose reward failed are left out if the policy says so, and those whose
-    baseline failed have nothing to be compared with."""
+    """Samples as the trainer sees them, in prompt order. With `exclude_errors`, those whose reward or baseline failed are left out."""
     rows = []
-    compared: Sequence[Score | None] = [None] * len(kept) if baselines is None else baselines
-    for number, (entry, baseline) in enumerate(zip(kept, compared, strict=True)):
-        prompt = entry.group.prompt.ids
+    for number, entry in enumerate(kept):
+        baseline, prompt = baselines[number] if baselines else None, entry.group.prompt.ids
         nothing = np.zeros(len(prompt), dtype=np.float32)
-        if baseline is not None and baseline.error is not None and exclude_errors:
-            continue
         for sample, score in zip(entry.group.samples, entry.scores, strict=True):
-            if score.error is not None and exclude_errors:
+            if exclude_errors and any(each.error is not None for each in (score, baseline) if each):
                 continue
-            shaped: dict[str, Any] = {} if baseline is None else {"baseline": baseline.value}
             rows.append(
                 Row(
                     ids=np.concatenate([prompt, sample.ids]),
                     mask=np.arange(len(prompt) + len(sample.ids)) >= len(prompt),
                     group=number,
                     reward=shaped_reward(score, sample, algorithm),
+                    baseline=baseline.value if baseline else None,
                     lag=step - entry.step,
                     rollout_logprobs=np.concatenate([nothing, sample.logprobs]),
-                    **shaped,
                 )
             )
     return rows

@@ -17,10 +17,10 @@ class Interrupted(Exception):
 
 
 class Interrupts:
-    """Turns the first Ctrl-C into `Interrupted` at the next moment where it does no harm; the second ends the process as ever.
+    """Turns the first Ctrl-C into `Interrupted` at the next moment where it does no harm; the second ends the process as usual.
 
     From the first optimizer step of a step to the step's last line of bookkeeping, parameters belong to no step that could be saved:
-    there the wish is held back.
+    there the interrupt is held back.
     """
 
     def __init__(self) -> None:

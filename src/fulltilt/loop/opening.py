@@ -2,7 +2,7 @@
 
 Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: two processes never write to one run folder;
 a run is resumed only with the configuration and the data it was started with, unless the user insists; into a new folder nothing is written
-before configuration, reward, data and model are known to be well.
+before configuration, reward, data and model have been checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fulltilt.loop.run import Progress, Run, Summary
 from fulltilt.loop.validation import validate
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
-from fulltilt.observe.metrics import MetricsFile, RolloutFiles
+from fulltilt.observe.metrics import MetricsFile, RolloutFiles, write_whole
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
@@ -34,7 +34,7 @@ from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
 LOCK = ".lock"
-STATS_INTERVAL_S = 10.0  # of generating, between two lines about it
+STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
 
 
 def train(config: Config, console: Console) -> Summary:
@@ -42,7 +42,7 @@ def train(config: Config, console: Console) -> Summary:
     folder = Path(config.run.dir)
     store = CheckpointStore(folder / "checkpoints", config.run.keep)
     with contextlib.ExitStack() as stack:
-        # A folder that holds a run is locked before it is read; into a new one nothing is written before all is known to be well.
+        # A folder that holds a run is locked before it is read; into a new one nothing is written before everything has been checked.
         known = store.folder.is_dir() or (folder / LOCK).exists()
         if known:
             stack.enter_context(one_process(folder))
@@ -64,13 +64,13 @@ def train(config: Config, console: Console) -> Summary:
         progress = open_folder(config, parts, folder, found, console)
         if any(key.startswith("algorithm.reward_kl") for key in changed):
             progress = replace(progress, reward_kl_coef=None)
-        if any(key.startswith("rollout.") for key in changed):  # at another temperature entropy is another
+        if any(key.startswith("rollout.") for key in changed):  # the entropy depends on the temperature
             progress = replace(progress, first_entropy=None)
         loggers = stack.enter_context(open_loggers(config.log, folder, configuration.snapshot(config), progress.step, console.warn))
         for text in loggers.hints:
             console.note(text)
         stack.enter_context(what_stays())
-        with enough_memory():  # phases say more; this is for what lies between them
+        with enough_memory():  # a phase's own message says more; this one is for what happens between phases
             summary = Run(config, parts, store, progress, console, loggers).train()
         loggers.close(finished=not summary.interrupted)
         return summary
@@ -78,8 +78,8 @@ def train(config: Config, console: Console) -> Summary:
 
 @contextlib.contextmanager
 def what_stays() -> Iterator[None]:
-    """What is made by now stays to the end of the run. Python's search for garbage leaves it alone, which otherwise holds up a rollout by
-    0.2 s now and then."""
+    """Exclude all objects that exist now from garbage collection: they stay to the end of the run, and looking through them sometimes
+    delays a rollout by 0.2 s."""
     gc.collect()
     gc.freeze()
     try:
@@ -135,7 +135,7 @@ def kept_budgets(config: Config, folder: Path, found: Checkpoint | None, changed
 
 
 def check_data(config: Config, parts: RunParts, found: Checkpoint | None, console: Console) -> None:
-    """Other rows under the same path would make another run of it."""
+    """Refuse other rows under the same path: they would make it another run."""
     if found is None or found.state()["data"] == parts.data_digest:
         return
     if config.run.resume != "force":
@@ -147,16 +147,11 @@ def check_data(config: Config, parts: RunParts, found: Checkpoint | None, consol
 
 
 def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
-    """Bring metrics and rollouts back to what the checkpoint knows, and leave the configuration and the plan beside them."""
+    """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint. Returns the progress to resume from."""
     state = found.state() if found else None
-    try:
-        (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
-        plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
-        partial = folder / f"{PLAN}.partial"
-        partial.write_text(json.dumps(plan, indent=1), encoding="utf-8")
-        partial.replace(folder / PLAN)
-    except OSError as error:
-        raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}. Choose another folder") from error
+    write_whole(folder / "run.toml", to_toml(config))
+    plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
+    write_whole(folder / PLAN, json.dumps(plan, indent=1))
     metrics = MetricsFile(folder / "metrics.jsonl")
     warning = metrics.truncate(state["metrics_offset"] if state else 0)
     metrics.close()

@@ -1,6 +1,6 @@
 """The steps of a run, one after another.
 
-Enters: a configuration, its parts, the place to go on from. Leaves: checkpoints, metrics and rollouts in the run's folder, and a summary.
+Enters: a configuration, its parts, the progress so far. Leaves: checkpoints, metrics and rollouts in the run's folder, and a summary.
 Guaranteed: after a kill at any moment the run resumes from its newest intact checkpoint and ends with the very files an uninterrupted run
 would have written, timings aside; Ctrl-C leaves a checkpoint of the last whole step. A step is `rl_step` or `sft_step`: one line a phase.
 """
@@ -11,15 +11,15 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.cluster.worker import SURPLUS_TENSORS, WorkProgress
-from fulltilt.data.order import Cursor, InEpochs
+from fulltilt.cluster.worker import SURPLUS_TENSORS
+from fulltilt.data.order import Cursor
 from fulltilt.loop.experience import (
     good_rewards,
     greedy_sampling,
@@ -27,7 +27,6 @@ from fulltilt.loop.experience import (
     sample_groups,
     score_groups,
     shaped_reward,
-    show_progress,
     training_sampling,
 )
 from fulltilt.loop.interrupts import Interrupted, Interrupts
@@ -37,6 +36,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
+from fulltilt.observe.validation import sample_rows
 from fulltilt.records import Group, Prompt, Row, Score, UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
@@ -49,7 +49,6 @@ Metrics = dict[str, float]
 
 # What a need of the algorithm means: the phase it is, and the role that is asked.
 ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-logprob", "ref"), "values": ("values", "critic")}
-START = Cursor()
 
 
 @dataclass(frozen=True)
@@ -57,20 +56,19 @@ class Progress:
     """How far the run has come. With the parameters and the optimizers, this is all there is to save."""
 
     step: int = 0
-    cursor: Cursor = START
+    cursor: Cursor = field(default_factory=Cursor)
     surplus: tuple[ScoredGroup, ...] = ()  # groups sampled and not yet trained on
-    reward_kl_coef: float | None = None  # of the next step; None: as the algorithm starts
+    reward_kl_coef: float | None = None  # weight of the KL penalty in the next step; None: the algorithm's first
     streaks: tuple[tuple[str, int], ...] = ()  # steps in a row for which each rule of health has held
-    first_entropy: float | None = None  # that health compares with; None: the next step's
+    first_entropy: float | None = None  # the entropy that health compares with; None: the next step's
 
 
 @dataclass(frozen=True)
 class Summary:
     """What a run achieved."""
 
-    dir: str
     steps: int
-    seconds: float  # of this process, set-up left out
+    seconds: float  # spent by this process, set-up left out
     tokens: int
     reward_first: float | None
     reward_last: float | None
@@ -99,11 +97,12 @@ class Run:
         self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
         self.validations = RolloutFiles(folder / "validation", config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.reward else self.sft_step
+        self._exclude_errors = config.reward.on_error == "exclude"
         self._saved_ill = {progress.step} if progress.streaks else set[int]()  # checkpoints of steps in which a rule of health held
-        self._carried: Metrics = {}  # seconds of work between steps: in the next step's line
+        self._carried: Metrics = {}  # seconds of work between steps, for the next step's line
         self._tokens = 0
-        self._engine_stats = NO_STATS  # of the step in progress
-        self._pads: Counter[str] = Counter()  # of its passes without gradient, by role
+        self._engine_stats = NO_STATS  # statistics of the step in progress
+        self._pads: Counter[str] = Counter()  # pad tokens of the step's passes without gradient, by role
 
     # -- the steps ------------------------------------------------------------------------------------------------------------------
 
@@ -140,8 +139,9 @@ class Run:
             self.console.warn(f"step {step}: {reward_stats}")
         groups, scores = [entry.group for entry in filled.sampled], [entry.scores for entry in filled.sampled]
         response, total = measure.count_tokens(groups)
+        excluded = sum(len(entry.group.samples) for entry in filled.kept) - len(rows)
         return {
-            **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=self._excluded(filled.kept, rows)),
+            **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=excluded),
             **measure.summarise_rows(rows),
             **penalty,
             **updated,
@@ -153,7 +153,7 @@ class Run:
         }
 
     def sft_step(self, step: int) -> Metrics:
-        taken, cursor = self._take(cast("InEpochs[Row]", self.parts.train_data), self.progress.cursor)
+        taken, cursor = self._take(self.progress.cursor, self.config.algorithm.prompts_per_step)
         rows = [replace(row, group=place) for place, row in enumerate(taken)]
         with self._phase("update-actor"):
             updated = self._update("actor", rows, step - 1)
@@ -166,67 +166,56 @@ class Run:
 
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """Timed, shown, and its memory measured."""
+        """Show a phase, and measure its time and memory."""
         with self.console.phase(name), self.worker.phase(name):
             yield
 
     def _annotate(self, role: str, field: str, rows: Sequence[Row]) -> list[Row]:
-        annotated = self.worker.annotate(role, field, rows, partial(show_progress, self.console))
+        annotated = self.worker.annotate(role, field, rows, self.console.phase_progress)
         self._pads[role] += annotated.pad_tokens
         return annotated.rows
 
-    def _score(self, groups: Sequence[Group]) -> list[list[Score]]:
-        return score_groups(self.parts, self.console, self.config, groups, partial(self._annotate, "reward_model", "values"))
-
-    @property
-    def _exclude_errors(self) -> bool:
-        return self.config.reward.on_error == "exclude"
-
-    def _take(self, data: InEpochs[Any], cursor: Cursor, count: int | None = None) -> tuple[tuple[Any, ...], Cursor]:
-        return data.take(cursor, count or self.config.algorithm.prompts_per_step, self.config.run.seed, self.config.data.shuffle)
+    def _take(self, cursor: Cursor, count: int) -> tuple[tuple[Any, ...], Cursor]:
+        return self.parts.train_data.take(cursor, count, self.config.run.seed, self.config.data.shuffle)
 
     def _sample(self, step: int) -> tuple[StepGroups, Cursor]:
-        """The step's groups, scored. Without dynamic sampling one round gives them all; with it, rounds follow until enough of them teach
-        something."""
-        config, parts, dynamic = self.config, self.parts, self.parts.algorithm.dynamic
-        cursor = self.progress.cursor
-        prompts_per_round = dynamic.prompts_per_round if dynamic else config.algorithm.prompts_per_step
+        """The step's groups, scored. Dynamic sampling adds rounds until enough groups teach something; without it there is one round."""
+        config, dynamic, cursor = self.config, self.parts.algorithm.dynamic, self.progress.cursor
+        wanted = config.algorithm.prompts_per_step
 
         def ask(number: int) -> list[ScoredGroup]:
             nonlocal cursor
-            prompts, cursor = self._take(cast("InEpochs[Prompt]", parts.train_data), cursor, prompts_per_round)
-            with self._phase("rollout"):
-                seed = int(sample_seed(config.run.seed, number, step))
-                groups = self._generate(prompts, training_sampling(config), seed)
-            with self._phase("reward"):
-                scores = self._score(groups)
-            return [ScoredGroup(group, tuple(of_group), step) for group, of_group in zip(groups, scores, strict=True)]
+            prompts, cursor = self._take(cursor, dynamic.prompts_per_round if dynamic else wanted)
+            seed = int(sample_seed(config.run.seed, number, step))
+            scored = self._generate(prompts, training_sampling(config), seed)
+            return [ScoredGroup(group, tuple(scores), step) for group, scores in scored]
 
         def useful(entry: ScoredGroup) -> bool:
             return dynamic is None or dynamic.useful(good_rewards(entry.scores, exclude_errors=self._exclude_errors))
 
-        filled = fill(config.algorithm.prompts_per_step, self.progress.surplus, ask, useful, dynamic.max_rounds if dynamic else 1)
-        if dynamic and len(filled.kept) < config.algorithm.prompts_per_step:
+        filled = fill(wanted, self.progress.surplus, ask, useful, dynamic.max_rounds if dynamic else 1)
+        if dynamic and len(filled.kept) < wanted:
             self.console.warn(
-                f"step {step}: {len(filled.kept)} of {config.algorithm.prompts_per_step} groups after {filled.rounds} rounds of sampling "
+                f"step {step}: {len(filled.kept)} of {wanted} groups after {filled.rounds} rounds of sampling "
                 f"(algorithm.max_rounds); in {filled.dropped} all rewards were equal or failed. The step continues with the groups it has"
             )
         return filled, cursor
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
-        groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
-        self._engine_stats += self.worker.rollout_stats()
-        return groups
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[tuple[Group, list[Score]]]:
+        """One group for each prompt, with the scores of its samples."""
+        with self._phase("rollout"):
+            groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
+            self._engine_stats += self.worker.rollout_stats()
+        with self._phase("reward"):
+            judge = partial(self._annotate, "reward_model", "values")
+            scores = score_groups(self.parts, self.console, self.config, groups, judge)
+        return list(zip(groups, scores, strict=True))
 
     def _baselines(self, kept: Sequence[ScoredGroup]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
-        prompts = [entry.group.prompt for entry in kept]
-        with self._phase("rollout"):
-            groups = self._generate(prompts, greedy_sampling(self.config), self.config.run.seed)
-        with self._phase("reward"):
-            scores = self._score(groups)
+        found = self._generate([entry.group.prompt for entry in kept], greedy_sampling(self.config), self.config.run.seed)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
-        return [replace(of_group[0], value=shape(of_group[0], group.samples[0])) for group, of_group in zip(groups, scores, strict=True)]
+        return [replace(score, value=shape(score, group.samples[0])) for group, (score,) in found]
 
     def _penalise(self, rows: list[Row]) -> tuple[list[Row], float | None, Metrics]:
         """Rewards less the KL penalty, and the penalty's weight in the next step."""
@@ -244,22 +233,19 @@ class Run:
     def _update(self, role: str, rows: Sequence[Row], steps_before: int) -> Metrics:
         """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
 
-        def report(progress: WorkProgress) -> None:
+        def report(done: int, total: int) -> None:
             self.interrupts.hold()
-            show_progress(self.console, progress)
+            self.console.phase_progress(done, total)
 
-        updated = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
-        if not updated.updates:
+        metrics = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
+        updates, skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
+        if not updates:
             self.console.warn(f"no sample of this step can be trained on: the {role}'s update is left out")
-        if updated.skipped:
+        if skipped:
             self.console.warn(
-                f"{updated.skipped} of {updated.updates} optimizer steps of the {role} had a gradient that is not finite: parameters were "
-                "left as they were"
+                f"{skipped} of {updates} optimizer steps of the {role} had a gradient that is not finite: parameters were left as they were"
             )
-        return updated.metrics
-
-    def _excluded(self, kept: Sequence[ScoredGroup], rows: Sequence[Row]) -> int:
-        return sum(len(entry.group.samples) for entry in kept) - len(rows)
+        return metrics
 
     def _rounds(self, filled: StepGroups, rows: Sequence[Row]) -> Metrics:
         if self.parts.algorithm.dynamic is None:
@@ -282,7 +268,7 @@ class Run:
     # -- the run --------------------------------------------------------------------------------------------------------------------
 
     def train(self) -> Summary:
-        """When this returns or raises, nothing writes into the run's folder any more."""
+        """Make all steps that are left. When this returns or raises, nothing writes into the run's folder any more."""
         try:
             return self._train()
         except Exception:
@@ -293,7 +279,7 @@ class Run:
             raise
 
     def _keep_what_is_written(self) -> None:
-        """Whatever broke, the checkpoint that is being written is good; and what broke first is what is said."""
+        """Wait for the checkpoint that is being written: it is good, whatever broke. The error that came first is the one reported."""
         try:
             self.store.finish()
         except Exception as error:
@@ -309,15 +295,18 @@ class Run:
         try:
             with self.interrupts.watch(), self.console.run(total=steps, done=self.progress.step):
                 if self.progress.step == 0 and self.config.run.eval_before:
-                    self._validate_before()
+                    self.console.begin_step(0)
+                    metrics = self._validate(0)
+                    self._record(0, metrics)
+                    self.console.end_step(metrics)
                 for step in range(self.progress.step + 1, steps + 1):
                     self._whole_step(step)
         except Interrupted:
             interrupted = True
             self.save()
         except UserError:
-            # A reward that is no number, say: until the first optimizer step of a step, the last whole one is still here to save, unless
-            # it would take the place of the last good one.
+            # For example, a reward is not a number. Until the first update of a step, the last whole step can still be saved, unless it
+            # would take the place of the last good one.
             if not self.interrupts.held and (self.health.may_save or self.store.newest == 0):
                 self.save()
             raise
@@ -325,7 +314,6 @@ class Run:
         self.metrics.close()
         rewards = measure.read_values(self.metrics.path, "critic/score/mean")
         return Summary(
-            dir=self.config.run.dir,
             steps=self.progress.step,
             seconds=time.perf_counter() - begin,
             tokens=self._tokens,
@@ -343,7 +331,7 @@ class Run:
             if run.eval_every and step % run.eval_every == 0:
                 metrics |= self._validate(step)
         except UserError:
-            # A reward that is no number, say. The step itself is whole: keep it.
+            # For example, a reward is not a number. The step itself is whole: keep it.
             self._record(step, metrics)
             self.save()
             raise
@@ -359,7 +347,7 @@ class Run:
 
     def _look_after(self, step: int, metrics: Metrics) -> None:
         """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
-        checkpoint is the last good one; a run that was never well saves where it stops, to have something to go on from."""
+        checkpoint is the last good one; a run that was never well saves where it stops, to have something to resume from."""
         verdict = self.health.look(step, metrics)
         streaks = tuple(sorted(self.health.streaks.items()))
         self.progress = replace(self.progress, streaks=streaks, first_entropy=self.health.first_entropy)
@@ -376,42 +364,34 @@ class Run:
         self.metrics.append(step, metrics)
         self.loggers.log(step, metrics)
 
-    def _validate_before(self) -> None:
-        self.console.begin_step(0)
-        metrics = self._validate(0)
-        self._record(0, metrics)
-        self.console.end_step(metrics)
-
     def _validate(self, step: int) -> Metrics:
         with self.console.phase("eval"):
             found = validate(self.config, self.parts, self.console)
         self.console.note(f"validation after step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()))
         if found.groups:
             self.validations.write(step, found.groups, found.scores)
-        if found.samples:
-            self.loggers.table(step, "val/samples", found.columns, found.samples)
+        columns, samples = sample_rows(found.groups, found.scores, self.config.log.val_samples)
+        if samples:
+            self.loggers.table(step, "val/samples", columns, samples)
         return found.metrics | {"timing_s/testing": self.console.seconds["eval"]}
 
-    @contextlib.contextmanager
-    def _failure_told(self) -> Iterator[None]:
-        """Of a checkpoint written beside training: a later one takes its place, and says so itself if it cannot be written either."""
+    def _finish_background_save(self, *, wait: bool) -> None:
+        """If it failed, a later checkpoint takes its place, which reports it itself if it cannot be written either."""
         try:
-            yield
+            self.store.finish(wait=wait)
         except UserError as error:
             self.console.warn(f"{error}. A checkpoint of the last step is tried instead")
 
     def _make_up_for_what_failed(self) -> None:
-        """Before the next step: a full disk stops the run as soon as that is known."""
+        """Save again before the next step if the last save failed: a full disk stops the run as soon as that is known."""
         newest = self.store.newest
-        with self._failure_told():
-            self.store.finish(wait=False)
+        self._finish_background_save(wait=False)
         if self.store.newest != newest and self.health.may_save:
             self.save()
 
     def save(self, *, beside: bool = False) -> None:
         """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made."""
-        with self._failure_told():
-            self.store.finish()
+        self._finish_background_save(wait=True)
         if self.store.newest == self.progress.step and (self.progress.step == 0 or self.store.holds(self.progress.step)):
             return
         begin = time.perf_counter()
@@ -433,9 +413,14 @@ class Run:
             "config": configuration.snapshot(self.config),
         }
         named = {f"{SURPLUS_TENSORS}{name}": array for name, array in arrays.items()}
+
+        def write(folder: Path, beside: bool) -> Callable[[], None]:
+            self.worker.save(named, folder, beside)
+            return self.worker.finish_save
+
         size = self.worker.checkpoint_bytes + sum(array.nbytes for array in arrays.values())
         with self.worker.phase("save"):
-            self.store.save(self.progress.step, state, partial(self.worker.save, named), size, beside=beside)
+            self.store.save(self.progress.step, state, write, size, beside=beside)
         if self.progress.streaks:
             self._saved_ill.add(self.progress.step)
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin

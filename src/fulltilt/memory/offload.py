@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ class OffloadSetting:
     optimizer: bool = False  # masters and moments are on the host, and streamed through the device in a step
     grads: bool = False  # accumulated gradients exist only from a mini-batch's first pass to the end of its step
     bucket_bytes: int = 256 << 20  # size of a bucket of masters and moments
-    buckets: int = 3  # on the device at a time: one comes in, one is computed on, one goes out
+    buckets: int = 3  # on the device at a time, at least 2: one comes in, one is computed on, one goes out
 
 
 ON_DEVICE = OffloadSetting()
@@ -241,56 +241,50 @@ class Part:
     states: dict[str, torch.Tensor]  # kind -> flat, on the device
 
 
-class Layout:
-    """Placement of entries: one memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind
-    fills the beginning of its memory. A bucket is the same range of each memory."""
-
-    def __init__(self, entries: Iterable[Entry], bucket_bytes: int | None = None) -> None:
-        """`bucket_bytes`: for all kinds together; None: one bucket for everything."""
-        self.entries = sorted(entries, key=lambda entry: -len(entry.kinds))
-        self.kinds = self.entries[0].kinds if self.entries else ()
-        self.places: dict[str, int] = {}
-        self.extents = dict.fromkeys(self.kinds, 0)
-        end = 0
-        for entry in self.entries:
-            self.places[entry.name] = end
-            end += aligned(entry.nbytes)
-            self.extents |= dict.fromkeys(entry.kinds, end)
-        assert self.extents.keys() == set(self.kinds), "every entry's kinds are among the first one's"
-        wanted = end if bucket_bytes is None else bucket_bytes // max(1, len(self.kinds)) // ALIGN * ALIGN
-        self.width = min(max(wanted, ALIGN), end)  # bytes of a bucket in each kind's memory
-        self.count = -(-end // self.width) if end else 0
-
-
 class States:
-    """Memory for a layout: on the device, or on the host with `slots` buckets of it on the device. Zeros at the start."""
+    """Memory for states, zeros at the start: on the device, or on the host with a few buckets of it on the device.
 
-    def __init__(self, layout: Layout, device: torch.device, slots: int = 0) -> None:
-        """`slots`: 0 keeps all on the device and needs a layout of one bucket."""
-        assert slots != 1 and (slots or layout.count <= 1)
-        self.layout, self.device = layout, device
+    One memory per kind, an entry at the same place in each, entries with most kinds first, so that every kind fills the beginning of its
+    memory. A bucket is the same range of each memory."""
+
+    def __init__(self, entries: Iterable[Entry], device: torch.device, offload: OffloadSetting = ON_DEVICE) -> None:
+        self.device, self._entries = device, sorted(entries, key=lambda entry: -len(entry.kinds))
+        self._places: dict[str, int] = {}
+        extents: dict[str, int] = {}  # bytes of each kind
+        end = 0
+        for entry in self._entries:
+            self._places[entry.name] = end
+            end += aligned(entry.nbytes)
+            extents |= dict.fromkeys(entry.kinds, end)
+        self._allocate(extents, end, offload)
+
+    def _allocate(self, extents: Mapping[str, int], end: int, offload: OffloadSetting) -> None:
+        assert offload.buckets >= 2
+        device = self.device
+        wanted = offload.bucket_bytes // max(1, len(extents)) // ALIGN * ALIGN if offload.optimizer else end
+        self._width = min(max(wanted, ALIGN), end)  # bytes of a bucket in each kind's memory
+        count = -(-end // self._width) if end else 0
         self._homes = {
-            kind: host_memory(extent, device) if slots else torch.zeros(extent, dtype=torch.uint8, device=device)
-            for kind, extent in layout.extents.items()
+            kind: host_memory(extent, device) if offload.optimizer else torch.zeros(extent, dtype=torch.uint8, device=device)
+            for kind, extent in extents.items()
         }
         self._slots = [
-            {kind: torch.empty(min(layout.width, extent), dtype=torch.uint8, device=device) for kind, extent in layout.extents.items()}
-            for _ in range(min(slots, layout.count))
+            {kind: torch.empty(min(self._width, extent), dtype=torch.uint8, device=device) for kind, extent in extents.items()}
+            for _ in range(min(offload.buckets, count) if offload.optimizer else 0)
         ]
         self._in, self._out = Lane(device), Lane(device)
         self._left: list[Mark] = [now(device)] * len(self._slots)  # when each slot may be filled again
-        for slot in self._slots:
-            for memory in slot.values():
-                self._in.uses(memory)
-                self._out.uses(memory)
-        self.buckets = [list(self._parts(number)) for number in range(layout.count)]
+        for memory in (memory for slot in self._slots for memory in slot.values()):
+            self._in.uses(memory)
+            self._out.uses(memory)
+        self.buckets = [list(self._parts(number)) for number in range(count)]
 
     def _parts(self, number: int) -> Iterator[Part]:
         """What a bucket has of each entry."""
-        first, last = number * self.layout.width, (number + 1) * self.layout.width
+        first, last = number * self._width, (number + 1) * self._width
         memory = self._slots[number % len(self._slots)] if self._slots else self._homes
-        for entry in self.layout.entries:
-            place, size = self.layout.places[entry.name], entry.dtype.itemsize
+        for entry in self._entries:
+            place, size = self._places[entry.name], entry.dtype.itemsize
             begin, end = max(place, first), min(place + entry.nbytes, last)
             if begin < end:
                 states = {kind: memory[kind][begin - first : end - first].view(entry.dtype) for kind in entry.kinds}
@@ -298,7 +292,7 @@ class States:
 
     def home(self, entry: Entry, kind: str) -> torch.Tensor:
         """An entry's numbers in their permanent memory [count]. Those on the host are up to date after `settle`."""
-        place = self.layout.places[entry.name]
+        place = self._places[entry.name]
         return self._homes[kind][place : place + entry.nbytes].view(entry.dtype)
 
     def stream(self, read: Sequence[str] | None = None, written: Sequence[str] | None = None) -> Iterator[int]:
@@ -332,6 +326,6 @@ class States:
 
     def _pairs(self, number: int, kinds: Sequence[str] | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The bucket's memory in its slot, and its permanent memory."""
-        slot, bucket = self._slots[number % len(self._slots)], slice(number * self.layout.width, (number + 1) * self.layout.width)
+        slot, bucket = self._slots[number % len(self._slots)], slice(number * self._width, (number + 1) * self._width)
         homes = {kind: home[bucket] for kind, home in self._homes.items() if kinds is None or kind in kinds}
         return [(slot[kind][: len(home)], home) for kind, home in homes.items() if len(home)]

@@ -123,7 +123,6 @@ class Decode:
     lengths: torch.Tensor  # int32 [B], the new token included
     longest: int  # no length is greater
     block_tokens: int
-    workspace: torch.Tensor | None = None  # float32
     bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU: window -> bunches, filled by its first layer
 
 
@@ -216,7 +215,7 @@ def decode_batch(
         q = rotate_and_write(q, k, v, *angles, *context.caches[layer], context.slots)
     return paged_attention(
         q, *context.caches[layer], context.table, context.lengths, scale=scoring.scale, longest=context.longest,
-        block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap, workspace=context.workspace,
+        block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap,
     )  # fmt: skip
 
 
@@ -375,34 +374,14 @@ def flash(
     return found
 
 
-# Flash attention forward, our kernels backward: with documents of a few hundred tokens flash's own backward pass takes 1.5 to 1.9 times as
-# long. Both are operations of torch, so that selective recompute knows what to keep.
-
-
 @torch.library.custom_op("fulltilt::packed_attention", mutates_args=())
 def packed_flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, parts: torch.Tensor, longest: int, scale: float,
     window: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Flash attention forward, our kernels backward: with documents of a few hundred tokens flash's own backward pass takes 1.5 to 1.9
+    times as long. It is an operation of torch, so that selective recompute knows what to keep."""
     return flash(q, k, v, bounds, bounds, longest, longest, Scoring(scale, window))
-
-
-@packed_flash.register_fake
-def _(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-@torch.library.custom_op("fulltilt::packed_backward", mutates_args=())
-def packed_flash_backward(
-    of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, norms: torch.Tensor, parts: torch.Tensor,
-    scale: float, window: int | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    return packed_backward(of_out.contiguous(), q, k, v, out, norms, parts, scale=scale, window=window)
-
-
-@packed_flash_backward.register_fake
-def _(of_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -412,7 +391,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _learn(ctx: Any, of_out: torch.Tensor, of_norms: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    return *packed_flash_backward(of_out, *ctx.saved_tensors, ctx.scale, ctx.window), *(None,) * 5
+    return *packed_backward(of_out.contiguous(), *ctx.saved_tensors, scale=ctx.scale, window=ctx.window), *(None,) * 5
 
 
 packed_flash.register_autograd(_learn, setup_context=_keep)

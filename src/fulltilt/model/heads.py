@@ -16,8 +16,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from fulltilt.footprint import Entropy, HeadOptions, rows_at_once
-from fulltilt.kernels.token_logprobs import Call, linear_product, product
-from fulltilt.kernels.token_logprobs import token_logprobs as fused_logprobs
+from fulltilt.kernels.token_logprobs import Call, LinearProduct, TokenLogprobs, product
 from fulltilt.records import UserError
 
 
@@ -74,17 +73,18 @@ def token_logprobs(
     """Log-prob of each target, differentiable, and the entropy of each row, with or without a gradient; None for entropy "none"."""
     if not options.fused:
         return plain_logprobs(hidden, head, targets, temperature, options, entropy)
-    kept = options.keeps(entropy)
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
+    kept = learns and options.keeps(entropy)
     rows = rows_at_once(len(hidden), len(head.weight), options, hidden.dtype.itemsize, hidden.device.type, kept)
     call = Call(1.0 / temperature, head.shape.scale, head.shape.cap, rows, entropy, kept)
-    return fused_logprobs(hidden, head.weight, head.bias, targets, call)
+    return TokenLogprobs.apply(hidden, head.weight, head.bias, targets, call)
 
 
 def plain_logprobs(
     hidden: torch.Tensor, head: Head, targets: torch.Tensor, temperature: float, options: HeadOptions, entropy: Entropy
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`token_logprobs` from the logits of all rows."""
-    logits = head.shape.logits(linear_product(hidden, head.weight, head.bias)) * (1.0 / temperature)
+    logits = head.shape.logits(LinearProduct.apply(hidden, head.weight, head.bias)) * (1.0 / temperature)
     logprobs = logits.gather(1, targets[:, None])[:, 0] - torch.logsumexp(logits, dim=-1)
     if entropy == "none":
         return logprobs, None

@@ -20,7 +20,7 @@ from transformers.utils import logging as transformers_logging
 from fulltilt.model import attention, experts
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
-from fulltilt.words import first_line
+from fulltilt.words import first_line, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +70,7 @@ def read_model(
     if missing:
         raise UserError(
             f"{key}: {source} lacks weights that its architecture ({type(model).__name__}) needs, or has them in another shape: "
-            f"{', '.join(missing[:4])}{' …' if len(missing) > 4 else ''}. Use a complete checkpoint"
+            f"{listed(missing, 4)}. Use a complete checkpoint"
         )
     # Evaluation mode throughout: dropout would make training disagree with rollout, which runs the same weights.
     return model.to(device).eval(), report

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from fulltilt.model import experts
 from fulltilt.records import UserError
 from fulltilt.schema import LoraConfig, ModelConfig
-from fulltilt.words import first_line
+from fulltilt.words import first_line, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -212,7 +213,7 @@ def targeted_parameters(model: PreTrainedModel, settings: Any) -> set[str]:
     for target in settings.target_parameters or ():
         matches = [name for name in parameters if ends_in(name, target)]
         if not matches:
-            stacked = sorted({short_name(name) for name, parameter in parameters.items() if parameter.ndim == 3})
+            stacked = sorted({re.sub(r".*\.\d+\.", "", name) for name, parameter in parameters.items() if parameter.ndim == 3})
             known = f"Its stacked parameters: {', '.join(stacked)}" if stacked else "It has no stacked experts"
             raise UserError(f"lora.parameters: {type(model).__name__} has no parameter {target!r}. {known}")
         for name in matches:
@@ -242,7 +243,7 @@ def refuse_other_layers(model: PreTrainedModel, layers: dict[str, torch.nn.Modul
         odd = sorted({name for name, _ in found ^ wanted})
         raise UserError(
             f"lora.targets: peft takes some of these names for the stacked experts of {type(model).__name__} and would not adapt the "
-            f"layers meant ({', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}). List targets without them; name experts in lora.parameters"
+            f"layers meant ({listed(odd, 3)}). List targets without them; name experts in lora.parameters"
         )
 
 
@@ -294,13 +295,6 @@ def ends_in(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def short_name(name: str) -> str:
-    """The part of a parameter's name after the layer's number."""
-    parts = name.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts)
-
-
 def read_adapter(model: PreTrainedModel, path: str) -> None:
     from peft import load_peft_weights, set_peft_model_state_dict
 
@@ -309,7 +303,7 @@ def read_adapter(model: PreTrainedModel, path: str) -> None:
     try:
         report: Any = set_peft_model_state_dict(model, load_peft_weights(path, device="cpu"), adapter_name=NAME)
         odd = [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]
-        misfit = f"{', '.join(odd[:3])}{' …' if len(odd) > 3 else ''}"
+        misfit = listed(odd, 3)
     except (RuntimeError, ValueError, OSError, KeyError) as error:
         misfit = " ".join(str(error).split())[:300]
     if misfit:

@@ -1,9 +1,9 @@
 """Checks on a loaded model before a run starts.
 
-Enters: a loaded model, with a language head (`verify`) or without one (`verify_body`: critic, reward model). Leaves: the shapes of its
-attention layers. Guaranteed, or the run is refused with the architecture's name: every layer went through our attention function; changing
-one packed document does not change the others' log-probs (hidden states); a document packed among others equals the document alone, within
-twice the rounding that reordering the pack causes; our head equals the model's own.
+Enters: a loaded model, with a language head or without one (critic, reward model). Leaves: the shapes of its attention layers.
+Guaranteed, or the run is refused with the architecture's name: every layer went through our attention function; changing one packed
+document does not change the others' log-probs (hidden states); a document packed among others equals the document alone, within twice the
+rounding that reordering the pack causes; our head equals the model's own.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ Measure = Callable[[list[np.ndarray]], tuple[list[torch.Tensor], dict[int, Layer
 @torch.no_grad()
 def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
     documents = random_documents(model)
+    if model.base_model is model:  # a body without a language head
+        return verify_packing(model, documents, partial(packed_hidden, model), "hidden states")[2]
     alone, allowed, seen = verify_packing(model, documents, partial(packed_logprobs, model), "log-probs")
     own, rounded = own_logprobs(model, documents[1])
     gap = mean_gap(alone[1:2], [own])
@@ -48,13 +50,6 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
             f"{name_of(model)}: its own logits differ by {gap:.2g} in log-prob from the ones computed here ({Head.of(model).shape}): "
             "its output layer does something to them that is not supported"
         )
-    return seen
-
-
-@torch.no_grad()
-def verify_body(body: PreTrainedModel) -> dict[int, LayerShape]:
-    """`verify` for a model that ends in hidden states."""
-    _, _, seen = verify_packing(body, random_documents(body), partial(packed_hidden, body), "hidden states")
     return seen
 
 

@@ -27,13 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fulltilt.records import Group, Score, UserError
-from fulltilt.reward import functions
 from fulltilt.reward.dispatch import Dispatcher, RewardCall
 from fulltilt.reward.process import Outcome
 from fulltilt.reward.sums import Component, Sums, combine
-from fulltilt.reward.worker import Request, Setup
+from fulltilt.reward.worker import Request
 from fulltilt.schema import RewardConfig
-from fulltilt.user_code import UserCodeError
 from fulltilt.words import shortened
 
 ERRORS_FILE = "reward_errors.jsonl"
@@ -93,15 +91,8 @@ class RewardPool:
         self._error: BaseException | None = None
         self._trainer = os.getpid()
         self._sums = Sums(config)
-        try:
-            located = tuple(functions.locate(name) for name in self._sums.names)
-        except UserCodeError as error:
-            raise UserError(str(error)) from None
-        setup = Setup(located, dict(config.args), int(config.memory_gb * 2**30))
-        self._dispatcher = Dispatcher(setup, _workers(config), config.timeout_s, self._done, self._fail)
-        if located:
-            atexit.register(self.close)
-            self._dispatcher.start()
+        self._dispatcher = Dispatcher(config, self._sums.names, self._done, self._fail)
+        atexit.register(self.close)
         if self._error is not None:
             self.close()
             self._check()
@@ -214,12 +205,6 @@ class RewardPool:
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
         except OSError as error:
             raise UserError(f"cannot write {self._errors_file}: {error.strerror}. Make room or choose another run.dir") from error
-
-
-def _workers(config: RewardConfig) -> int:
-    if config.workers != "auto":
-        return config.workers
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _mistake(name: str, call: RewardCall, outcome: Outcome) -> UserError:

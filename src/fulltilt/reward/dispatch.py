@@ -11,15 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from fulltilt.records import Group
+from fulltilt.records import Group, UserError
+from fulltilt.reward import functions
 from fulltilt.reward.process import Guard, Outcome, StartFailed, WorkerProcess
 from fulltilt.reward.worker import Request, Setup
+from fulltilt.schema import RewardConfig
+from fulltilt.user_code import UserCodeError
 
 START_TRIES = 3
 MOST_CALLS_AT_ONCE = 32
@@ -41,17 +45,23 @@ class RewardCall:
 class Dispatcher:
     def __init__(
         self,
-        setup: Setup,
-        workers: int,
-        timeout_s: float,
+        config: RewardConfig,
+        names: Sequence[str],
         done: Callable[[RewardCall, Outcome, bool], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Called on the threads: `done` with a call, its outcome and whether it was tried again; `failed` if no call can end any more."""
-        self._setup = pickle.dumps(setup)
-        self._files = ", ".join(sorted({place.path for place in setup.functions if place.path})) or "fulltilt"
-        self._size = workers
-        self._timeout_s = timeout_s
+        """Returns once a process has loaded every named function, or `failed` was told what kept it from doing so; without names there are
+        no processes. UserError if a function's file cannot be read.
+
+        Called on the threads: `done` with a call, its outcome and whether it was tried again; `failed` if no call can end any more."""
+        try:
+            located = tuple(functions.locate(name) for name in names)
+        except UserCodeError as error:
+            raise UserError(str(error)) from None
+        self._setup = pickle.dumps(Setup(located, dict(config.args), int(config.memory_gb * 2**30)))
+        self._files = ", ".join(sorted({place.path for place in located if place.path})) or "fulltilt"
+        self._size = _usable_cores() if config.workers == "auto" else config.workers
+        self._timeout_s = config.timeout_s
         self._done = done
         self._failed = failed
         self._changed = threading.Condition()
@@ -62,15 +72,13 @@ class Dispatcher:
         self._mean_s = math.inf
         self._loaded = threading.Event()
         self._closing = threading.Event()
-        self.batch: tuple[bool, ...] = ()  # for each function of the setup, once loaded
+        self.batch: tuple[bool, ...] = ()  # for each function, once loaded
         self.memory_limited = True
-
-    def start(self) -> None:
-        """Returns once a process has loaded every function, or `failed` was told what kept it from doing so."""
-        self._guard = Guard()
-        self._launch(1)
-        self._loaded.wait()
-        self._launch(self._size - 1)
+        if names:
+            self._guard = Guard()
+            self._launch(1)
+            self._loaded.wait()
+            self._launch(self._size - 1)
 
     def put(self, calls: Sequence[RewardCall]) -> None:
         with self._changed:
@@ -122,9 +130,8 @@ class Dispatcher:
             if self._closing.is_set():
                 process.interrupt()
         try:
-            process.load(self._setup, self._files)
-            assert process.batch is not None
-            self.batch, self.memory_limited, self._failed_starts = process.batch, process.memory_limited, 0
+            self.memory_limited, self.batch = process.load(self._setup, self._files)
+            self._failed_starts = 0
             self._loaded.set()
             yield process
         finally:
@@ -137,9 +144,9 @@ class Dispatcher:
             return
         with self._changed:
             self._failed_starts += 1
-            if self._failed_starts >= START_TRIES and all(process.batch is None for process in self._processes):
-                raise failure.args[0]
-        self._closing.wait(min(5.0, 0.1 * 2**self._failed_starts))
+            if self._failed_starts >= START_TRIES and not any(process.loaded for process in self._processes):
+                raise failure
+        self._closing.wait(min(5.0, 0.1 * 2 ** min(self._failed_starts, 6)))
 
     def _use(self, process: WorkerProcess, again: list[RewardCall]) -> list[RewardCall]:
         """Gives a process calls, `again` first, until it must be replaced. Returns the call that the next process must try again."""
@@ -173,3 +180,7 @@ class Dispatcher:
         with self._changed:
             self._queue.extendleft(reversed(calls))
             self._changed.notify(len(calls))
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -100,17 +101,17 @@ def model_weight(group: Group, config: RewardConfig) -> float | None:
 
 
 def add_model_scores(
-    groups: Sequence[Group], scores: Sequence[Sequence[Score]], model_scores: Sequence[Sequence[float | str]], config: RewardConfig
+    groups: Sequence[Group], scores: Sequence[Sequence[Score]], numbers: Iterable[float | str], config: RewardConfig
 ) -> list[list[Score]]:
-    """The scores with the reward model's numbers added. `model_scores` has an entry for each group, which is not read (and may be empty)
-    where the group's reward does not name the reward model; a text in place of a number says why there is none."""
-    added = []
-    for group, of_group, of_model in zip(groups, scores, model_scores, strict=True):
+    """The scores with the reward model's numbers added. `numbers` has one for each sample of the groups whose reward names the model, in
+    their order; a text in place of a number says why there is none."""
+    added, left = [], iter(numbers)
+    for group, of_group in zip(groups, scores, strict=True):
         weight = model_weight(group, config)
         if weight is None:
             added.append(list(of_group))
         else:
-            samples = zip(group.samples, of_group, of_model, strict=True)
+            samples = zip(group.samples, of_group, islice(left, len(group.samples)), strict=True)
             added.append([_added(group, sample, score, weight, number, config) for sample, score, number in samples])
     return added
 

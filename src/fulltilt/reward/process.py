@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
@@ -49,8 +49,8 @@ FORGED = ("wrote into the connection of its process", "")
 Message = TypeVar("Message")
 
 
-class StartFailed(Exception):
-    """The process could not be started, or ended while it loaded. `args` hold the error to raise if further tries fail too."""
+class StartFailed(UserError):
+    """The process could not be started, or ended while it loaded: another try may succeed."""
 
 
 class ProcessLost(Exception):
@@ -72,10 +72,14 @@ class Outcome:
     try_again: bool = False  # what ran before in the process may have caused the failure: a fresh process should try once more
 
 
-# What a worker sends, in this order: whether its memory is limited; whether each function is a batch function, or why they cannot be
-# loaded; then, for each handful of requests, that it begins, and the outcomes.
-MEMORY_LIMITED: TypeAdapter[bool] = TypeAdapter(bool)
-LOADED: TypeAdapter[tuple[bool, ...] | str] = TypeAdapter(tuple[bool, ...] | str)
+class Loaded(NamedTuple):
+    memory_limited: bool
+    batch: tuple[bool, ...]  # for each function of the setup
+
+
+# What a worker sends, in this order: what it has loaded, or why it cannot; then, for each handful of requests, that it begins, and the
+# outcomes.
+LOADED: TypeAdapter[Loaded | str] = TypeAdapter(Loaded | str)
 BEGIN: TypeAdapter[Literal["begin"]] = TypeAdapter(Literal["begin"])
 OUTCOME = TypeAdapter(Outcome)
 
@@ -116,7 +120,7 @@ class WorkerProcess:
             self._process = _start(theirs.fileno(), crash_log_end)
         except OSError as error:
             self._close()
-            raise StartFailed(RuntimeError(f"a reward process could not be started: {error}")) from error
+            raise StartFailed(f"a reward process could not be started: {error}") from error
         finally:
             theirs.close()
             os.close(crash_log_end)
@@ -124,28 +128,23 @@ class WorkerProcess:
         self._guard.tell("+", self._process.pid)
         self._received = b""  # the beginning of the next message
         self._used = False  # whether it has finished a call
-        self.memory_limited = True
-        self.batch: tuple[bool, ...] | None = None  # for each function of the setup, once loaded
+        self.loaded: Loaded | None = None
 
-    def load(self, setup: bytes, files: str) -> None:
+    def load(self, setup: bytes, files: str) -> Loaded:
         """Loads the functions. UserError for what is wrong with one of them, StartFailed if the process ended."""
-        greeted = False
         try:
             self._send(setup, LOAD_S)
-            self.memory_limited = self._receive(MEMORY_LIMITED, LOAD_S)
-            greeted = True
             loaded = self._receive(LOADED, LOAD_S)
         except TimeoutError:
             raise UserError(f"the reward process did not load {files} within {LOAD_S:g} s") from None
         except ProcessLost as lost:
             did, wrote = lost.args
-            wrote = f": {wrote.strip()[-2000:]}" if wrote else ""
-            if greeted:
-                raise StartFailed(UserError(f"loading {files} {did}{wrote}")) from None
-            raise StartFailed(RuntimeError(f"a reward process {did} before it could load anything{wrote}")) from None
+            said = f": {wrote.strip()[-2000:]}" if wrote else ""
+            raise StartFailed(f"a reward process that was loading {files} {did}{said}") from None
         if isinstance(loaded, str):
             raise UserError(loaded)
-        self.batch = loaded
+        self.loaded = loaded
+        return loaded
 
     def outcomes(self, requests: Sequence[Request], timeout_s: float) -> Iterator[Outcome]:
         """Hands the requests over and gives their outcomes, in order. After one that ends the process, there is nothing more to ask for."""

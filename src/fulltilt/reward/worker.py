@@ -36,6 +36,8 @@ MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to
 OUTPUT_TAIL = 2048
 DETAIL_LENGTH = 8000
 
+_write_json = json.JSONEncoder(ensure_ascii=False).encode
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -101,7 +103,7 @@ class RewardWorker:
         # A forked child of the user's function must not answer in its parent's place.
         if os.getpid() != self._pid:
             os._exit(0)
-        rest = memoryview(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
+        rest = memoryview(_write_json(message).encode("utf-8", "replace") + b"\n")
         try:
             while rest:
                 rest = rest[os.write(self._connection, rest) :]
@@ -109,7 +111,7 @@ class RewardWorker:
             os._exit(LOST_CONNECTION)
 
     def _load(self, setup: Setup) -> bool:
-        self._send(_limit_memory(setup.memory_bytes))
+        memory_limited = _limit_memory(setup.memory_bytes)
         # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
         os.register_at_fork(after_in_child=lambda: os.close(self._connection))
         self._located = setup.functions
@@ -119,7 +121,7 @@ class RewardWorker:
         except UserCodeError as error:
             self._send(str(error)[:DETAIL_LENGTH])
             return False
-        self._send([function.batch for function in self._functions])
+        self._send([memory_limited, [function.batch for function in self._functions]])
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:
@@ -234,17 +236,13 @@ def _end_with(trainer: int) -> None:
         os._exit(0)
 
 
-def _prefer_to_be_killed() -> None:
-    """When the machine runs out of memory, Linux should kill a reward process before the trainer."""
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")
-
-
 def main() -> None:
     connection, crash_log, trainer = map(int, sys.argv[1:4])
     sys.argv = [""]
     _end_with(trainer)
-    _prefer_to_be_killed()
+    # When the machine runs out of memory, Linux should kill a reward process before the trainer.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Has a descriptor of its own, since standard error goes to /dev/null: reports where a segmentation fault happened.
     faulthandler.enable(file=crash_log)

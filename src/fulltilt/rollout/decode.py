@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to, workspace_numbers
-from fulltilt.kernels.paged_attention import processors_of
+from fulltilt.footprint import BURST, TABLE_STEP, sizes_up_to
 from fulltilt.kernels.sampling import EMPTY, RUNNING, DecodeProgress, finish, sample
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Decode
@@ -63,7 +62,7 @@ class Decoder:
     def __init__(self, context: EngineContext) -> None:
         model, limits = context.model, context.limits
         rows, device = limits.max_seqs, model.device
-        self.model, self.head, self.layers = model, Head.of(model), context.layers.values()
+        self.model, self.head = model, Head.of(model)
         self.block_tokens, self.rows = limits.block_tokens, rows
         self.graphs, self.required = limits.cuda_graphs, limits.graphs_required
         self._parameters = sum(used_by_a_token(parameter, model.config) for parameter in model.parameters())
@@ -75,10 +74,10 @@ class Decoder:
         self._progress = DecodeProgress.make(rows, BURST, device)
         self._seeds, self._temperature = zeros(rows, dtype=torch.int64), zeros(rows, dtype=torch.float32)
         self._top_k, self._top_p = zeros(rows, dtype=torch.int32), zeros(rows, dtype=torch.float32)
-        self._bases = zeros(len(self.layers), 2, 1, dtype=torch.int64)
+        self._bases = zeros(len(context.layers), 2, 1, dtype=torch.int64)
         self._table = zeros(rows, 0, dtype=torch.int32)
         self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] = ((), ())
-        self._workspace: torch.Tensor | None = None
+        self._pool: Any = None  # a handle of the memory of all graphs' temporaries
         self._captured: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self.captures = 0
         self.eager_reason: str | None = None  # why there are no graphs although they were asked for
@@ -102,7 +101,7 @@ class Decoder:
         blocks = -(-blocks // TABLE_STEP) * TABLE_STEP
         self._table = torch.zeros(self.rows, blocks, dtype=torch.int32, device=self.model.device)
         self._captured.clear()  # they hold the old table
-        self._workspace = None
+        self._pool = None
 
     def size_for(self, rows: int) -> int:
         """How many rows a step computes for that many samples."""
@@ -191,7 +190,6 @@ class Decoder:
             lengths=torch.where(running, positions + 1, 0).int(),
             longest=self._table.shape[1] * block,
             block_tokens=block,
-            workspace=self._workspace,
         )
         hidden = hidden_states(self.model, progress.inputs[rows], positions, context)
         shape = self.head.shape
@@ -208,7 +206,7 @@ class Decoder:
         states, reason = self._progress.states.clone(), None
         self._progress.states.fill_(EMPTY)
         try:
-            self._prepare()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             self._captured[size, restricted] = self._capture_with_room(size, restricted)
         except RuntimeError as error:  # the type of all errors of torch.cuda
             reason = f"a step of the model cannot be captured: {first_line(error)}"
@@ -265,24 +263,9 @@ class Decoder:
             )
         self.graphs, self.eager_reason = False, reason
         self._captured.clear()
-        self._workspace = None
+        self._pool = None
         torch.cuda.empty_cache()  # memory that only graphs used
         warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", stacklevel=2)
-
-    def _prepare(self) -> None:
-        """Allocate what all graphs share: a pool for their temporaries, and attention's workspace."""
-        if self._workspace is not None:
-            return
-        longest, itemsize = self._table.shape[1] * self.block_tokens, self.model.dtype.itemsize
-        heads = self.model.config.get_text_config().num_attention_heads
-        processors = processors_of(self.model.device)
-        numbers = max(
-            workspace_numbers(size, heads, shape.key_heads, shape.head_width, itemsize, longest, processors)
-            for size in self._sizes
-            for shape in set(self.layers)
-        )
-        self._workspace = torch.empty(max(1, numbers), dtype=torch.float32, device=self.model.device)
-        self._pool = torch.cuda.graph_pool_handle()
 
     def _results(self) -> list[Callable[[], np.ndarray]]:
         progress = self._progress

@@ -62,9 +62,6 @@ class Engine(ABC):
         """From now on, `say` gets a line about the progress after every `interval` seconds of generating."""
         self.recorder.report(say, interval)
 
-    def close(self) -> None:
-        self.release()
-
 
 @dataclass(frozen=True)
 class EngineLimits:

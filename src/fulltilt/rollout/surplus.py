@@ -47,7 +47,8 @@ def unpack(
         samples = tuple(Sample(entry["index"], *next(tokens), entry["finish"], _text(entry["text"]) or "") for entry in group["samples"])
         prompt = prompts_by_uid.get(group["uid"])
         if prompt is not None and _digest(prompt) == group["prompt"]:
-            kept.append(ScoredGroup(Group(prompt, samples), tuple(map(_score, group["samples"])), group["step"]))
+            told = ((entry["value"], entry["parts"], _text(entry["error"]), _text(entry["answer"])) for entry in group["samples"])
+            kept.append(ScoredGroup(Group(prompt, samples), tuple(Score(*each) for each in told), group["step"]))
     return kept, len(described) - len(kept)
 
 
@@ -66,10 +67,6 @@ def _described(kept: ScoredGroup) -> Described:
         for sample, score in zip(kept.group.samples, kept.scores, strict=True)
     ]
     return {"uid": prompt.uid, "prompt": _digest(prompt), "step": kept.step, "samples": samples}
-
-
-def _score(entry: Described) -> Score:
-    return Score(entry["value"], entry["parts"], _text(entry["error"]), _text(entry["answer"]))
 
 
 def _digest(prompt: Prompt) -> str:

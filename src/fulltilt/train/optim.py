@@ -18,7 +18,7 @@ from itertools import chain
 import torch
 from torch.optim.adamw import adamw
 
-from fulltilt.memory.offload import ON_DEVICE, Entry, Layout, OffloadSetting, Part, States, absent, aligned
+from fulltilt.memory.offload import ON_DEVICE, Entry, OffloadSetting, Part, States, absent, aligned
 from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
 
@@ -79,9 +79,8 @@ class Optimizer:
             Entry(name, p.numel(), torch.float32 if is_low(p) else p.dtype, (MASTER, *MOMENTS) if is_low(p) else MOMENTS)
             for name, p in self._parameters.items()
         ]
-        layout = Layout(self._entries, offload.bucket_bytes if offload.optimizer else None)
         # Allocated now rather than at the first step, so that memory measured at the start of a run stays true.
-        self._states = States(layout, self._device, offload.buckets if offload.optimizer else 0)
+        self._states = States(self._entries, self._device, offload)
         # Each part of a parameter has its own counter of the same steps, since AdamW increments the counters that it is given.
         counter = partial(torch.zeros, (), dtype=torch.float32, device=self._device if self._fused else "cpu")
         self._shares = [[self._share(part, counter()) for part in bucket] for bucket in self._states.buckets]
