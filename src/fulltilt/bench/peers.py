@@ -16,6 +16,7 @@ answer is complete or missing; a failure is in the answer under "error", with th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -43,17 +44,23 @@ READY, TURN = "ready", "turn"  # files beside the answer whose presence is a sig
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-# -- drivers, which are in the repository's folder `benchmarks/` and not part of the installed package -------------------------------------
+# -- comparisons and drivers, which are in the repository's folder `benchmarks/` and not part of the installed package ---------------------
+
+
+def benchmark(name: str) -> ModuleType:
+    """The module of `fulltilt bench NAME`: in this package, or, where it compares whole runs with other systems', in `benchmarks/`."""
+    inside = f"fulltilt.bench.{name}"
+    return importlib.import_module(inside) if importlib.util.find_spec(inside) else load(name)
 
 
 def load(name: str) -> ModuleType:
-    """benchmarks/peer_NAME.py of the folder that the variable names, of this checkout, or of the current directory."""
+    """benchmarks/NAME.py of the folder that the variable names, of this checkout, or of the current directory."""
     given = os.environ.get(VARIABLE)
     folders = [Path(given)] if given else [Path(__file__).parents[3] / "benchmarks", Path("benchmarks").resolve()]
-    file = next((folder / f"peer_{name}.py" for folder in folders if (folder / f"peer_{name}.py").is_file()), None)
+    file = next((folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").is_file()), None)
     if file is None:
         raise UserError(
-            f"--against {name}: there is no peer_{name}.py in {' or '.join(map(str, folders))}. It is in the folder benchmarks of "
+            f"{name}.py, which this benchmark needs, is not in {' or '.join(map(str, folders))}. It is in the folder benchmarks of "
             f"fulltilt's repository, not in the installed package: run the command in a clone of it, or set {VARIABLE} to that folder"
         )
     module_name = f"fulltilt_benchmarks_{name}"

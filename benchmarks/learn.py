@@ -69,14 +69,14 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
         raise UserError(
             f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning"
         )
-    if "trl" in options.peers and (wrong := list(peers.load("trl").refused(config))):
+    if "trl" in options.peers and (wrong := list(peers.load("peer_trl").refused(config))):
         raise UserError(configuration.report(str(options.run), wrong))
     device = choose_device(config.run.device)
     check_peers(options, ("trl",), device)
     steps = config.run.steps if config.run.steps is not None else sum(1 for _ in run_batches(config))
     job = BenchJob(options, device, config, Source(config.model.path, read_config(config.model)), steps, scratch)
     if "trl" in options.peers:
-        peers.load("trl").one_setting(job)  # reports mistakes
+        peers.load("peer_trl").one_setting(job)  # reports mistakes
     return job
 
 
@@ -135,7 +135,7 @@ def read_ours(lines: Sequence[tuple[float, Mapping[str, Any]]]) -> Found:
 
 
 def measure_trl(job: BenchJob, say: Say) -> Found:
-    trl, minutes = peers.load("trl"), job.options.minutes
+    trl, minutes = peers.load("peer_trl"), job.options.minutes
     task = trl.TrlTask(job, job.options.folder / "trl", save_at=evaluated(job), limit_s=60 * minutes if minutes else None)
     found: Found = trl.measure_learning(task, say)
     return found
@@ -213,7 +213,7 @@ def asked_of(job: BenchJob, name: str) -> dict[str, Any]:
         "files": state_of(job.config),
         "commit": commit(),
     }
-    return shared | ({"setting": peers.load("trl").one_setting(job), "generation": job.generation} if name == "trl" else {})
+    return shared | ({"setting": peers.load("peer_trl").one_setting(job), "generation": job.generation} if name == "trl" else {})
 
 
 def state_of(config: Config) -> dict[str, list[int]]:
