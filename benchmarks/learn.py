@@ -29,6 +29,7 @@ from fulltilt.bench.shapes import Source
 from fulltilt.cluster.checks import choose_device
 from fulltilt.model.load import read_config
 from fulltilt.observe.console import Console
+from fulltilt.observe.metrics import write_whole
 from fulltilt.observe.plot import curve_of, trailing_means
 from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
@@ -162,7 +163,7 @@ def evaluate_models(job: BenchJob, steps: Sequence[Mapping[str, Any]], say: Say)
             continue
         say(f"trl: evaluating its model of step {line['step']}")
         found[line["step"]] = {"step": line["step"], "seconds": line["seconds"], "accuracy": accuracy_of(job, str(model))}
-        peers.write_whole(record, list(found.values()))
+        write_whole(record, json.dumps(list(found.values())))
         shutil.rmtree(model)
     return list(found.values())
 
@@ -200,8 +201,7 @@ def kept(job: BenchJob, name: str, measure: Callable[[BenchJob, Say], Found], sa
         before: Found = known["found"]
         return before
     found = measure(job, say)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    peers.write_whole(record, {"asked": asked, "found": found})
+    write_whole(record, json.dumps({"asked": asked, "found": found}))
     return found
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fulltilt.observe.metrics import write_whole
 from fulltilt.records import UserError
 
 VARIABLE = "FULLTILT_BENCHMARKS"
@@ -143,13 +144,6 @@ def end_of(log: Path) -> str:
     return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
 
 
-def write_whole(file: Path, content: Any) -> None:
-    """As JSON, under another name first: nobody may read half a file if this process is killed."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(file)
-
-
 # -- in the other process -----------------------------------------------------------------------------------------------------------------
 
 
@@ -170,7 +164,7 @@ def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    write_whole(answered, answer)
+    write_whole(answered, json.dumps(answer))
 
 
 def end_with_parent() -> None:
