@@ -127,7 +127,7 @@ def noise_keys(seeds: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tens
     value = (value ^ ((value >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
     value = (value ^ ((value >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
     value = value ^ ((value >> 31) & ((1 << 33) - 1))
-    return _low_word(value), _low_word(value >> 32)
+    return value.int(), (value >> 32).int()  # conversions wrap
 
 
 def noise_words(low: torch.Tensor, high: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
@@ -157,11 +157,6 @@ def _mix32(value: torch.Tensor) -> torch.Tensor:
 def _signed(number: int, bits: int) -> int:
     """The signed number with the same bits."""
     return (number + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
-
-
-def _low_word(value: torch.Tensor) -> torch.Tensor:
-    value = value & 0xFFFFFFFF
-    return (value - ((value >> 31) << 32)).int()
 
 
 # -- the reference --------------------------------------------------------------------------------------------------------------------

@@ -352,11 +352,12 @@ def flash_runs(q: torch.Tensor, scoring: Scoring) -> bool:
 
 
 @cache
-def flash_options() -> dict[str, bool]:
-    """torch 2.11 accepts grouped heads without an option; later releases need one."""
-    from torch.nn.attention.varlen import varlen_attn
+def varlen() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """torch's flash attention. torch 2.11 accepts grouped heads without an option; later releases need one."""
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return partial(varlen_attn, return_aux=AuxRequest(lse=True), **options)  # type: ignore[return-value]
 
 
 def flash(
@@ -364,14 +365,9 @@ def flash(
     longest_query: int, longest_key: int, scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, and the logarithms of the sums of exponentials [heads, T]."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    left = -1 if scoring.window is None else scoring.window - 1
-    options: dict[str, Any] = {"scale": scoring.scale, "window_size": (left, 0), **flash_options()}
+    window = (-1 if scoring.window is None else scoring.window - 1, 0)
     states = (q.contiguous(), k.contiguous(), v.contiguous())
-    found = varlen_attn(*states, cu_queries, cu_keys, longest_query, longest_key, return_aux=AuxRequest(lse=True), **options)
-    assert isinstance(found, tuple)
-    return found
+    return varlen()(*states, cu_queries, cu_keys, longest_query, longest_key, scale=scoring.scale, window_size=window)
 
 
 @torch.library.custom_op("fulltilt::packed_attention", mutates_args=())
