@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from layers import apply_recompute
 
 from fulltilt.bench import shapes
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import attention
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import hidden_states
@@ -82,7 +82,7 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = shapes.find(given.shape)
     model, shape = shapes.random_model(source, device, attention.register()), Shape.named(given.shape)
-    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert sum(shape.parameters_by_kind().values()) == sum(parameter.numel() for parameter in model.parameters())
     results = []
     for fused in (True, False):
         if fused:

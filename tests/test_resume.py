@@ -211,7 +211,7 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, step: int, until: Callable[[], bo
     write = store.write_manifest
 
     def later(folder: Path, number: int, go_on: Callable[[], None]) -> None:
-        if number == step and threading.current_thread().name == "checkpoint":
+        if number == step and threading.current_thread().name.startswith("checkpoint"):
             while not until():
                 go_on()
                 time.sleep(0.01)
@@ -270,7 +270,7 @@ def test_a_second_ctrl_c_leaves_nothing_that_writes(tmp_path: Path, model_folder
         runs.train(folder, *BESIDE, "run.steps=8", *slow)
     for sender in senders:
         sender.join()
-    assert not [thread for thread in threading.enumerate() if thread.name == "checkpoint" and thread.is_alive()]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint") and thread.is_alive()]
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step-00000002"]
 
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from fulltilt.kernels import sampling as sampling_kernels
 from fulltilt.model.load import end_tokens, load_model
 from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
@@ -28,7 +29,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.rollout.sampler import Sampling, draw, sample_seed
+from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stop_strings import StopStrings
 from fulltilt.schema import ModelConfig
 
@@ -431,6 +432,12 @@ def test_ids_beyond_the_tokenizer_are_sampled_and_kept(model_folders) -> None:
 
 
 # -- sampling ---------------------------------------------------------------------------------------------------------------------------
+
+
+def draw(logits: torch.Tensor, seeds: np.ndarray, places: np.ndarray, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the engine draws first tokens."""
+    numbers = torch.from_numpy(seeds.view(np.int64)), torch.from_numpy(places.astype(np.int64))
+    return sampling_kernels.sample(logits, *numbers, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 def test_tokens_are_drawn_from_the_softmax() -> None:

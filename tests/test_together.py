@@ -14,15 +14,15 @@ import models
 import numpy as np
 import pytest
 import torch
+from layers import apply_recompute, offload_activations
 from transformers import PreTrainedModel
 
 from fulltilt import knobs
 from fulltilt.algo.build import build as build_algorithm
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.footprint import HeadOptions
-from fulltilt.memory.activations import offload_activations, saved_bytes
+from fulltilt.memory.activations import saved_bytes
 from fulltilt.memory.offload import Residence
-from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import compiled, lora
 from fulltilt.model.compiled import MARK, compile_and_compare, restore
 from fulltilt.model.fuse import WrongLayers, check_fused, fuse_and_compare

@@ -37,22 +37,21 @@ class ModelFamily:
     wide_norms: bool = False  # norms stay in float32 until they are multiplied with their weight
     fused: bool = False  # whether fulltilt runs its layers with few kernels (model/fuse.py)
     joined: bool = False  # one projection for queries, keys and values, and one for gate and up
-    every_layer_slides: bool = False  # a sliding window, where there is one, is every layer's
 
 
-NO_BIAS = {"qkv_bias": False, "output_bias": False}
+NO_BIAS = ModelFamily(qkv_bias=False, output_bias=False)
 GEMMA = ModelFamily(tied=True, norms=4, wide_norms=True)
 FAMILIES = {
     "llama": ModelFamily(mlp_bias="mlp_bias", fused=True),
-    "mistral": ModelFamily(**NO_BIAS, fused=True, every_layer_slides=True),  # type: ignore[arg-type]
+    "mistral": replace(NO_BIAS, fused=True),
     "qwen2": ModelFamily(qkv_bias=True, output_bias=False, fused=True),
     "qwen3": ModelFamily(head_norms=True, fused=True),
     "qwen2_moe": ModelFamily(qkv_bias="qkv_bias", output_bias=False),
-    "qwen3_moe": ModelFamily(head_norms=True, every_layer_slides=True),
-    "mixtral": ModelFamily(**NO_BIAS, every_layer_slides=True),  # type: ignore[arg-type]
+    "qwen3_moe": ModelFamily(head_norms=True),
+    "mixtral": NO_BIAS,
     "gemma2": GEMMA,
     "gemma3_text": replace(GEMMA, head_norms=True),
-    "phi3": ModelFamily(**NO_BIAS, joined=True, every_layer_slides=True),  # type: ignore[arg-type]
+    "phi3": replace(NO_BIAS, joined=True),
     "granite": ModelFamily(mlp_bias="mlp_bias"),
     "smollm3": ModelFamily(tied=True, mlp_bias="mlp_bias"),
     "olmo2": ModelFamily(head_norms=True, whole_head_norms=True),
@@ -121,7 +120,6 @@ class DecoderLayer:
     head_width: int
     inner: int  # width of the gated product, where there are no experts
     experts: Experts | None = None
-    window: int | None = None  # tokens that a token looks back at; None: all
 
     @property
     def queries(self) -> int:
@@ -188,17 +186,13 @@ class Shape:
             model_type=model_type,
             vocabulary=config["vocab_size"],
             width=config["hidden_size"],
-            layers=tuple(layer_of(config, family or ModelFamily(), index) for index in range(config["num_hidden_layers"])),
+            layers=tuple(layer_of(config, index) for index in range(config["num_hidden_layers"])),
             tied=bool(family and family.tied) if tied is None else tied,
             positions=config.get("max_position_embeddings"),
             family=family and with_config(family, config),
         )
 
     # ---- parameters ----------------------------------------------------------------------------------------------------------------
-
-    @property
-    def parameters(self) -> int:
-        return sum(self.parameters_by_kind().values())
 
     def parameters_by_kind(self) -> dict[Kind, int]:
         family = self.known_family()
@@ -322,7 +316,7 @@ def with_config(family: ModelFamily, config: Mapping[str, Any]) -> ModelFamily:
     return replace(family, **found)  # type: ignore[arg-type]
 
 
-def layer_of(config: Mapping[str, Any], family: ModelFamily, index: int) -> DecoderLayer:
+def layer_of(config: Mapping[str, Any], index: int) -> DecoderLayer:
     heads, width = config["num_attention_heads"], config["hidden_size"]
     inner = config.get("intermediate_size") or 4 * width
     return DecoderLayer(
@@ -331,7 +325,6 @@ def layer_of(config: Mapping[str, Any], family: ModelFamily, index: int) -> Deco
         head_width=config.get("head_dim") or width // heads,
         inner=inner,
         experts=experts_of(config, index, inner),
-        window=window_of(config, family, index),
     )
 
 
@@ -342,13 +335,3 @@ def experts_of(config: Mapping[str, Any], index: int, inner: int) -> Experts | N
         return None
     shared = config.get("shared_expert_intermediate_size") or 0
     return Experts(count, config.get("num_experts_per_tok") or 1, config.get("moe_intermediate_size") or inner, shared)
-
-
-def window_of(config: Mapping[str, Any], family: ModelFamily, index: int) -> int | None:
-    window, kinds = config.get("sliding_window"), config.get("layer_types")
-    if not window or config.get("use_sliding_window") is False:
-        return None
-    if kinds:
-        return int(window) if kinds[index] == "sliding_attention" else None
-    slides = family.every_layer_slides or (index % 2 == 0 if family.wide_norms else index >= (config.get("max_window_layers") or 0))
-    return int(window) if slides else None

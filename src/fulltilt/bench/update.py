@@ -184,12 +184,12 @@ def table(found: dict[str, Any]) -> str:
 
 
 def figures(found: dict[str, Any]) -> list[list[str]]:
-    seconds, steps = found["seconds"], found["optimizer_seconds"]
+    seconds, steps, by_verl = found["seconds"], found["optimizer_seconds"], report.number(found["mfu_by_verl"], ".3f")
     return [
         ["forward and backward", f"{median(seconds):.3f}", f"s, median of {many(len(seconds), 'repeat')}; best {min(seconds):.3f}"],
         ["", report.number(found["tokens_per_s"]), "tokens/s"],
         ["", report.number(found["mfu"], ".3f"), "MFU: each weight once, real lengths, head for trained tokens, no recompute, no pads"],
-        ["", report.number(found["mfu_by_verl"], ".3f"), "MFU by verl's formula (0.7.1, 0.8.0): vocabulary twice, head for all tokens"],
+        ["", by_verl, "MFU by verl's formula (0.7.1, 0.8.0): tied vocabulary twice, head for all tokens"],
         ["optimizer step", f"{median(steps):.3f}", f"s, median; best {min(steps):.3f}"],
     ]
 

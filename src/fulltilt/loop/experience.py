@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -41,10 +40,6 @@ def sampling_of(config: Config, section: RolloutConfig | EvalConfig, samples: in
     )
 
 
-def greedy_sampling(config: Config) -> Sampling:
-    return replace(training_sampling(config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
-
-
 def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> tuple[Group, ...]:
     """One group for each prompt; the rewards work on those that are complete while the others are sampled."""
     reward, done = parts.reward, itertools.count(1)
@@ -70,11 +65,6 @@ def score_groups(
         console.warn(f"{len(unread)} of {len(written)} samples could not be scored: {unread[0]}")
     found = iter(float(row.values[-1]) for row in judge([row for row in written if isinstance(row, Row)]) if row.values is not None)
     return add_model_scores(groups, scores, [row if isinstance(row, str) else next(found) for row in written], config.reward)
-
-
-def good_rewards(scores: Sequence[Score], *, exclude_errors: bool) -> np.ndarray:
-    """The rewards of a group that are trained on."""
-    return np.array([score.value for score in scores if score.error is None or not exclude_errors], dtype=np.float64)
 
 
 def shaped_reward(score: Score, sample: Sample, algorithm: Algorithm) -> float:

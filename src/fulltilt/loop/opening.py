@@ -200,14 +200,6 @@ def one_process(folder: Path) -> Iterator[None]:
         yield
 
 
-def refuse_other_adapters(config: Config, found: Checkpoint) -> None:
-    """Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained."""
-    changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
-    wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
-    if config.lora.rank and wrong:
-        raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")
-
-
 def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any]:
     """Validation rewards (for SFT: the loss) of `model.path`, or of the newest checkpoint of `run.dir`."""
     if config.data.val is None:
@@ -218,16 +210,18 @@ def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any
         found = store.latest()
         if found is None:
             raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
-        refuse_other_adapters(config, found)
+        # Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained.
+        changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
+        wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
+        if config.lora.rank and wrong:
+            raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")
     with enough_memory("set-up"):
         parts = assemble_evaluation(config, found)
-    parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
-    try:
+    with contextlib.closing(parts):
+        parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
         for text in parts.notes:
             console.note(text)
         console.begin_step(found.step if found else 0)
         with console.run(total=1), console.phase("eval"):
             metrics = validate(config, parts, console).metrics
-        return {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0, **metrics}
-    finally:
-        parts.close()
+    return {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0, **metrics}

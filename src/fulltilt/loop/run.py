@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
 from fulltilt.loop.experience import (
-    good_rewards,
-    greedy_sampling,
     make_rows,
     sample_groups,
     score_groups,
@@ -191,7 +191,8 @@ class Run:
             return [ScoredGroup(group, tuple(scores), step) for group, scores in scored]
 
         def useful(entry: ScoredGroup) -> bool:
-            return dynamic is None or dynamic.useful(good_rewards(entry.scores, exclude_errors=self._exclude_errors))
+            rewards = [score.value for score in entry.scores if score.error is None or not self._exclude_errors]
+            return dynamic is None or dynamic.useful(np.array(rewards, dtype=np.float64))
 
         filled = fill(wanted, self.progress.surplus, ask, useful, dynamic.max_rounds if dynamic else 1)
         if dynamic and len(filled.kept) < wanted:
@@ -213,7 +214,8 @@ class Run:
 
     def _baselines(self, kept: Sequence[ScoredGroup]) -> list[Score]:
         """The score of each prompt's greedy sample, shaped like the rewards that are compared with it."""
-        found = self._generate([entry.group.prompt for entry in kept], greedy_sampling(self.config), self.config.run.seed)
+        greedy = replace(training_sampling(self.config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
+        found = self._generate([entry.group.prompt for entry in kept], greedy, self.config.run.seed)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
         return [replace(score, value=shape(score, group.samples[0])) for group, (score,) in found]
 

@@ -1,7 +1,7 @@
 """Offload of activations: saved tensors are on the host between the forward and the backward pass.
 
 Enters: a loaded model on its device, after fusing and recompute. Leaves: the same model, whose decoder layers send the tensors that they
-save for the backward pass to host memory as soon as they have run, and a handle that undoes it. With recompute these are the inputs
+save for the backward pass to host memory as soon as they have run, and the record of what is under way. With recompute these are the inputs
 of layers, and kept results of products and attention. The backward pass fetches them one layer ahead.
 
 Guaranteed: tensors come back with their bits, shape, strides and alignment. A storage is copied once per layer, however many views of it
@@ -11,8 +11,7 @@ layer runs, at most one other is being copied out and at most one is fetched ear
 ahead of the device; between the passes only the last layer's tensors are on the device. Host memory is pinned once, in pages that serve
 micro-batches of any size. Without gradients nothing changes. On CPU the same code copies within main memory, for tests: it saves nothing.
 
-    handle = offload_activations(model)
-    handle.remove()
+    offload_activations(model).pages.memory()  # its host memory
     saved_bytes(run)  # bytes that autograd keeps for the backward pass of run()'s result
 """
 
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 
 from fulltilt.memory.offload import Lane, Mark, host_memory, now, wait
-from fulltilt.memory.recompute import Forward, Forwards, decoder_layers, saving_to
+from fulltilt.memory.recompute import Forward, decoder_layers, put_around, saving_to
 
 SMALLEST = 1 << 20  # smaller storages are not worth a copy
 PAGE = 16 << 20  # bytes of host memory that belong to one layer at a time
@@ -41,24 +40,19 @@ def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, pag
     offload = ActivationOffload(next(layers[0].parameters()).device, smallest, page)
     for layer in layers:
         forward = OffloadedForward(layer.forward, offload, list(layer.parameters()), layer is layers[0], layer is layers[-1])
-        offload.forwards.put(layer, forward)
+        put_around(layer, forward)
     return offload
 
 
 class ActivationOffload:
-    """The handle, shared by the layers of one model."""
+    """Shared by the layers of one model: what is being copied, and where to."""
 
     def __init__(self, device: torch.device, smallest: int, page: int) -> None:
         self.device, self.smallest = device, smallest
-        self.lane, self.pages, self.forwards = Lane(device), HostPages(device, page), Forwards()
+        self.lane, self.pages = Lane(device), HostPages(device, page)
         self._waiting: SavedByLayer | None = None  # being copied to the host, and still on the device
         self._latest: weakref.ref[SavedByLayer] | None = None
         self._given: dict[int, set[int]] = {}  # id of an argument of this pass -> addresses of the storages in it
-
-    def remove(self) -> None:
-        """Restore the model. Passes under way are completed."""
-        self.forwards.remove()
-        self._let_go()
 
     def begin(self, parameters: Sequence[torch.Tensor], given: Sequence[Any], *, first: bool, last: bool) -> SavedByLayer:
         if first:
@@ -134,17 +128,9 @@ class Parcel:
         self.origin = 0  # which byte of the original storage is the first one of the current storage
         self.place: int | None = None  # offset of its bytes in its layer's host memory
 
-    def cover(self, offset: int, size: int) -> None:
-        self.begin, self.end = min(self.begin, offset // ALIGNED * ALIGNED), max(self.end, offset + size)
-
     @property
     def span(self) -> int:
         return self.end - self.begin
-
-    def bytes_here(self) -> torch.Tensor:
-        assert self.storage is not None
-        here = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)  # type: ignore[call-overload]
-        return here[self.begin - self.origin : self.end - self.origin]
 
     def __del__(self) -> None:
         # Its memory goes back to the compute stream, which must not write there before copies from and to it are done.
@@ -173,7 +159,8 @@ class SavedByLayer:
             parcel = self.parcels[address] = Parcel(self, tensor)
         offset = int(tensor.storage_offset()) * tensor.itemsize
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        parcel.cover(offset, reach * tensor.itemsize)
+        parcel.begin = min(parcel.begin, offset // ALIGNED * ALIGNED)
+        parcel.end = max(parcel.end, offset + reach * tensor.itemsize)
         return View(parcel, tensor.dtype, offset, tensor.shape, tensor.stride())
 
     def take(self, held: Any) -> torch.Tensor:
@@ -235,9 +222,10 @@ class SavedByLayer:
 
     def _pieces(self, parcel: Parcel) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes of a parcel, page by page: on the host, and on the device."""
+        assert parcel.place is not None and parcel.storage is not None
         size, done = self.offload.pages.size, 0
-        here = parcel.bytes_here()
-        assert parcel.place is not None
+        whole = torch.empty(0, dtype=torch.uint8, device=parcel.storage.device).set_(parcel.storage)  # type: ignore[call-overload]
+        here = whole[parcel.begin - parcel.origin : parcel.end - parcel.origin]
         while done < parcel.span:
             page, start = divmod(parcel.place + done, size)
             count = min(size - start, parcel.span - done)

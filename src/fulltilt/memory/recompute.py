@@ -1,7 +1,7 @@
 """Recompute: activations are computed again in the backward pass instead of being kept.
 
 Enters: a loaded model (fused or plain, with or without adapters, or a critic) and a `Recompute` setting. Leaves: the same model, whose
-decoder layers have a wrapper around their forwards, and a handle that removes it. Guaranteed: parameters stay the same objects at the same
+decoder layers have a wrapper around their forwards. Guaranteed: parameters stay the same objects at the same
 addresses; without gradients nothing changes, so rollout, graphs and log-prob passes are not affected; the second forward pass runs the same
 operations on the same numbers in the same shapes, including the choice of experts, so gradients keep their bits.
 
@@ -13,8 +13,7 @@ operations on the same numbers in the same shapes, including the choice of exper
 A unit is one of the first `layers` layers (`block`: the rest keep everything) or `layers` consecutive layers (`uniform`: all layers are in
 a unit), as in Megatron. Wrappers nest in the order they are applied: fuse or compile, then recompute, then offload of activations.
 
-    handle = apply_recompute(model, Recompute("full", layers=2, method="uniform"))
-    handle.remove()
+    apply_recompute(model, Recompute("full", layers=2, method="uniform"))
 """
 
 from __future__ import annotations
@@ -50,15 +49,13 @@ ATTENTION = (
 )  # fmt: skip
 
 
-def apply_recompute(model: torch.nn.Module, setting: Recompute) -> Forwards:
-    """Apply the setting to the model's layers. The handle's `remove` undoes it."""
+def apply_recompute(model: torch.nn.Module, setting: Recompute) -> None:
+    """Apply the setting to the model's layers."""
     layers = decoder_layers(model)
-    forwards = Forwards()
     for members in setting.units(len(layers)):
         unit = Unit(run_full if setting.kind == "full" else run_selective, len(members))
         for place, index in enumerate(members):
-            forwards.put(layers[index], UnitForward(layers[index], layers[index].forward, unit, place))
-    return forwards
+            put_around(layers[index], UnitForward(layers[index], layers[index].forward, unit, place))
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -75,27 +72,11 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 # ---- wrappers around forwards ------------------------------------------------------------------------------------------------------
 
 
-class Forwards:
-    """Wrappers around layers' forwards, and their removal."""
-
-    def __init__(self) -> None:
-        self._put: list[tuple[torch.nn.Module, Forward | None, Forward]] = []  # layer, its instance's forward before, the wrapper
-
-    def put(self, layer: torch.nn.Module, forward: Forward) -> None:
-        before = vars(layer).get("forward")
-        if getattr(before, "outermost", False):
-            raise RuntimeError("activations of this layer are offloaded already, which has to come last: remove that first")
-        self._put.append((layer, before, forward))
-        layer.forward = forward
-
-    def remove(self) -> None:
-        """Remove every wrapper. Later wrappers must be removed first; a wrapper that is already gone (`unfuse`) is fine."""
-        if any(vars(layer).get("forward", ours) is not ours for layer, _, ours in self._put):
-            raise RuntimeError("another wrapper was put around a layer's forward: remove that first")
-        while self._put:
-            layer, before, _ = self._put.pop()
-            if vars(layer).pop("forward", None) is not None and before is not None:
-                layer.forward = before
+def put_around(layer: torch.nn.Module, forward: Forward) -> None:
+    """Let the layer run this forward, which calls the one before it."""
+    if getattr(vars(layer).get("forward"), "outermost", False):
+        raise RuntimeError("activations of this layer are offloaded already, which has to come last")
+    layer.forward = forward
 
 
 @dataclass(eq=False)

@@ -35,7 +35,7 @@ REFUSED = "a run on the CPU refuses the setting"
 NO_KERNELS = "a CPU launches no kernels: fused layers run torch's own operations there, with merged matrix products"
 
 
-# How the measurement must change from the first step to the second. A limit: each step keeps its own, and uses more than the lower one.
+# How the measurement must change from the first step to the second.
 CHANGES: Mapping[str, Callable[[Number, Number], bool]] = {
     "less": operator.gt,
     "more": operator.lt,
@@ -82,7 +82,8 @@ class ProofCase:
         return step_key(self.kind, self.both, off), step_key(self.kind, self.both, on)
 
     def changed(self, off: Number, on: Number) -> bool:
-        """Whether these measurements of the two steps differ as they must."""
+        """Whether these measurements of the two steps differ as they must. Limits: both steps keep theirs, and the step with the higher one
+        exceeds the lower one."""
         if self.change != "limit":
             return CHANGES[self.change](off, on)
         low, high = sorted((self.off, self.on))

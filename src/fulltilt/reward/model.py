@@ -103,16 +103,15 @@ def model_weight(group: Group, config: RewardConfig) -> float | None:
 def add_model_scores(
     groups: Sequence[Group], scores: Sequence[Sequence[Score]], numbers: Iterable[float | str], config: RewardConfig
 ) -> list[list[Score]]:
-    """The scores with the reward model's numbers added. `numbers` has one for each sample of the groups whose reward names the model, in
-    their order; a text in place of a number says why there is none."""
-    added, left = [], iter(numbers)
+    """The scores with the reward model's numbers added: one for each sample of the groups whose reward names the model, in their order. A
+    text in place of a number says why there is none."""
+    left, added = iter(numbers), []
     for group, of_group in zip(groups, scores, strict=True):
         weight = model_weight(group, config)
-        if weight is None:
-            added.append(list(of_group))
-        else:
+        if weight is not None:
             samples = zip(group.samples, of_group, islice(left, len(group.samples)), strict=True)
-            added.append([_added(group, sample, score, weight, number, config) for sample, score, number in samples])
+            of_group = [_added(group, sample, score, weight, number, config) for sample, score, number in samples]
+        added.append(list(of_group))
     return added
 
 

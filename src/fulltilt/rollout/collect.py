@@ -14,13 +14,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from fulltilt.records import Group, Prompt, Score
-
-if TYPE_CHECKING:
-    from fulltilt.rollout.sampler import Sampling
-
+from fulltilt.rollout.sampler import Sampling
 
 Generate = Callable[..., Generator[Group, None, None]]  # `generate(prompts, sampling, seed)` of a worker or an engine
 

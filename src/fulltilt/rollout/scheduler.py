@@ -51,10 +51,6 @@ class Family:
     full_blocks: list[tuple[int, ...]] = field(default_factory=list)  # the prompt's tokens by block, a partly filled one left out
     place: int = 0  # of the prompt in the engine's call, which sets it
 
-    def holder(self) -> Sequence | None:
-        """A running member that has the whole prompt in the cache."""
-        return next((member for member in self.members if member.running and member.computed >= len(self.prompt)), None)
-
 
 @dataclass(eq=False)
 class Sequence:
@@ -353,8 +349,8 @@ class Scheduler:
 
     def _copy_end_of_prompt(self, sequence: Sequence) -> None:
         """Copy the partly filled last block of the prompt from a sibling: each sample continues in a block of its own."""
-        prompt = len(sequence.family.prompt)
-        holder = sequence.family.holder() if self.prefix_sharing else None
+        prompt, members = len(sequence.family.prompt), sequence.family.members if self.prefix_sharing else []
+        holder = next((member for member in members if member.running and member.computed >= prompt), None)
         if holder is None or not 0 < prompt - sequence.computed < self.block_tokens:
             return
         index = prompt // self.block_tokens

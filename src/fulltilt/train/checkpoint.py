@@ -94,8 +94,8 @@ class CheckpointStore:
         self.newest = 0  # step of the checkpoint that `latest` found or `save` began to write; 0: none
         self.skipped: list[str] = []  # folders that the last call of `latest` rejected, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._background: Future[None] | None = None
+        self._background: Future[None] | None = None  # the save that a thread of its own is writing
+        self._thread: ThreadPoolExecutor
         self._stop = threading.Event()  # tells the background save to stop
         self._before = 0  # `newest` before the checkpoint that is being written in the background
 
@@ -119,6 +119,7 @@ class CheckpointStore:
             later = write(unfinished, beside)
             (unfinished / STATE).write_text(text, encoding="utf-8")
             if beside:
+                self._thread = ThreadPoolExecutor(1, "checkpoint")
                 self._background = self._thread.submit(self._complete, step, unfinished, target, needed, later)
         if not beside:
             self._complete(step, unfinished, target, needed, later)
@@ -128,8 +129,9 @@ class CheckpointStore:
     def finish(self, *, wait: bool = True) -> None:
         """Wait until the background save is in place; without `wait`, only check whether it has ended. Raises its errors."""
         if self._background is not None and (wait or self._background.done()):
-            error = self._background.exception()  # a wait can be interrupted: only what has ended is forgotten
-            self._background = None
+            error = self._background.exception()
+            self._thread.shutdown()  # it still frees its tensors
+            self._background = None  # not before: a wait can be interrupted
             if error is not None:
                 self.newest = self._before
                 raise error.with_traceback(None)  # its frames would hold the tensors

@@ -9,17 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 
+from fulltilt.kernels import sampling as sampling_kernels
+from fulltilt.model.arrays import to_device
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
 from fulltilt.rollout.decode import Decoder, DecodeRow
 from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineContext, Lengths
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
-from fulltilt.rollout.sampler import Sampling, draw, sample_seed
+from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.scheduler import Family, Pass, Scheduler
 from fulltilt.rollout.stop_strings import StopStrings
 
@@ -129,10 +132,14 @@ class NativeEngine(Engine):
         drawing = [sequence for samples in drawn_from for sequence in samples]
         if not drawing:
             return Flight(step, drawing, tuple)
-        seeds = np.array([sequence.seed for sequence in drawing], dtype=np.uint64)
-        places = np.array([len(sequence.tokens) for sequence in drawing])
-        rows = np.repeat(np.arange(len(logits)), [len(samples) for samples in drawn_from])
-        tokens, logprobs = draw(logits, seeds, places, sampling, rows if len(rows) > len(logits) else None)
+        there = partial(to_device, device=logits.device)
+        seeds = np.array([sequence.seed for sequence in drawing], dtype=np.uint64).view(np.int64)
+        places = np.array([len(sequence.tokens) for sequence in drawing], dtype=np.int64)
+        rows = np.repeat(np.arange(len(logits)), [len(samples) for samples in drawn_from])  # a group's samples share one
+        tokens, logprobs = sampling_kernels.sample(
+            logits.float(), there(seeds), there(places), sampling.temperature, sampling.top_k, sampling.top_p,
+            rows=there(rows) if len(rows) > len(logits) else None,
+        )  # fmt: skip
         return Flight(
             step, drawing, lambda: zip(drawing, zip(tokens[:, None].tolist(), logprobs[:, None].tolist(), strict=True), strict=True)
         )
