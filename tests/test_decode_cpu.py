@@ -24,7 +24,7 @@ def batch(lengths: list[int]) -> Decode:
     slots = table.long().gather(1, ((ends - 1) // BLOCK)[:, None])[:, 0] * BLOCK + (ends - 1) % BLOCK
     return Decode(
         caches=[(*caches, *torch.zeros(2, 1, dtype=torch.int64))], slots=slots, table=table, lengths=ends.int(),
-        longest=most * BLOCK, block_tokens=BLOCK,
+        block_tokens=BLOCK,
     )  # fmt: skip
 
 

@@ -61,10 +61,7 @@ class Case:
     lengths: torch.Tensor
 
     def run(self, **options: Any) -> torch.Tensor:
-        longest = self.table.shape[1] * BLOCK
-        return paged_attention(
-            self.q, self.keys, self.values, self.key_base, self.value_base, self.table, self.lengths, **{"longest": longest} | options
-        )
+        return paged_attention(self.q, self.keys, self.values, self.key_base, self.value_base, self.table, self.lengths, **options)
 
     def reference(self, **options: Any) -> torch.Tensor:
         return attended(self.q, self.keys, self.values, self.table, self.lengths, **options)
@@ -196,12 +193,6 @@ def test_a_base_that_points_elsewhere_is_noticed() -> None:
 
 
 @pytest.mark.kernels
-def test_a_table_too_narrow_for_the_bound_is_refused() -> None:
-    with pytest.raises(AssertionError, match="cannot hold the longest"):
-        case([5]).run(scale=1.0, longest=10_000)
-
-
-@pytest.mark.kernels
 def test_slots_beyond_two_billion_numbers() -> None:
     """Offsets in 32 bits would wrap around. The pages between are never touched, so they take no memory."""
     slots = (2**31 // (2 * 64) // BLOCK + 2) * BLOCK
@@ -217,7 +208,7 @@ def test_slots_beyond_two_billion_numbers() -> None:
     write_kv(k, v, keys, values, *bases, torch.arange(last * BLOCK, slots, device=DEVICE))
     assert keys[-BLOCK:].equal(k) and values[-BLOCK:].equal(v)
     table = torch.tensor([[last]], dtype=torch.int32, device=DEVICE)
-    close(paged_attention(q, keys, values, *bases, table, small.lengths, scale=0.125, longest=16), small.reference(scale=0.125), 2e-3)
+    close(paged_attention(q, keys, values, *bases, table, small.lengths, scale=0.125), small.reference(scale=0.125), 2e-3)
 
 
 # --- the layout on the device
@@ -370,8 +361,7 @@ def test_a_captured_graph_goes_on_after_the_cache_has_moved(splits: int) -> None
 def test_the_shapes_that_matter(heads: int, key_heads: int, width: int, batch: int) -> None:
     lengths = [100 + (7919 * row) % (4000 if batch < 100 else 900) for row in range(batch)]
     given_case = case(lengths, key_heads, heads // key_heads, width, torch.bfloat16)
-    for longest in (max(lengths), given_case.table.shape[1] * BLOCK):
-        close(given_case.run(scale=width**-0.5, longest=longest), given_case.reference(scale=width**-0.5), 2e-2)
+    close(given_case.run(scale=width**-0.5), given_case.reference(scale=width**-0.5), 2e-2)
 
 
 @pytest.mark.gpu

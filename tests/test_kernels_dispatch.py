@@ -72,7 +72,7 @@ def calls(files: dict[str, ModuleType], device: str = "cpu") -> dict[str, Callab
         "gated": lambda: files["gated"].gated(x),
         "gated_pair": lambda: files["gated"].gated(x, up=x),
         "rotary": lambda: files["rotary"].rotary(heads, heads, x, x)[0],
-        "paged_attention": lambda: attention.paged_attention(heads, *caches, table, lengths, scale=1.0, longest=9),
+        "paged_attention": lambda: attention.paged_attention(heads, *caches, table, lengths, scale=1.0),
         "write_kv": write,
         "rotate_and_write": lambda: attention.rotate_and_write(heads, heads, heads, x, x, *caches, slots),
         "sample": lambda: files["sampling"].sample(x, seeds, seeds, top_k=3)[0],

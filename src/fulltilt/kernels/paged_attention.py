@@ -11,7 +11,7 @@ Leaves: the attention output [B, heads, width]; the writers fill the cache at th
 Guaranteed:
 - a sequence of length 0 (an empty row of a padded batch) reads no block and gives zeros; a slot of -1 writes nothing;
 - cache contents beyond a sequence's length, and table entries beyond its blocks, are never used, even if they are NaN;
-- nothing waits for the device, and a launch depends only on shapes and on `longest`, a bound that the host knows: calls can be captured.
+- nothing waits for the device, and a launch depends only on shapes, the width of the table among them: calls can be captured.
   Run each shape once before capture, so that nothing is compiled meanwhile;
 - in bfloat16 and float16, a sequence that is not split (`Launch.whole`) gives, bit for bit, what torch's flash attention gives for the
   last token of the same document in training, on the GPUs where that was compared (docs/performance.md);
@@ -216,11 +216,10 @@ def paged_attention(
     value_cache: torch.Tensor,
     key_base: torch.Tensor,  # int64 [1]: the address of key_cache
     value_base: torch.Tensor,
-    table: torch.Tensor,  # int32 or int64 [B, most blocks]
+    table: torch.Tensor,  # int32 or int64 [B, most blocks]: no sequence is longer
     lengths: torch.Tensor,  # int32 [B]
     *,
     scale: float,
-    longest: int,  # no length is greater
     block_tokens: int = 16,
     window: int | None = None,  # tokens that the newest one sees, itself included
     softcap: float | None = None,
@@ -231,12 +230,12 @@ def paged_attention(
     check_caches(q, key_cache, value_cache, key_base, value_base)
     assert heads % key_heads == 0 and q.stride(2) == 1, "whole groups of dense heads"
     assert table.shape[0] == lengths.shape[0] == batch and table.stride(1) == 1 and lengths.is_contiguous()
-    assert longest <= table.shape[1] * block_tokens, "the table cannot hold the longest sequence"
     assert window is None or window > 0
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if batch == 0:
         return out
 
+    longest = table.shape[1] * block_tokens
     reach = longest if window is None else min(longest, window)
     launch = launch or launch_for(batch, key_heads, width, q.element_size(), max(1, reach), processors_of(q.device))
     parts, numbers = batch * heads * launch.splits, partial(torch.empty, dtype=torch.float32, device=q.device)

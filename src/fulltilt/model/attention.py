@@ -121,7 +121,6 @@ class Decode:
     slots: torch.Tensor  # int64 [B]; -1: empty
     table: torch.Tensor  # int32 [B, most blocks]
     lengths: torch.Tensor  # int32 [B], the new token included
-    longest: int  # no length is greater
     block_tokens: int
     bunches: dict[int | None, list[Bunch]] = field(default_factory=dict)  # on CPU: window -> bunches, filled by its first layer
 
@@ -214,8 +213,8 @@ def decode_batch(
     else:
         q = rotate_and_write(q, k, v, *angles, *context.caches[layer], context.slots)
     return paged_attention(
-        q, *context.caches[layer], context.table, context.lengths, scale=scoring.scale, longest=context.longest,
-        block_tokens=context.block_tokens, window=scoring.window, softcap=scoring.softcap,
+        q, *context.caches[layer], context.table, context.lengths, scale=scoring.scale, block_tokens=context.block_tokens,
+        window=scoring.window, softcap=scoring.softcap,
     )  # fmt: skip
 
 

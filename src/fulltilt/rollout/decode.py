@@ -188,7 +188,6 @@ class Decoder:
             slots=torch.where(running, place, -1),
             table=table,
             lengths=torch.where(running, positions + 1, 0).int(),
-            longest=self._table.shape[1] * block,
             block_tokens=block,
         )
         hidden = hidden_states(self.model, progress.inputs[rows], positions, context)
