@@ -34,7 +34,7 @@ test: .venv/dev
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src
+	$(BIN)/mypy
 	$(PYTEST) -m long
 	$(BIN)/fulltilt prove --quiet --device cpu
 

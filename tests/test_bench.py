@@ -27,7 +27,7 @@ from fulltilt.rollout.sampler import Sampling
 
 CPU = torch.device("cpu")
 TINY = shapes.Source("tiny", Qwen2Config(**models.SMALL, architectures=["Qwen2ForCausalLM"]))
-vllm: Any = peers.load("vllm")
+vllm: Any = peers.load("peer_vllm")
 PAGE = (Path(__file__).parents[1] / "docs" / "bench.md").read_text(encoding="utf-8")
 
 
@@ -384,11 +384,11 @@ def test_without_vllm(folder: Path) -> None:
 def test_without_the_drivers_of_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(peers.VARIABLE, str(tmp_path))
     with pytest.raises(
-        UserError, match=r"--against vllm: there is no peer_vllm\.py in .*run the command in a clone of it, or set FULLTILT_"
+        UserError, match=r"peer_vllm\.py, which this benchmark needs, is not in .*run the command in a clone of it, or set FULLTILT_"
     ):
         rollout.prepare(BenchOptions(device="cpu", against="vllm"), tmp_path)
     (tmp_path / "peer_vllm.py").write_text("GRID = (7,)")
-    assert peers.load("vllm").GRID == (7,)
+    assert peers.load("peer_vllm").GRID == (7,)
 
 
 @pytest.mark.parametrize(

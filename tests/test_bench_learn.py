@@ -21,12 +21,13 @@ import runs
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fulltilt.bench import learn, peers
+from fulltilt.bench import peers
 from fulltilt.bench.job import BenchJob
 from fulltilt.bench.options import BenchOptions
 from fulltilt.records import UserError
 
-trl: Any = peers.load("trl")
+trl: Any = peers.load("peer_trl")
+learn: Any = peers.load("learn")
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
 TABLES = {
     "model": {"path": "model"},

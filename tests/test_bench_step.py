@@ -26,7 +26,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import STEP_WORKLOADS, Even, Workload
 from fulltilt.records import UserError
 
-trl: Any = peers.load("trl")
+trl: Any = peers.load("peer_trl")
 SHAPE = {"model_type": "qwen2", **models.SMALL, "tie_word_embeddings": True}
 WITHOUT_TRL = importlib.util.find_spec("trl") is None
 ONE_START = tuple(f"{name}={value}" for name, value in (("gradient_checkpointing", "true"), ("per_device_train_batch_size", 4)))

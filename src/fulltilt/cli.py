@@ -13,7 +13,6 @@ import shlex
 import sys
 import tempfile
 from dataclasses import asdict
-from importlib import import_module
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -280,9 +279,9 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
     """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
     meanwhile nor a reader that went away loses the result."""
     from fulltilt.bench import job as jobs
-    from fulltilt.bench import report
+    from fulltilt.bench import peers, report
 
-    benchmark = import_module(f"fulltilt.bench.{name}")
+    benchmark = peers.benchmark(name)
     options = BenchOptions(**{field: value for field, value in given.items() if value is not None})
     with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as scratch, report.progress(quiet=quiet) as say:
         job = benchmark.prepare(options, Path(scratch))

@@ -81,7 +81,7 @@ class BenchJob:
     @property
     def generation(self) -> str:
         """What TRL generates with."""
-        return self.options.generation or str(peers.load("trl").BY_DEVICE[self.device.type])
+        return self.options.generation or str(peers.load("peer_trl").BY_DEVICE[self.device.type])
 
     def nominal(self, figure: Literal["bandwidth", "flops"]) -> float | None:
         """The device's bandwidth or arithmetic, as it was given or as it is known."""
@@ -184,13 +184,13 @@ def check_peers(options: BenchOptions, known: Sequence[str], device: torch.devic
     for option, (peer, given) in about.items():
         if given and peer not in names:
             raise UserError(f"{option}: {peer} is not measured here. Add it (--against {peer}), or leave the option out")
-    if "vllm" in names and peers.load("vllm") and not peers.installed("vllm"):
+    if "vllm" in names and peers.load("peer_vllm") and not peers.installed("vllm"):
         raise UserError(
             '--against vllm: vLLM is not installed in this environment. Install it (pip install "fulltilt[vllm]"), or leave it out: '
             "--against hf"
         )
     if "trl" in names:
-        peers.load("trl").check(options.generation, device.type)
+        peers.load("peer_trl").check(options.generation, device.type)
 
 
 def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:

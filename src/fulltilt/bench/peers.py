@@ -16,6 +16,7 @@ answer is complete or missing; a failure is in the answer under "error", with th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import json
 import os
@@ -31,6 +32,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fulltilt.observe.metrics import write_whole
 from fulltilt.records import UserError
 
 VARIABLE = "FULLTILT_BENCHMARKS"
@@ -43,17 +45,23 @@ READY, TURN = "ready", "turn"  # files beside the answer whose presence is a sig
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-# -- drivers, which are in the repository's folder `benchmarks/` and not part of the installed package -------------------------------------
+# -- comparisons and drivers, which are in the repository's folder `benchmarks/` and not part of the installed package ---------------------
+
+
+def benchmark(name: str) -> ModuleType:
+    """The module of `fulltilt bench NAME`: in this package, or, where it compares whole runs with other systems', in `benchmarks/`."""
+    inside = f"fulltilt.bench.{name}"
+    return importlib.import_module(inside) if importlib.util.find_spec(inside) else load(name)
 
 
 def load(name: str) -> ModuleType:
-    """benchmarks/peer_NAME.py of the folder that the variable names, of this checkout, or of the current directory."""
+    """benchmarks/NAME.py of the folder that the variable names, of this checkout, or of the current directory."""
     given = os.environ.get(VARIABLE)
     folders = [Path(given)] if given else [Path(__file__).parents[3] / "benchmarks", Path("benchmarks").resolve()]
-    file = next((folder / f"peer_{name}.py" for folder in folders if (folder / f"peer_{name}.py").is_file()), None)
+    file = next((folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").is_file()), None)
     if file is None:
         raise UserError(
-            f"--against {name}: there is no peer_{name}.py in {' or '.join(map(str, folders))}. It is in the folder benchmarks of "
+            f"{name}.py, which this benchmark needs, is not in {' or '.join(map(str, folders))}. It is in the folder benchmarks of "
             f"fulltilt's repository, not in the installed package: run the command in a clone of it, or set {VARIABLE} to that folder"
         )
     module_name = f"fulltilt_benchmarks_{name}"
@@ -136,13 +144,6 @@ def end_of(log: Path) -> str:
     return " | ".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:])
 
 
-def write_whole(file: Path, content: Any) -> None:
-    """As JSON, under another name first: nobody may read half a file if this process is killed."""
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(content), encoding="utf-8")
-    partial.replace(file)
-
-
 # -- in the other process -----------------------------------------------------------------------------------------------------------------
 
 
@@ -163,7 +164,7 @@ def serve(run: Callable[[Mapping[str, Any], dict[str, Any]], None]) -> None:
     except Exception as error:
         answer["error"] = f"{type(error).__name__}: {error}"
         traceback.print_exc()
-    write_whole(answered, answer)
+    write_whole(answered, json.dumps(answer))
 
 
 def end_with_parent() -> None:

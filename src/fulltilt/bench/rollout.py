@@ -53,7 +53,7 @@ def run(job: BenchJob, say: Say) -> dict[str, Any]:
     measured, facts = in_turns(job, say)
     if "vllm" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
         held, free = let_go(job.device), torch.cuda.mem_get_info(job.device)[0] if job.device.type == "cuda" else None
-        vllm: Measured = peers.load("vllm").measure(job, facts["parameters"], facts["kv_bytes_per_token"], free, say)
+        vllm: Measured = peers.load("peer_vllm").measure(job, facts["parameters"], facts["kv_bytes_per_token"], free, say)
         measured["vllm"] = replace(vllm, details={**vllm.details, "device_bytes_held_by_others": held})
     measured = {name: measured[name] for name in (OURS, *job.options.peers)}
     return document(job, measured, facts) | {"seconds": time.perf_counter() - begin}

@@ -63,7 +63,7 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
     _, tokens, merges = make_language(job.source.vocabulary)
     Qwen2Tokenizer(vocab=tokens, merges=merges).save_pretrained(scratch / "model")
     if "trl" in options.peers:
-        peers.load("trl").axes(job)  # reports mistakes
+        peers.load("peer_trl").axes(job)  # reports mistakes
     return job
 
 
@@ -181,7 +181,7 @@ def run(job: BenchJob, say: Say) -> dict[str, Any]:
     let_go(job.device)
     found = {OURS: [measure_ours(job, say)]}
     if "trl" in job.options.peers:  # last: its starts take minutes, which must not be lost to a failure of ours
-        trl, held = peers.load("trl"), let_go(job.device)
+        trl, held = peers.load("peer_trl"), let_go(job.device)
         task = trl.TrlTask(job, job.scratch / "trl", response_tokens=job.requests[0].longest_response, held_by_others=held or 0)
         found["trl"] = trl.measure_steps(task, say)
     return document(job, found, parameters) | {"seconds": time.perf_counter() - begin}

@@ -29,6 +29,7 @@ from fulltilt.bench.shapes import Source
 from fulltilt.cluster.checks import choose_device
 from fulltilt.model.load import read_config
 from fulltilt.observe.console import Console
+from fulltilt.observe.metrics import write_whole
 from fulltilt.observe.plot import curve_of, trailing_means
 from fulltilt.presets import PRESETS
 from fulltilt.records import UserError
@@ -69,14 +70,14 @@ def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
         raise UserError(
             f"{options.run}: algorithm.name is {name}, which has no reward to measure. Give a run file of reinforcement learning"
         )
-    if "trl" in options.peers and (wrong := list(peers.load("trl").refused(config))):
+    if "trl" in options.peers and (wrong := list(peers.load("peer_trl").refused(config))):
         raise UserError(configuration.report(str(options.run), wrong))
     device = choose_device(config.run.device)
     check_peers(options, ("trl",), device)
     steps = config.run.steps if config.run.steps is not None else sum(1 for _ in run_batches(config))
     job = BenchJob(options, device, config, Source(config.model.path, read_config(config.model)), steps, scratch)
     if "trl" in options.peers:
-        peers.load("trl").one_setting(job)  # reports mistakes
+        peers.load("peer_trl").one_setting(job)  # reports mistakes
     return job
 
 
@@ -135,7 +136,7 @@ def read_ours(lines: Sequence[tuple[float, Mapping[str, Any]]]) -> Found:
 
 
 def measure_trl(job: BenchJob, say: Say) -> Found:
-    trl, minutes = peers.load("trl"), job.options.minutes
+    trl, minutes = peers.load("peer_trl"), job.options.minutes
     task = trl.TrlTask(job, job.options.folder / "trl", save_at=evaluated(job), limit_s=60 * minutes if minutes else None)
     found: Found = trl.measure_learning(task, say)
     return found
@@ -162,7 +163,7 @@ def evaluate_models(job: BenchJob, steps: Sequence[Mapping[str, Any]], say: Say)
             continue
         say(f"trl: evaluating its model of step {line['step']}")
         found[line["step"]] = {"step": line["step"], "seconds": line["seconds"], "accuracy": accuracy_of(job, str(model))}
-        peers.write_whole(record, list(found.values()))
+        write_whole(record, json.dumps(list(found.values())))
         shutil.rmtree(model)
     return list(found.values())
 
@@ -200,8 +201,7 @@ def kept(job: BenchJob, name: str, measure: Callable[[BenchJob, Say], Found], sa
         before: Found = known["found"]
         return before
     found = measure(job, say)
-    record.parent.mkdir(parents=True, exist_ok=True)
-    peers.write_whole(record, {"asked": asked, "found": found})
+    write_whole(record, json.dumps({"asked": asked, "found": found}))
     return found
 
 
@@ -213,7 +213,7 @@ def asked_of(job: BenchJob, name: str) -> dict[str, Any]:
         "files": state_of(job.config),
         "commit": commit(),
     }
-    return shared | ({"setting": peers.load("trl").one_setting(job), "generation": job.generation} if name == "trl" else {})
+    return shared | ({"setting": peers.load("peer_trl").one_setting(job), "generation": job.generation} if name == "trl" else {})
 
 
 def state_of(config: Config) -> dict[str, list[int]]:
