@@ -39,8 +39,8 @@ from transformers import (
 )
 
 from fulltilt.cluster.assembly import assemble
+from fulltilt.loop.experience import validate
 from fulltilt.loop.run import Progress, Run
-from fulltilt.loop.validation import validate
 from fulltilt.model.lora import adapted
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers, open_loggers

@@ -33,9 +33,8 @@ from fulltilt.cluster import assembly, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.loop.experience import make_rows, training_sampling
+from fulltilt.loop.experience import make_rows, training_sampling, validate
 from fulltilt.loop.run import Progress, Run
-from fulltilt.loop.validation import validate
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
@@ -480,7 +479,7 @@ def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch
             runs.train(folder, *ONE, "run.dir=other")
         assert not (folder / "other").exists()
     monkeypatch.setattr(Policy, "annotate", out_of_memory)
-    monkeypatch.setattr("fulltilt.loop.validation.sample_groups", out_of_memory)
+    monkeypatch.setattr("fulltilt.loop.experience.sample_groups", out_of_memory)
     with pytest.raises(UserError, match=r"^out of memory in eval: .* Set a smaller rollout\.kv_bytes"):
         runs.train(folder, "run.dir=third", "run.eval_before=true")
 

@@ -1,32 +1,35 @@
-"""From prompts to scored groups to rows.
+"""From prompts to scored groups to rows, and validation.
 
-Enters: the parts of a run and prompts. Leaves: groups with a score for each sample, and the rows that the trainer sees. Guaranteed: groups
-are in prompt order and rows in the order of groups; what the reward model says is in the scores like any other reward.
+Enters: the parts of a run and prompts. Leaves: groups with a score for each sample, and the rows that the trainer sees; or, under verl's
+names, the rewards of the validation prompts (for SFT: the loss of the rows). Guaranteed: groups are in prompt order, rows in the order of
+groups; what the reward model says is in the scores like any other reward; what training draws does not depend on how often it is validated.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.cluster.assembly import RunParts
+from fulltilt.data.prompts import PromptSet
+from fulltilt.data.sft import RowSet
 from fulltilt.observe.console import Console
+from fulltilt.observe.validation import summarise
 from fulltilt.records import Group, Prompt, Row, Sample, Score
 from fulltilt.reward.model import add_model_scores, model_weight
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, EvalConfig, RolloutConfig
 
+EVALUATION_STREAM = 1 << 62  # validation draws its noise apart from training, so that validating more often changes nothing else
+
 
 def training_sampling(config: Config) -> Sampling:
     return sampling_of(config, config.rollout, config.algorithm.samples_per_prompt)
-
-
-def validation_sampling(config: Config) -> Sampling:
-    return sampling_of(config, config.eval, config.eval.samples_per_prompt)
 
 
 def sampling_of(config: Config, section: RolloutConfig | EvalConfig, samples: int) -> Sampling:
@@ -95,3 +98,27 @@ def make_rows(
                 )
             )
     return rows
+
+
+@dataclass(frozen=True)
+class Validated:
+    metrics: dict[str, float]
+    groups: Sequence[Group] = ()
+    scores: Sequence[Sequence[Score]] = ()
+
+
+def validate(config: Config, parts: RunParts, console: Console) -> Validated:
+    with parts.worker.phase("eval"):
+        if isinstance(parts.val_data, RowSet):
+            logprobs, tokens = parts.worker.sum_logprobs(parts.val_data.items)
+            return Validated({"val/loss": -logprobs / max(1, tokens)})
+        assert isinstance(parts.val_data, PromptSet)
+        prompts, samples = parts.val_data.items[: config.eval.max_prompts], config.eval.samples_per_prompt
+        sampling = sampling_of(config, config.eval, samples)
+        groups = sample_groups(parts, console, prompts, sampling, EVALUATION_STREAM ^ config.run.seed)
+
+        def judge(rows: Sequence[Row]) -> list[Row]:
+            return parts.worker.annotate("reward_model", "values", rows, console.phase_progress).rows
+
+        scores = score_groups(parts, console, config, groups, judge)
+    return Validated(summarise(groups, scores, samples), groups, scores)

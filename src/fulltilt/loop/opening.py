@@ -21,8 +21,8 @@ from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
+from fulltilt.loop.experience import validate
 from fulltilt.loop.run import Progress, Run, Summary
-from fulltilt.loop.validation import validate
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles, write_whole

@@ -28,9 +28,9 @@ from fulltilt.loop.experience import (
     score_groups,
     shaped_reward,
     training_sampling,
+    validate,
 )
 from fulltilt.loop.interrupts import Interrupted, Interrupts
-from fulltilt.loop.validation import validate
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy, last_good
