@@ -64,7 +64,7 @@ def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[Config
 def parse(
     data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = ()
 ) -> Config:
-    """As `load`, from tables that were read already; `origin` names them in the error."""
+    """Do what `load` does, from tables that were read already; `origin` names them in the error."""
     tables: dict[str, Any] = copy.deepcopy(dict(data))
     mistakes = [*_apply_overrides(tables, overrides)]
     mistakes += _take_unknown_keys(tables)

@@ -96,7 +96,7 @@ class DemoSummary:
 def run(folder: Path, console: Console) -> DemoSummary:
     begin = time.perf_counter()
     warm = warm_up(folder, console)
-    console.note(f"2. GRPO: the model answers, and is told only right or wrong ({folder / 'grpo.toml'})")
+    console.note(f"2. GRPO: the model answers, and learns only whether it was right ({folder / 'grpo.toml'})")
     learned = train(folder / "grpo.toml", console)
     assert learned.reward_first is not None and learned.reward_last is not None
     seconds = time.perf_counter() - begin

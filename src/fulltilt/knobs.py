@@ -34,7 +34,7 @@ class Knob:
 
     @property
     def state(self) -> str:
-        """For tables: "built", "not built", or "always on" for a behaviour that takes no value."""
+        """The word for tables: "built", "not built", or "always on" for a behaviour that takes no value."""
         if not self.legal:
             return "always on"
         return "built" if self.built else "not built"

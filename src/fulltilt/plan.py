@@ -121,7 +121,7 @@ class RoleFacts:
         return int(ACTIVATION_MARGIN * largest * (1 + again))
 
     def update_bytes(self, tokens: int, keys: Mapping[str, Any], *, entropy_gradient: bool = False) -> int:
-        """About the most bytes that a micro-batch of so many tokens takes. The head is done before the layers' backward pass begins."""
+        """About the most bytes that a micro-batch of `tokens` tokens takes. The head is done before the layers' backward pass begins."""
         return tokens * self.kept_bytes(keys) + max(self.head_bytes(tokens, keys, entropy_gradient), tokens * self.working_bytes(keys))
 
     def head_bytes(self, tokens: int, keys: Mapping[str, Any], entropy_gradient: bool) -> int:
@@ -361,7 +361,7 @@ def most_seqs(config: Config, device: str, samples: int) -> int:
 def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemory, samples: int) -> Budgets:
     token_budget, critic = (update_budget(config, facts.device, role, roles.budgets) for role in ("actor", "critic"))
     forward = unless_auto(config.actor.forward_token_budget, 2 * token_budget)
-    # Of models that need not be as small as the actor.
+    # The models of other roles may be larger than the actor.
     of_others = unless_auto(config.actor.forward_token_budget, 2 * update_budget(config, facts.device, "actor", {}))
     max_seqs = most_seqs(config, facts.device, samples if facts.rollout else 0)
     small = facts.device == "cpu" and facts.actor.parameter_bytes < ONE_THREAD_PARAMETERS * facts.actor.itemsize
@@ -434,7 +434,7 @@ class Decisions:
     reasons: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def decide(self, role: str, key: str, value: Any, why: str | None = None) -> Decisions:
-        """With that value, if it was left to `auto`."""
+        """The decisions with that value, if the key was left to `auto`."""
         if self.keys[role].get(key) != "auto":
             return self
         keys = {**self.keys, role: {**self.keys[role], key: value}}

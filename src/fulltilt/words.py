@@ -23,7 +23,7 @@ def either(choices: Sequence[str]) -> str:
 
 
 def listed(names: Sequence[object], most: int = 8) -> str:
-    """At most so many names, and how many more there are: `a, b and 3 more`."""
+    """The first `most` names, and how many more there are: `a, b and 3 more`."""
     return ", ".join(map(str, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -63,7 +63,7 @@ def greedy_baseline(rows: Sequence[Row]) -> list[Row]:
 
 
 def no_advantage(rows: Sequence[Row]) -> list[Row]:
-    """For losses that read no advantages."""
+    """Leave the rows as they are: the loss reads no advantages."""
     return list(rows)
 
 

@@ -30,7 +30,7 @@ class Timing:
         return requests.tokens / median(self.seconds) if self.seconds else None
 
     def ms_per_token(self, requests: Requests) -> float | None:
-        """With all samples decoding: the longest takes this long for each token after its first."""
+        """Milliseconds per token while all samples decode, measured by the longest one after its first token."""
         if not self.prefill_seconds or not self.seconds:
             return None
         return 1e3 * (median(self.seconds) - median(self.prefill_seconds)) / (max(requests.lengths.values()) - 1)

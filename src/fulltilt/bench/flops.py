@@ -35,7 +35,7 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Flops:
-    """Of one forward and backward pass, by part."""
+    """Floating-point operations of one forward and backward pass, by part."""
 
     layers: int  # the linear layers, all tokens
     attention: int  # scores and weighted sums
@@ -47,7 +47,7 @@ class Flops:
 
 
 def pairs(length: int, window: int | None = None) -> int:
-    """Of a sample: each token with itself and those before it, as far as it looks back. Example: 4 tokens -> 1 + 2 + 3 + 4 = 10"""
+    """Pairs of tokens that attend: each with itself and those before it in its window. Example: 4 tokens -> 1 + 2 + 3 + 4 = 10"""
     looks = length if window is None else min(length, window)
     return looks * (looks + 1) // 2 + (length - looks) * looks
 

@@ -33,7 +33,7 @@ from fulltilt.plan import count_steps
 from fulltilt.records import Prompt, UserError
 from fulltilt.schema import Config, flatten
 
-# Keys that are no performance knobs and yet only decide how a run is executed.
+# Keys that are not performance knobs and yet only decide how a run is executed.
 EXECUTION = ("model.dtype", "rollout.block_tokens", "run.threads", "run.deterministic")
 REPEATS = {"cuda": 2, "cpu": 3}  # a CPU is shared with whatever else runs there
 REWARD = '''"""A number from 0 to 1 that depends on the whole text and not on its length."""
@@ -206,7 +206,7 @@ def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """By opening it, since more than permissions can be in the way. Leaves no new file behind."""
+    """Try to open the file, since more than permissions can prevent that. Leaves no new file behind."""
     if not file.parent.is_dir():
         raise UserError(f"{option} {file}: there is no folder {file.parent}. Make it first")
     known = os.path.lexists(file)

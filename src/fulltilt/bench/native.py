@@ -110,7 +110,7 @@ class Native:
         return {"mean_absolute": float(gaps.mean()), "largest": float(gaps.max()), "tokens": len(gaps)}
 
     def decode_steps(self) -> dict[str, Any]:
-        """By batch size, at the workload's mean context: milliseconds of a step, the host's part included, and its kernels on CUDA."""
+        """Milliseconds of a decode step by batch size, the host's part included, at the workload's mean context; on CUDA its kernels."""
         engine, lengths = self.engine, list(self.requests.lengths.values())
         context = int(np.mean([len(prompt.ids) for prompt in self.requests.prompts]) + np.mean(lengths) / 2)
         block = self.limits.block_tokens
@@ -143,7 +143,7 @@ class Native:
         return {"decode_step_ms": {"context": context} | milliseconds, "decode_step_kernels": kernels or None}
 
     def step_cost(self) -> StepCost | str:
-        """For the roofline; or why its formula does not hold."""
+        """The cost of a decode step for the roofline; or why its formula does not hold."""
         text = self.model.config.get_text_config()
         if any(hasattr(module, "num_experts") for module in self.model.modules()):
             return "a mixture of experts: which weights a step reads depends on the tokens"

@@ -38,7 +38,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class StepCost:
-    """Of one decode step with B samples whose contexts (prompt and response so far) have T tokens together."""
+    """The cost of one decode step with B samples whose contexts (prompt and response so far) have T tokens together."""
 
     weight_bytes: int  # read once a step, however many samples
     kv_bytes_per_token: int  # read for each of the T

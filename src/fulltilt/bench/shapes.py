@@ -53,7 +53,7 @@ def find(name: str) -> Source:
 
 
 def theirs(source: Source, device: torch.device, dtype: str = "auto") -> PreTrainedModel:
-    """As transformers alone runs it, with its own fused attention."""
+    """The model as transformers alone runs it, with its own fused attention."""
     if not source.folder:
         return random_model(source, device, "sdpa", dtype)
     transformers_logging.disable_progress_bar()

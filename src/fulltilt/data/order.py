@@ -89,7 +89,7 @@ class InEpochs(Generic[Item]):
         return f"an epoch is {many(steps, _unit(key))} of {many(count, self.noun)}; {rest}"
 
     def digest(self) -> str:
-        """Tells one data set from another by its tokens, which of them are trained on, and what answers are judged by, in order."""
+        """Identifies the data set by its tokens, which of them are trained on, and what answers are judged by, in order."""
         found = hashlib.sha256()
         for item in self.items:
             found.update(len(item.ids).to_bytes(8, "little") + item.ids.tobytes() + _beside_tokens(item))

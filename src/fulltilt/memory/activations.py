@@ -192,7 +192,7 @@ class SavedByLayer:
                 parcel.storage = None
 
     def open(self) -> None:
-        """When the layer's backward pass begins: have its tensors on the device, and start fetching those of the layer before it."""
+        """Bring the layer's tensors to the device when its backward pass begins, and start fetching those of the layer before it."""
         if self.opened:
             return
         self.opened = True
@@ -215,7 +215,7 @@ class SavedByLayer:
             self._leave_host()
 
     def settle(self) -> None:
-        """From here on the compute stream may use, change or free the memory that was copied from or to."""
+        """Let the compute stream use, change or free the memory that was copied from or to, from here on."""
         if self._pending is not None:
             wait(self.offload.device, self._pending)
             self._pending = None

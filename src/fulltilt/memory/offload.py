@@ -198,7 +198,7 @@ class Residence:
         self.on_device = True
 
     def memory(self) -> Iterator[torch.Tensor]:
-        """Its host memory."""
+        """The host memory of the parameters."""
         yield self._host
 
     def _give_back(self) -> None:

@@ -158,7 +158,7 @@ def context_limit(config: PretrainedConfig) -> int | None:
 
 @contextlib.contextmanager
 def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
-    """Turn what transformers raises into a UserError that says how to go on. `files`: those of the model's folder that are read."""
+    """Turn what transformers raises into a UserError that says what to do. `files`: those of the model's folder that are read."""
     try:
         yield
     except attention.UnsupportedModel:

@@ -77,7 +77,7 @@ def verify_packing(
         raise UnsupportedModel(f"{name}: changing one packed document moved the others' {what} by {gap_others:.2g}: documents mix")
 
     refuse_what_short_documents_hide(model, seen)
-    # Rounding grows with the numbers: bad training can leave a model with log-probs in the hundreds, which is no reason to refuse it.
+    # Rounding grows with the numbers: bad training can leave a model with log-probs in the hundreds. It is not refused for that.
     size = max(1.0, float(torch.cat([numbers.flatten() for numbers in together]).abs().mean()) / USUAL_SIZE)
     order = [2, 0, 3, 1]
     permuted, _ = measure([documents[index] for index in order])

@@ -25,7 +25,7 @@ Metrics = Mapping[str, float]
 MEMORY = "memory_gib/"  # the names of memory metrics begin with this, followed by the phase and the kind
 PASSING = ("peak", "activations", "head", "reserved")  # kinds that are not held: they vary with the lengths of the samples
 WARM_UP_STEPS = 2  # steps in which caches fill and graphs are captured
-GROWTH_STEPS = 10  # steps in a row: a number that varies by chance does not grow in so many
+GROWTH_STEPS = 10  # steps in a row: a number that varies by chance does not grow in all of them
 GROWTH_GIB = 1 / 16
 ENTROPY = "rollout/entropy"
 ENTROPY_NATS = 1.0  # per token; below this no rise counts as an explosion, because a multiple of almost nothing is still small
@@ -214,7 +214,7 @@ class Health:
 
     @property
     def streaks(self) -> dict[str, int]:
-        """For how many steps in a row each rule that holds, and may stop the run, has held."""
+        """The number of steps in a row for which each rule that holds, and may stop the run, has held."""
         return {rule.name: self._streaks[rule.name] for rule in self._rules if rule.stops and rule.name in self._streaks}
 
     @property

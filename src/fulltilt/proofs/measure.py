@@ -135,7 +135,7 @@ class LargestVocabularyTensor(TorchDispatchMode):
 
 
 def watched_head(step: WatchedStep, role: str) -> LargestVocabularyTensor:
-    """On the largest micro-batch: forward and backward where the role learns."""
+    """Run the largest micro-batch, forward and, where the role learns, backward, and watch the head."""
     worker, model = step.worker_for(role), step.models()[role]
     trainer = worker.trainers.get(role)
     micro = step.largest(role, learns=trainer is not None)

@@ -168,7 +168,7 @@ class ProofRunner:
                 return StepEvidence(numbers=numbers, results=seen.results, samples=seen.samples)
         except UserError as refusal:
             return StepEvidence(failure=one_line(refusal), refused=True)
-        except Exception as error:  # a knob that breaks its step has failed; the other proofs go on
+        except Exception as error:  # a knob that breaks its step has failed; the other proofs continue
             return StepEvidence(failure=f"the step failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
         finally:
             gc.collect()
@@ -187,7 +187,7 @@ class ProofRunner:
         return found <= allowed, f"{what} differ by {found:.1g} relative to their norm; {allowed:.1g} is allowed"
 
     def _allowed(self, kind: StepKind, role: str) -> float:
-        """On CUDA: a multiple of what the same step differs by when it is run again, and when each sample is a micro-batch of its own."""
+        """The difference allowed on CUDA: a multiple of that between runs of the same step, and with each sample in its own micro-batch."""
         if kind not in self._spreads:
             # A large model's gradients differ no more than a small one's.
             plain = self.evidence(step_key(kind))
@@ -239,7 +239,7 @@ def show(results: Sequence[ProofResult]) -> None:
 
 
 def table(results: Sequence[ProofResult]) -> Group:
-    """Below each knob stands what it must change."""
+    """All results, by section. What a knob must change is printed below it."""
     found = Table(show_edge=False, pad_edge=False)
     for name in ("knob", "role", "measurement", "off", "on", "gradients", ""):
         found.add_column(name, justify="right" if name in ("off", "on") else "left", overflow="fold")

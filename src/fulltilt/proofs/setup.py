@@ -46,7 +46,7 @@ def shape(width: int, inner: int, layers: int, heads: int, vocabulary: int) -> Q
     return Qwen2Config(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=2, max_position_embeddings=4096, bos_token_id=0, pad_token_id=None, num_labels=1, tie_word_embeddings=False,
-        eos_token_id=[1, *range(32, vocabulary, 32)],  # so many that samples have different lengths
+        eos_token_id=[1, *range(32, vocabulary, 32)],  # enough of them for samples to have different lengths
         initializer_range=0.15 if width < 64 else 0.05,
     )  # fmt: skip
 
@@ -87,7 +87,7 @@ class ProofSetup:
         return BLOCK_TOKENS * shape.num_hidden_layers * 2 * shape.num_key_value_heads * head * itemsize
 
     def share_of_free(self, count: int) -> float:
-        """So many bytes, as a share of the memory that is free now."""
+        """`count` bytes, as a share of the memory that is free now."""
         return count / free_bytes(self.device)
 
     def config(self, step: StepKey) -> Config:

@@ -1,7 +1,7 @@
-"""The reward pool: groups enter while generation goes on, one score for each sample leaves, in the order of groups and samples.
+"""The reward pool: groups enter while generation continues, one score for each sample leaves, in the order of groups and samples.
 
 A group's reward is a weighted sum of functions (`sums`), usually of one. They run in worker processes, one per core, each call with a
-deadline. Whatever a function does (hang, crash, exit, fork, print, eat memory) costs that one call: the run goes on, the failure is
+deadline. Whatever a function does (hang, crash, exit, fork, print, eat memory) costs that one call: the run continues, the failure is
 counted, shown and scored as `reward.on_error` says. Where the only reward is the reward model there are no processes, and every score is
 0 until the model's is added (`model`).
 

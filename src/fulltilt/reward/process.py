@@ -99,7 +99,7 @@ class Guard:
     def tell(self, sign: str, pid: int) -> None:
         """`+`: this process group lives; `-`: it does not any more."""
         assert self._process.stdin is not None
-        # Without its guard a worker still ends with the trainer, but what its function started may go on.
+        # Without its guard a worker still ends with the trainer, but what its function started may continue.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._process.stdin.fileno(), f"{sign}{pid}\n".encode())
 
@@ -165,7 +165,7 @@ class WorkerProcess:
             yield outcome
 
     def interrupt(self) -> None:
-        """From another thread: the thread that waits for this process finds the connection closed."""
+        """Called from another thread: the thread that waits for this process finds the connection closed."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RD)
 

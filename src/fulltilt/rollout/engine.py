@@ -59,7 +59,7 @@ class Engine(ABC):
         return self.recorder.stats
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
-        """From now on, `say` gets a line about the progress after every `interval` seconds of generating."""
+        """Give `say` a line about the progress after every `interval` seconds of generating, from now on."""
         self.recorder.report(say, interval)
 
 
@@ -74,7 +74,7 @@ class EngineLimits:
     chunked_prefill: bool = True
     prefix_sharing: bool = True
     cuda_graphs: bool = False
-    graphs_required: bool = False  # a model that no graph can hold is an error; otherwise decoding goes on without graphs
+    graphs_required: bool = False  # a model that no graph can hold is an error; otherwise decoding continues without graphs
     longest: int = 0  # tokens of the longest expected sample: graphs are captured for it, and again when a sample is longer
 
 

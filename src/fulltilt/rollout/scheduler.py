@@ -171,7 +171,7 @@ class Scheduler:
         return Pass(tuple(work), copies, steps > 0, max(1, steps))
 
     def further(self, step: Pass, steps: int) -> Pass | None:
-        """That many more steps of the same sequences, to be started before the decoding pass `step` has ended; None if another kind of pass
+        """`steps` more steps of the same sequences, to be started before the decoding pass `step` has ended; None if another kind of pass
         is due or there are too few blocks."""
         work = [item for item in step.work if not item.sequence.finish]
         decoding = [item.sequence for item in work]
@@ -249,7 +249,7 @@ class Scheduler:
     # -- prefill --------------------------------------------------------------------------------------------------------------------
 
     def _prefill(self) -> list[Work]:
-        """Running sequences, oldest first; then waiting ones with the tokens, seats and blocks that are left. Preempts nobody."""
+        """Running sequences, oldest first; then waiting ones with the tokens, seats and blocks that are left. No sequence is preempted."""
         left, room = self.max_batched_tokens, READ_TIMES * self.max_batched_tokens
         work: list[Work] = []
         for sequence in self.running:

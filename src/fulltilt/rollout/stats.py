@@ -2,7 +2,7 @@
 per token.
 
 Enters: each pass as it ends, with the times at which it began and ended. Leaves: the `EngineStats` of a call of `generate`, and a line for
-people after every so many seconds of generating. Guaranteed: statistics can be added, those of passes to a call and those of calls to a
+people after every few seconds of generating. Guaranteed: statistics can be added, those of passes to a call and those of calls to a
 step, percentiles included, because times are kept as histograms; a percentile is within half a percent of the exact one; the work is per
 pass and sample, never per token. Free of torch.
 """
@@ -125,7 +125,7 @@ class Recorder:
         self.start(0.0, 0)
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
-        """From now on `say` gets a line after every `interval` seconds of generating, counted across calls."""
+        """Give `say` a line after every `interval` seconds of generating, counted across calls, from now on."""
         self._say, self._interval = say, interval
 
     def start(self, now: float, samples: int) -> None:

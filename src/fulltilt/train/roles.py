@@ -55,7 +55,7 @@ class Role(ABC):
 class Policy(Role):
     name: str
     model: PreTrainedModel
-    temperature: float  # of the rollout whose samples are looked at
+    temperature: float  # the temperature at which the samples were drawn
     optimizer: Optimizer | None = None
     entropy_gradient: bool = False
     as_role: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for every pass: the model may be another role too
