@@ -4,12 +4,7 @@ Enters: a peer's name, or a program and, for a peer, a request. Leaves: the peer
 Guaranteed: where drivers are missing, the error says how to get them; no process outlives the call, nor the caller, however that ends; an
 answer is complete or missing; a failure is in the answer under "error", with the end of the log where the process died silently.
 
-    with Peer(script, request, folder) as peer:   # starts the script with REQUEST.json RESULT.json
-        peer.wait_until_ready()                   # only for peers that start together and are measured one after another
-        answer = peer.measure()
-    serve(run)                                    # what the script does: run(request, answer) fills the answer
-                                                  # and calls wait_for_turn() if its peer is waited for
-
+A script calls `serve(run)`, where `run(request, answer)` fills the answer, and calls `wait_for_turn()` if peers start together.
 `python -m fulltilt.bench.peers PROGRAM ...` runs a script or a module and ends it with its parent: what `start` starts.
 """
 

@@ -83,7 +83,7 @@ class InEpochs(Generic[Item]):
         return len(self) // count
 
     def describe_epoch(self, count: int, key: str = "algorithm.prompts_per_step") -> str:
-        steps = self.steps_per_epoch(count)
+        steps = self.steps_per_epoch(count, key)
         left_out = len(self) - steps * count
         rest = f"each epoch leaves out {left_out} of its {len(self)}, too few for a full batch" if left_out else "none is left out"
         return f"an epoch is {many(steps, _unit(key))} of {many(count, self.noun)}; {rest}"

@@ -22,14 +22,7 @@ from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
-from fulltilt.loop.experience import (
-    make_rows,
-    sample_groups,
-    score_groups,
-    shaped_reward,
-    training_sampling,
-    validate,
-)
+from fulltilt.loop.experience import make_rows, sample_groups, score_groups, shaped_reward, training_sampling, validate
 from fulltilt.loop.interrupts import Interrupted, Interrupts
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console

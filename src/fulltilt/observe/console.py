@@ -141,11 +141,7 @@ class Console:
             self._bar.show(description=self._running[-1] if self._running else "")
 
     def _step_line(self, metrics: Mapping[str, Number]) -> str:
-        shown = (
-            ("reward", "critic/score/mean", "{:.3f}"),
-            ("length", "response_length/mean", "{:.1f}"),
-            ("loss", "train/loss", "{:.4f}"),
-        )
+        shown = (("reward", "critic/score/mean", "{:.3f}"), ("length", "response_length/mean", "{:.1f}"), ("loss", "train/loss", "{:.4f}"))
         numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
         phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
         return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.step_seconds:.1f} s", *([f"({phases})"] if phases else [])])
