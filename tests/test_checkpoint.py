@@ -183,6 +183,7 @@ assert saved.keys() == found.keys() and all(saved[name][0] == float(name) for na
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_where_memory_for_the_copy_is_refused_the_file_is_written_at_once(tmp_path: Path) -> None:
     done = in_a_process(MEMORY_REFUSED, tmp_path)

@@ -362,6 +362,7 @@ def test_failed_rewards_count_as_the_policy_says(tmp_path: Path, model_folders: 
     assert ("in 4 all rewards were equal or failed" in said) == (not useful)
 
 
+@pytest.mark.long
 def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders: ModelFolders) -> None:
     """Five useful groups a round of fifty: every second step leaves some over, the others need not sample at all."""
     options = ("algorithm.prompts_per_round=50", "run.steps=6", "run.save_every=2")
