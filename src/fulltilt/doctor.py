@@ -24,7 +24,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from fulltilt.memory.host import free_host_bytes
+from fulltilt.memory.host import free_host_bytes, usable_cores
 from fulltilt.words import first_line, in_bytes
 
 Status = Literal["ok", "missing", "broken"]
@@ -147,8 +147,7 @@ def examine_computer() -> Iterator[Finding]:
     system = f"{platform.system()} {platform.release()} on {platform.machine()}"
     fault = None if platform.system() in ("Linux", "Darwin") else f"{system} is not supported"
     yield judged("platform", system, fault, "use Linux (on Windows: WSL 2) or macOS", core=True)
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", "ok", f"{usable} usable of {os.cpu_count()}")
+    yield Finding("cores", "ok", f"{usable_cores()} usable of {os.cpu_count()}")
     # Within the limits of the control groups that this process is in: those of a container or a job.
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("memory", "ok", f"{in_bytes(free_host_bytes())} available of {in_bytes(installed)}")

@@ -6,6 +6,7 @@ Guaranteed: work that was measured has ended on the device; nothing here changes
 from __future__ import annotations
 
 import gc
+import os
 import re
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from fulltilt.records import UserError
 
 Result = TypeVar("Result")
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of torch 2.13 prints two lines for each profile
 
 
 def choose_device(name: str | None) -> torch.device:

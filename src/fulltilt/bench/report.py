@@ -6,7 +6,6 @@ Enters: a finished document, or a line of progress. Leaves: text. Guaranteed: no
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import fulltilt
 from fulltilt.bench.shapes import Source
+from fulltilt.memory.host import usable_cores
 
 OURS = "fulltilt"
 PACKAGES = (
@@ -34,12 +34,12 @@ Say = Callable[[str], None]
 
 def origin(device: torch.device) -> dict[str, Any]:
     """Everything needed to repeat a measurement."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     packages = {name: found.version for name in PACKAGES for found in importlib.metadata.distributions(name=name)}
     return {
         "device": device.type,
-        "hardware": {"cpu": processor(), "cores": cores} | ({"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory} if gpu else {}),
+        "hardware": {"cpu": processor(), "cores": usable_cores()}
+        | ({"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory} if gpu else {}),
         "versions": {"fulltilt": fulltilt.__version__, "python": platform.python_version(), "cuda": torch.version.cuda} | packages,
         "commit": commit(),
         "command": shlex.join(["fulltilt", *sys.argv[1:]]),

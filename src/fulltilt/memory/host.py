@@ -1,7 +1,7 @@
-"""Free main memory of this process.
+"""The cores and the free main memory of this process.
 
-Enters: the system's own files. Leaves: bytes. Guaranteed: only the standard library is imported, so `fulltilt doctor` can report the number
-that runs use even when everything else is broken.
+Enters: the system's own files. Leaves: numbers. Guaranteed: only the standard library is imported, so `fulltilt doctor` can report the
+numbers that runs use even when everything else is broken.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ GROUP_FILES = {
     "sys/fs/cgroup": ("memory.max", "memory.current", ("inactive_file", "active_file")),
     "sys/fs/cgroup/memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
 }
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_host_bytes(root: Path = Path("/")) -> int:

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fulltilt.memory.host import usable_cores
 from fulltilt.records import Group, UserError
 from fulltilt.reward import functions
 from fulltilt.reward.process import Guard, Outcome, StartFailed, WorkerProcess
@@ -60,7 +60,7 @@ class Dispatcher:
             raise UserError(str(error)) from None
         self._setup = pickle.dumps(Setup(located, dict(config.args), int(config.memory_gb * 2**30)))
         self._files = ", ".join(sorted({place.path for place in located if place.path})) or "fulltilt"
-        self._size = _usable_cores() if config.workers == "auto" else config.workers
+        self._size = usable_cores() if config.workers == "auto" else config.workers
         self._timeout_s = config.timeout_s
         self._done = done
         self._failed = failed
@@ -180,7 +180,3 @@ class Dispatcher:
         with self._changed:
             self._queue.extendleft(reversed(calls))
             self._changed.notify(len(calls))
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
