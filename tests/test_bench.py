@@ -384,7 +384,7 @@ def test_without_vllm(folder: Path) -> None:
 def test_without_the_drivers_of_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(peers.VARIABLE, str(tmp_path))
     with pytest.raises(
-        UserError, match=r"peer_vllm\.py, which this benchmark needs, is not in .*run the command in a clone of it, or set FULLTILT_"
+        UserError, match=r"peer_vllm\.py, which this benchmark needs, is not in .*install fulltilt from a clone .*, or set FULLTILT_"
     ):
         rollout.prepare(BenchOptions(device="cpu", against="vllm"), tmp_path)
     (tmp_path / "peer_vllm.py").write_text("GRID = (7,)")

@@ -206,6 +206,8 @@ def test_what_is_abandoned_is_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     save(store, 1)
     hash_later(monkeypatch, held)
     put(store, 2, tensors(2), {}, export, 4096, beside=True)
+    # Python waits at its end for threads that are no daemons, also for one that a hung disk holds.
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "checkpoint"] == [True]
     threading.Timer(0.2, held.set).start()
     store.abandon()
     assert names(tmp_path) == ["step-00000001"]

@@ -443,6 +443,20 @@ def test_auto_counts_as_not_set(run: dict[str, dict[str, Any]], key: str) -> Non
     assert mistakes_of(run, f"{key}=auto", "actor.dynamic_batch=false", "actor.micro_batch=2") == []
 
 
+@pytest.mark.parametrize(
+    "options", [["critic.token_budget=auto"], ["ref.entropy_chunk=auto"], ["algorithm.name=sft", "reward.workers=auto"]]
+)
+def test_auto_has_no_effect_in_a_section_without_effect(run: dict[str, dict[str, Any]], options: list[str]) -> None:
+    key = options[-1].partition("=")[0]
+    assert any(text.startswith(f'{key}: "auto" has no effect while algorithm.') for text in mistakes_of(run, *options))
+
+
+@pytest.mark.parametrize("key", ["advantage", "loss"])
+def test_a_function_of_ones_own_cannot_be_auto(run: dict[str, dict[str, Any]], key: str) -> None:
+    wanted = f"algorithm.{key} = 'auto': not of the form FILE.py:NAME. Write for example mine/{key}.py:{key}"
+    assert mistakes_of(run, f"algorithm.{key}=auto") == [wanted]
+
+
 def test_one_reason_is_enough_for_a_key_without_effect(run: dict[str, dict[str, Any]]) -> None:
     (mistake,) = mistakes_of(run, "eval.top_p=0.9")
     assert mistake == "eval.top_p: 0.9 has no effect while data.val is not set. Remove it, or set data.val"

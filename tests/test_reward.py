@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -20,8 +21,8 @@ import numpy as np
 import pytest
 
 from fulltilt.records import Group, Prompt, Sample, Score, UserError
-from fulltilt.reward import functions, sums
-from fulltilt.reward.base import ERRORS_FILE, RewardPool
+from fulltilt.reward import functions, process, sums
+from fulltilt.reward.base import ERRORS_FILE, RewardPool, RewardStats
 from fulltilt.reward.rules import gsm8k
 from fulltilt.reward.worker import MOST_CHILDREN, family_of
 from fulltilt.schema import RewardConfig
@@ -770,6 +771,30 @@ def test_a_crash_that_others_prepared_is_not_held_against_a_call(tmp_path: Path,
     pool.collect([group_of(["spoil"] * 4)])
     assert values(pool.collect([group_of(["victim"], 1)])[0]) == [1.0]
     assert (pool.stats().failed, pool.stats().retries) == (0, 1)
+
+
+@pytest.mark.parametrize("what", ["socket.socketpair", "os.pipe"])
+def test_files_that_the_system_refuses_for_a_while_cost_nothing(
+    bad_file: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A process that crashed is replaced when descriptors are there again."""
+    pool = pool_of(f"{bad_file}:score", workers=1)
+    module, _, name = what.partition(".")
+    own, refusals = getattr(getattr(process, module), name), [OSError(errno.EMFILE, "Too many open files") for _ in range(2)]
+
+    def refuse(*given: Any) -> Any:
+        if sys._getframe(1).f_code.co_filename == process.__file__ and refusals:
+            raise refusals.pop()
+        return own(*given)
+
+    monkeypatch.setattr(getattr(process, module), name, refuse)
+    assert values(pool.collect([group_of(["1", "abort|1", "2"])])[0]) == [1.0, 0.0, 2.0]
+    assert not refusals and pool.stats().failed == pool.stats().crashes == 1
+
+
+def test_counts_in_words() -> None:
+    assert str(RewardStats(4)) == "4 reward calls, none failed"
+    assert str(RewardStats(4, timeouts=1, last="late")) == "1 of 4 reward calls failed (1 ran out of time); last: late"
 
 
 def test_the_file_is_read_once(tmp_path: Path, pool_of: Any) -> None:

@@ -269,7 +269,7 @@ add_benchmark(
 )
 add_benchmark(
     "learn",
-    "Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and of the same run under TRL.",
+    "Measure learning: reward and accuracy against seconds, start-up counted, of RUN.toml and the same run under TRL. Needs a clone.",
     "run overrides against folder trl generation minutes",
     overrides=Overrides,
 )

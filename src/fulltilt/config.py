@@ -273,13 +273,14 @@ def _all_read(*names: str) -> tuple[str, ...]:
 
 
 def _has_effect(key: str, config: Config) -> Iterator[str]:
-    """A key must have an effect where it is set, and be set where it is required; `auto` counts as not set."""
+    """A key must have an effect where it is set, and be set where it is required; `auto` counts as set only where its whole section has no
+    effect."""
     section, _, name = key.partition(".")
-    given = is_set(config, key)
     if section == "algorithm" and name not in PRESETS[config.algorithm.name].defaults:
         return  # reported by `_algorithm_reads`
     for used_if in conditions(key):
         effective = holds(config, used_if)
+        given = is_set(config, key) or (used_if.whole_section and name in getattr(config, section).model_fields_set)
         if effective and (given or not used_if.required):
             continue
         read = {each: in_effect(config, each) for each in used_if.reads if each != key}

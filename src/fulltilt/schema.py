@@ -67,6 +67,7 @@ class UsedIf:
     holds: Callable[..., bool]
     remedy: str  # what to do other than remove the key; `{section}` stands for the key's own
     required: bool = False  # where it has an effect, it must be set
+    whole_section: bool = False  # elsewhere no key of the section may stand, not even one that is `auto`
 
 
 def when(key: str, *values: Any, required: bool = False) -> UsedIf:
@@ -766,7 +767,7 @@ def keys() -> dict[str, FieldInfo]:
 def conditions(key: str) -> tuple[UsedIf, ...]:
     """All that must hold for a key to have an effect: what its section says, then its own row. They read keys by their full names."""
     section, _, name = key.partition(".")
-    shared = (each for each in sections()[section].used_if if name not in each.reads)
+    shared = (replace(each, whole_section=True) for each in sections()[section].used_if if name not in each.reads)
     found = (*shared, *row_of(keys()[key]).used_if)
     return tuple(replace(each, reads=tuple(read if "." in read else f"{section}.{read}" for read in each.reads)) for each in found)
 

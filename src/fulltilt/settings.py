@@ -115,8 +115,8 @@ def own_functions(config: Config) -> dict[str, UserFunction]:
     """The user's functions by their keys. Reads their files and executes nothing."""
     found = {}
     for key in GIVEN:
-        if key in PRESETS[config.algorithm.name].defaults and is_set(config, f"algorithm.{key}"):
-            name = getattr(config.algorithm, key)
+        name = getattr(config.algorithm, key)
+        if key in PRESETS[config.algorithm.name].defaults and name is not None:
             try:
                 found[key] = UserFunction(key, user_code.locate(name), algorithm_settings(config))
             except UserCodeError as error:

@@ -50,14 +50,12 @@ def benchmark(name: str) -> ModuleType:
 
 
 def load(name: str) -> ModuleType:
-    """benchmarks/NAME.py of the folder that the variable names, of this checkout, or of the current directory."""
-    given = os.environ.get(VARIABLE)
-    folders = [Path(given)] if given else [Path(__file__).parents[3] / "benchmarks", Path("benchmarks").resolve()]
-    file = next((folder / f"{name}.py" for folder in folders if (folder / f"{name}.py").is_file()), None)
-    if file is None:
+    """benchmarks/NAME.py of the folder that the variable names, or of this checkout."""
+    file = Path(os.environ.get(VARIABLE) or Path(__file__).parents[3] / "benchmarks") / f"{name}.py"
+    if not file.is_file():
         raise UserError(
-            f"{name}.py, which this benchmark needs, is not in {' or '.join(map(str, folders))}. It is in the folder benchmarks of "
-            f"fulltilt's repository, not in the installed package: run the command in a clone of it, or set {VARIABLE} to that folder"
+            f"{name}.py, which this benchmark needs, is not in {file.parent}. It is in the folder benchmarks of fulltilt's repository, not "
+            f"in the installed package: install fulltilt from a clone with pip install -e, or set {VARIABLE} to that folder"
         )
     module_name = f"fulltilt_benchmarks_{name}"
     if (known := sys.modules.get(module_name)) and known.__file__ == str(file):

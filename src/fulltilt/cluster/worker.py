@@ -243,6 +243,7 @@ class Worker:
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
         the tensors may only be copied, for `finish_save` to write."""
+        self._unwritten = None  # the copy of a save that failed
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._unwritten = write_trainer(folder, tensors, self.export, beside=beside)
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fulltilt.data.load import Columns, Limit, column, load_items
-from fulltilt.data.order import InEpochs
+from fulltilt.data.order import Columns, InEpochs, Limit, column, load_items
 from fulltilt.data.template import PromptEncoder, without_missing
 from fulltilt.records import Prompt, UserError
 

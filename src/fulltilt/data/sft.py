@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fulltilt.data.load import Columns, Limit, column, load_items
-from fulltilt.data.order import InEpochs
+from fulltilt.data.order import Columns, InEpochs, Limit, column, load_items
 from fulltilt.data.template import Message, PromptEncoder
 from fulltilt.records import Row, UserError
 from fulltilt.words import many, shortened

@@ -223,11 +223,12 @@ class Trackio(Logger):
         given = os.environ.get("TRACKIO_DIR")
         folder = Path(given or opening.folder / "trackio").absolute()
         os.environ["TRACKIO_DIR"] = str(folder)  # Trackio reads it once, at the import
-        import trackio
-        from trackio.utils import TRACKIO_DIR
-
-        if not given:
-            del os.environ["TRACKIO_DIR"]
+        try:
+            import trackio
+            from trackio.utils import TRACKIO_DIR
+        finally:
+            if not given:
+                del os.environ["TRACKIO_DIR"]
         if Path(TRACKIO_DIR).absolute() != folder:
             raise UserError(f"log.to: trackio already logs to {TRACKIO_DIR} in this process. Use one process per run, or set TRACKIO_DIR")
         self.has = self._forget(opening) if opening.known else NOTHING

@@ -60,6 +60,8 @@ class RewardStats:
         return RewardStats(**counts, last=self.last if self.failed > before.failed else "")
 
     def __str__(self) -> str:
+        if not self.failed:
+            return f"{self.calls} reward calls, none failed"
         kinds = {"raised an error": self.errors, "ran out of time": self.timeouts, "crashed": self.crashes}
         counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items() if count)
         return f"{self.failed} of {self.calls} reward calls failed ({counts}); last: {self.last}"

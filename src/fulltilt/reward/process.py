@@ -112,18 +112,18 @@ class Guard:
 class WorkerProcess:
     def __init__(self, guard: Guard) -> None:
         """Starts it. StartFailed if the system refuses."""
-        self._socket, theirs = socket.socketpair()
-        crash_log, crash_log_end = os.pipe()
-        os.set_blocking(crash_log, False)
-        self._crash_log = io.FileIO(crash_log)
         try:
-            self._process = _start(theirs.fileno(), crash_log_end)
+            with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
+                self._socket, its_socket = map(on_failure.enter_context, socket.socketpair())
+                crash_log, crash_log_end = os.pipe()
+                theirs.callback(os.close, crash_log_end)
+                self._crash_log = on_failure.enter_context(io.FileIO(crash_log))
+                os.set_blocking(crash_log, False)
+                self._process = _start(its_socket.fileno(), crash_log_end)
+                on_failure.pop_all()
+                its_socket.close()
         except OSError as error:
-            self._close()
             raise StartFailed(f"a reward process could not be started: {error}") from error
-        finally:
-            theirs.close()
-            os.close(crash_log_end)
         self._guard = guard
         self._guard.tell("+", self._process.pid)
         self._received = b""  # the beginning of the next message
@@ -179,12 +179,9 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(member, signal.SIGKILL)
         self._guard.tell("-", pid)
-        self._close()
-        self._wait(KILL_S)
-
-    def _close(self) -> None:
         self._socket.close()
         self._crash_log.close()
+        self._wait(KILL_S)
 
     def _wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -29,7 +29,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -95,7 +95,7 @@ class CheckpointStore:
         self.skipped: list[str] = []  # folders that the last call of `latest` rejected, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
         self._background: Future[None] | None = None  # the save that a thread of its own is writing
-        self._thread: ThreadPoolExecutor
+        self._thread: threading.Thread
         self._stop = threading.Event()  # tells the background save to stop
         self._before = 0  # `newest` before the checkpoint that is being written in the background
 
@@ -119,8 +119,11 @@ class CheckpointStore:
             later = write(unfinished, beside)
             (unfinished / STATE).write_text(text, encoding="utf-8")
             if beside:
-                self._thread = ThreadPoolExecutor(1, "checkpoint")
-                self._background = self._thread.submit(self._complete, step, unfinished, target, needed, later)
+                self._background = Future()
+                rest = (step, unfinished, target, needed, later)
+                # A daemon: a disk that hangs must not keep the process from ending.
+                self._thread = threading.Thread(target=self._in_background, args=(self._background, rest), name="checkpoint", daemon=True)
+                self._thread.start()
         if not beside:
             self._complete(step, unfinished, target, needed, later)
         self._before, self.newest = self.newest, step
@@ -130,7 +133,7 @@ class CheckpointStore:
         """Wait until the background save is in place; without `wait`, only check whether it has ended. Raises its errors."""
         if self._background is not None and (wait or self._background.done()):
             error = self._background.exception()
-            self._thread.shutdown()  # it still frees its tensors
+            self._thread.join()  # it still frees its tensors
             self._background = None  # not before: a wait can be interrupted
             if error is not None:
                 self.newest = self._before
@@ -143,6 +146,13 @@ class CheckpointStore:
             with contextlib.suppress(Exception):
                 self.finish()
             self._stop.clear()
+
+    def _in_background(self, future: Future[None], rest: tuple[Any, ...]) -> None:
+        try:
+            self._complete(*rest)
+            future.set_result(None)
+        except BaseException as error:
+            future.set_exception(error)
 
     def _go_on(self) -> None:
         if self._stop.is_set():
