@@ -114,14 +114,15 @@ class WorkerProcess:
         """Starts it. StartFailed if the system refuses."""
         try:
             with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
-                self._socket, its_socket = map(on_failure.enter_context, socket.socketpair())
+                self._socket, its_socket = socket.socketpair()
+                on_failure.enter_context(self._socket)
+                theirs.enter_context(its_socket)
                 crash_log, crash_log_end = os.pipe()
                 theirs.callback(os.close, crash_log_end)
                 self._crash_log = on_failure.enter_context(io.FileIO(crash_log))
                 os.set_blocking(crash_log, False)
                 self._process = _start(its_socket.fileno(), crash_log_end)
                 on_failure.pop_all()
-                its_socket.close()
         except OSError as error:
             raise StartFailed(f"a reward process could not be started: {error}") from error
         self._guard = guard

@@ -44,7 +44,7 @@ class Role(ABC):
 
     def terms(self, micro: MicroBatch) -> Any:
         """The input of the role's loss, `TokenTerms` or `ValueTerms`."""
-        raise NotImplementedError(f"the {self.name} does not learn")
+        raise AssertionError(f"the {self.name} does not learn")
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None:
         """Bytes of the head's largest temporary in passes over these, by its own count. None: a scalar head has none worth counting."""
