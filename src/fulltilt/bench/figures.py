@@ -20,7 +20,7 @@ class Timing:
     """One setting of an engine. Seconds are those of a whole call, prefill included."""
 
     setting: Mapping[str, Any]
-    seconds: Sequence[float] = ()  # of each repeat
+    seconds: Sequence[float] = ()  # one number for each repeat
     prefill_seconds: Sequence[float] = ()  # for the same prompts with one token each, where a workload asks for time per token
     trial_seconds: float | None = None  # of the pass that a setting was chosen or dropped by, warm-up included
     logprobs: bool = True

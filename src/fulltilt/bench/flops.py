@@ -30,7 +30,7 @@ class ModelSize:
 
     layer_weights: int  # by every token; of experts those that a token is sent to
     head_weights: int  # by every trained token
-    attention: tuple[tuple[int, int | None], ...]  # of each layer: query heads times their width, and how far back a token looks
+    attention: tuple[tuple[int, int | None], ...]  # for each layer, query heads times their width, and the window or None
 
 
 @dataclass(frozen=True)

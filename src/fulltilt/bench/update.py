@@ -44,8 +44,8 @@ class Update:
 
     def __init__(self, job: BenchJob) -> None:
         self.device = job.device
-        self.seconds, self.optimizer_seconds = list[float](), list[float]()  # of forward and backward, and of the step after them
-        self.grad_norms, self.memory = list[float](), list[Reading]()  # of whole updates
+        self.seconds, self.optimizer_seconds = list[float](), list[float]()  # forward with backward; the optimizer step
+        self.grad_norms, self.memory = list[float](), list[Reading]()  # one for each whole update
         rows = make_rows(job.requests[0], job.source.vocabulary)
         self.lengths = [row.tokens for row in rows]
         self.worker, models = make_bench_worker(job, max(self.lengths), learns=True)

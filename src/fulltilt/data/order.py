@@ -126,7 +126,7 @@ class Limit:
     key: str  # the user's setting
     most: int
     noun: str  # what is measured, in the singular
-    tokens: Callable[[Any], int]  # of an item
+    tokens: Callable[[Any], int]  # counts the tokens of an item
 
     def said(self, left_out: int) -> str:
         if not left_out:

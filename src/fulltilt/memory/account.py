@@ -88,7 +88,7 @@ class Account:
         self._counted = device.type == "cuda"
         self._peak = self._peak_reserved = self._reserved = 0
         self._spans: list[Span] = []  # open, the innermost last
-        self._phases: list[Reading] = []  # of open phases, the innermost last
+        self._phases: list[Reading] = []  # one for each open phase, the innermost last
         self._readings: dict[str, Reading] = {}  # of phases that ended since the last `take`
 
     def held(self) -> HeldBytes:

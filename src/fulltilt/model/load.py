@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-READ_ERRORS = (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError)  # of transformers on files that it cannot read
+READ_ERRORS = (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError)  # raised by transformers for unreadable files
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -161,7 +161,7 @@ class _Bar:
         columns = (description, BarColumn(), MofNCompleteColumn(), times, reward)
         self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._task = self._progress.add_task("", total=total, completed=done, times="", reward="")
-        self._step_seconds: list[float] = []  # of the steps since the start
+        self._step_seconds: list[float] = []  # one for each step since the start
         self._drawn = 0.0
         self._progress.start()
         self.show()

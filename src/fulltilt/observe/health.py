@@ -208,8 +208,8 @@ class Health:
         looked_at = {rule.name for rule in self._rules if rule.stops}
         self._streaks = {name: count for name, count in (streaks or {}).items() if name in looked_at and count > 0}
         self.first_entropy = first_entropy  # that of the run's first step with samples
-        self.climbs: dict[str, Climb] = {}  # of memory held at the end of each phase and by the whole process, since this process began
-        self._steps = 0  # of this process
+        self.climbs: dict[str, Climb] = {}  # memory by metric name, followed since this process began
+        self._steps = 0  # steps that this process has made
         self._told: set[str] = set()  # not saved: a run that resumes in the middle of a streak warns once more
 
     @property

@@ -49,7 +49,7 @@ class Family:
     members: list[Sequence] = field(default_factory=list)
     opened: bool = False  # all members may run, not only the first, which prefills the prompt
     full_blocks: list[tuple[int, ...]] = field(default_factory=list)  # the prompt's tokens by block, a partly filled one left out
-    place: int = 0  # of the prompt in the engine's call, which sets it
+    place: int = 0  # the prompt's place in the engine's call, which sets it
 
 
 @dataclass(eq=False)
@@ -64,7 +64,7 @@ class Sequence:
     running: bool = False
     finish: Finish | None = None  # set once it has ended
     logprobs: list[float] = field(default_factory=list)  # one for each of the tokens
-    seed: int = 0  # of its noise
+    seed: int = 0  # seeds the sampling noise
     forced: int | None = None  # it gets exactly this many tokens, whatever they are
 
     @property
