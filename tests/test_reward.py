@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fulltilt.records import Group, Prompt, Sample, Score, UserError
+from fulltilt.algo.advantage import group_mean_whitened, group_relative, leave_one_out
+from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
 from fulltilt.reward import functions, process, sums
 from fulltilt.reward.base import ERRORS_FILE, RewardPool, RewardStats
 from fulltilt.reward.rules import gsm8k
@@ -121,6 +122,7 @@ def score(solution_str):
 @pytest.fixture
 def bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REWARD_TEST_PIDS", str(tmp_path / "pids"))
+    (tmp_path / "pids").touch()  # beside a run folder no new file can be made
     path = tmp_path / "misbehaving.py"
     path.write_text(MISBEHAVING)
     return path
@@ -132,6 +134,7 @@ def pool_of() -> Iterator[Callable[..., RewardPool]]:
 
     def make(function: str | dict[str, float], run_dir: Path | None = None, **settings: Any) -> RewardPool:
         settings = {"workers": 2, "timeout_s": 20.0, "memory_gb": 0.5} | settings
+        settings.setdefault("env", [name for name in ("REWARD_TEST_PIDS",) if name in os.environ])
         pools.append(RewardPool(RewardConfig(function=function, **settings), run_dir))
         return pools[-1]
 
@@ -277,7 +280,6 @@ def load(path: str, **args: Any) -> functions.RewardFunction:
         ("def score(solution_str, weight): return 1", "requires 'weight'"),
         ("def score(solution_str, /): return 1", "requires 'solution_str'"),
         ("def score(solution_str, ground_truths): return 1", "mixes the parameter names"),
-        ("async def score(solution_str): return 1", "is async"),
         ("import os\nos._exit(5)", "ended its process with exit code 5"),
         ("import os\nos.abort()", "crashed with SIGABRT"),
     ],
@@ -515,6 +517,7 @@ PARTED = """
     def score(solution_strs): return [{"score": -1.0, "size": len(solution_strs), "pred": "last"}] * len(solution_strs)
     def reward_model(): return 3.0
     def huge(): return 1e308
+    def large(): return 1e36
     """
 
 
@@ -539,7 +542,7 @@ def test_a_sum_weighs_its_functions_and_keeps_what_each_said(tmp_path: Path, poo
 
 def test_the_answer_is_the_first_that_a_function_gives(tmp_path: Path, pool_of: Any) -> None:
     file = parted(tmp_path)
-    pool = pool_of({f"{file}:huge": 1e-308, "gsm8k": 1.0, f"{file}:length": 1.0})
+    pool = pool_of({f"{file}:large": 1e-36, "gsm8k": 1.0, f"{file}:length": 1.0})
     assert [score.answer for score in pool.collect([group_of(["#### 18", "no"])])[0]] == ["18", "first"]
 
 
@@ -577,10 +580,26 @@ def test_rewards_of_one_name_are_told_apart() -> None:
     assert list(sums.short_labels(names).values()) == ["a.py:score", "b.py:score", "style", "gsm8k", "mine/gsm8k.py:gsm8k"]
 
 
-def test_a_sum_beyond_all_numbers_stops_the_run(tmp_path: Path, pool_of: Any) -> None:
-    pool = pool_of({f"{parted(tmp_path)}:huge": 10.0, "gsm8k": 1.0})
-    with pytest.raises(UserError, match="weighted sum of 10 x 1e\\+308, 1 x 1 is not finite"):
-        pool.collect([group_of(["#### 18"])])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"huge": 1.0}, "huge returned 1e+308, which is too large"),
+        ({"large": 10.0, "fails": 1.0}, "the weighted sum of 10 x 1e+36, 1 x 1 is"),
+    ],
+)
+def test_a_reward_beyond_float32_is_a_failed_call(tmp_path: Path, pool_of: Any, function: dict[str, float], message: str) -> None:
+    file = parted(tmp_path)
+    pool = pool_of({f"{file}:{name}": weight for name, weight in function.items()}, on_error="score", error_score=-7.0)
+    (score,) = pool.collect([group_of(["18"])])[0]
+    assert score.value == -7.0 and score.error is not None and message in score.error and "float32" in score.error
+
+
+def test_the_largest_rewards_give_finite_advantages() -> None:
+    rewards = [functions.LARGEST, -functions.LARGEST] * 512
+    none = np.zeros(1, dtype=np.int64)
+    rows = [Row(none, np.ones(1, dtype=bool), group=0, reward=reward) for reward in rewards]
+    for found in (group_relative(rows, False), group_relative(rows, True), leave_one_out(rows), group_mean_whitened(rows, True)):
+        assert all(row.advantages is not None and np.isfinite(row.advantages).all() for row in found)
 
 
 def test_the_reward_model_is_left_to_the_device(tmp_path: Path, pool_of: Any) -> None:

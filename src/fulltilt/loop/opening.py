@@ -24,6 +24,7 @@ from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import validate
 from fulltilt.loop.run import Progress, Run, Summary
 from fulltilt.observe.console import Console
+from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles, write_whole
 from fulltilt.records import UserError
@@ -224,4 +225,6 @@ def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any
         console.begin_step(found.step if found else 0)
         with console.run(total=1), console.phase("eval"):
             metrics = validate(config, parts, console).metrics
+            if failed := Health(config.health).failed(metrics):
+                raise Unhealthy(failed)
     return {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0, **metrics}

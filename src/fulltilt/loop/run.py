@@ -26,7 +26,7 @@ from fulltilt.loop.experience import make_rows, sample_groups, score_groups, sha
 from fulltilt.loop.interrupts import Interrupted, Interrupts
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
-from fulltilt.observe.health import Health, Unhealthy, last_good
+from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.observe.validation import sample_rows
@@ -294,6 +294,13 @@ class Run:
                     metrics = self._validate(0)
                     self._record(0, metrics)
                     self.console.end_step(metrics)
+                    if failed := self.health.failed(metrics):
+                        raise Unhealthy(failed)
+                if self.progress.step >= steps and EVERY_REWARD_FAILED in self.health.streaks and self.config.health.stop:
+                    raise Unhealthy(
+                        f"the run ended at step {self.progress.step}, in which every reward failed. Ask for more steps with run.steps, or "
+                        f"start again in another run.dir; health.ignore turns the rule {EVERY_REWARD_FAILED} off"
+                    )
                 for step in range(self.progress.step + 1, steps + 1):
                     self._whole_step(step)
         except Interrupted:
@@ -348,7 +355,7 @@ class Run:
         self.progress = replace(self.progress, streaks=streaks, first_entropy=self.health.first_entropy)
         for text in verdict.warnings:
             self.console.warn(text)
-        if verdict.stop and step < self.parts.plan.steps:
+        if verdict.stop and (verdict.failed or step < self.parts.plan.steps):
             self._keep_what_is_written()
             if self.store.newest == 0:
                 self.save()
