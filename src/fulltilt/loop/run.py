@@ -135,6 +135,7 @@ class Run:
         excluded = sum(len(entry.group.samples) for entry in filled.kept) - len(rows)
         return {
             **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=excluded),
+            **reward_stats.metrics(),
             **measure.summarise_rows(rows),
             **penalty,
             **updated,

@@ -216,8 +216,8 @@ class Verdict:
     sick: tuple[str, ...]  # rules that hold now
     warnings: tuple[str, ...]  # to be shown: a rule began to hold, or no longer holds
     stop: str | None  # why the run must stop; None: it continues
-    failed: bool  # the run has failed, and stops even after its last step
     may_save: bool  # a checkpoint of this step may be saved
+    failed: bool = False  # the run stops even after its last step
 
 
 class Health:
@@ -262,7 +262,7 @@ class Health:
                 warnings.append(f"step {step}: {rule.name}: {measured}; {rule.cause}. {outlook}. Remedy: {rule.remedy}.")
             self._told.add(rule.name)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        return Verdict(tuple(self._streaks), tuple(warnings), stop, failed, may_save=self.may_save)
+        return Verdict(tuple(self._streaks), tuple(warnings), stop, self.may_save, failed)
 
     def failed(self, metrics: Metrics) -> str | None:
         """Why a validation that is not part of a step stops the run, if it does."""

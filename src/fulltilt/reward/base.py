@@ -62,6 +62,9 @@ class RewardStats:
     def failed(self) -> int:
         return self.errors + self.timeouts + self.crashes
 
+    def metrics(self) -> dict[str, float]:
+        return {"reward/calls": self.calls, "reward/failed_calls": self.failed, "reward/retries": self.retries}
+
     def since(self, before: RewardStats) -> RewardStats:
         counts = {name: getattr(self, name) - getattr(before, name) for name in ("calls", *FAILURES.values(), "retries")}
         return RewardStats(**counts, last=self.last if self.failed > before.failed else "")
