@@ -8,22 +8,23 @@ errors are quick.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import tempfile
+import traceback
 from dataclasses import asdict
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
+from fulltilt.observe import streams
 from fulltilt.records import UserError
-from fulltilt.words import many
+from fulltilt.words import many, printable
 
 if TYPE_CHECKING:
     from fulltilt.schema import Config
@@ -33,19 +34,14 @@ READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
 class Commands(TyperGroup):
-    """Handles Ctrl-C outside the steps of a run, which handle it themselves. A closed pipe (`| head`) is not an error."""
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
-        except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open until Python has flushed its streams at exit)
-            raise typer.Exit(READER_GONE) from None
 
 
 app = typer.Typer(
@@ -68,11 +64,40 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings 
 
 
 def main() -> None:
+    out, _ = streams.protect()
+    streams.quiet_libraries()
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         sys.exit(2)
+    except SystemExit as ended:
+        sys.exit(ended.code or without_output(out))
+    except Exception:
+        tell(traceback.format_exc().rstrip(), sys.stderr)
+        sys.exit(1)
+
+
+def without_output(out: streams.Outlet) -> int:
+    """The exit code of a command that succeeded, if its output could be written. A run has told its user that it continues without."""
+    out.flush()
+    if not out.lost or out.loss_is_told:
+        return 0
+    if isinstance(out.lost, BrokenPipeError):
+        return READER_GONE
+    tell(f"error: standard output is lost: {out.reason}. Repeat the command with an output that can be written", sys.stderr)
+    return 2
+
+
+def tell(text: str, where: TextIO | None = None) -> None:
+    """Print text for people, which may quote files, models and errors."""
+    print(printable(text), file=where, flush=True)
+
+
+def say_loading(what: str, quiet: bool = False) -> None:
+    """Answer before the import of torch, which takes seconds."""
+    if not quiet:
+        tell(f"loading {what} ...", sys.stderr)
 
 
 def show_version(wanted: bool) -> None:
@@ -106,6 +131,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Teach a small model arithmetic on this machine: SFT, then GRPO. Takes about three minutes on two CPU cores."""
+    say_loading("PyTorch", quiet)
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
@@ -113,7 +139,7 @@ def demo(
     in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
     print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
-        print(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", file=sys.stderr)
+        tell(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", sys.stderr)
         raise typer.Exit(1)
 
 
@@ -127,13 +153,14 @@ def train(
 ) -> None:
     """Train a model as RUN.toml describes. To resume an interrupted run from its last checkpoint, repeat the command."""
     config = read_config(run, overrides, logged=True)
+    say_loading(f"PyTorch and the model {config.model.path}", quiet)
     if check:
         from fulltilt.cluster.checks import find_mistakes
         from fulltilt.config import report
 
         if mistakes := find_mistakes(config):
             raise UserError(report(str(run), mistakes))
-        print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
+        tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     from fulltilt import loop
     from fulltilt.observe.console import Console
@@ -142,14 +169,16 @@ def train(
     summary = loop.train(config, console)
     if summary.interrupted:
         saved = "and saved" if summary.steps else "with nothing to save yet"
-        print(f"stopped after step {summary.steps} {saved}", file=sys.stderr)
-        print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
+        tell(f"stopped after step {summary.steps} {saved}", sys.stderr)
+        tell(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", sys.stderr)
         raise typer.Exit(130)
     console.note(
         f"done: {many(summary.steps, 'step')} in {config.run.dir}"
         + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
         + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
     )
+    console.note(f"model: {Path(config.run.dir) / 'checkpoints' / f'step-{summary.steps:08d}' / 'model'}")
+    console.note(f"try it: {shlex.join(['fulltilt', 'chat', config.run.dir])}")
 
 
 @app.command(name="eval")
@@ -162,15 +191,17 @@ def evaluate(
 ) -> None:
     """Score a model on data.val. It samples as the eval section says. For SFT it measures the loss."""
     config = read_config(run, overrides, logged=False)
+    say_loading(f"PyTorch and the model {config.run.dir if latest else config.model.path}", quiet)
     from fulltilt import loop
     from fulltilt.observe.console import Console
 
-    result = loop.evaluate(config, Console(json=as_json, quiet=quiet), latest=latest)
+    # Only the result is for standard output.
+    result = loop.evaluate(config, Console(quiet=quiet, stdout=sys.stderr), latest=latest)
     if as_json:
         print(json.dumps(result))
         return
     for name, value in result.items():
-        print(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+        tell(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
 
 
 @app.command()
@@ -179,15 +210,16 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Report what is installed and usable here, and what is missing."""
-    from fulltilt import doctor as examination
-
     if run is not None and not run.is_dir():
         raise UserError(f"{run}: no such folder. Give the folder of a run (its run.dir), or nothing")
+    say_loading("PyTorch")
+    from fulltilt import doctor as examination
+
     report = examination.examine(run)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print("\n".join(report.lines()))
+        tell("\n".join(report.lines()))
     if report.broken:
         raise typer.Exit(1)
 
@@ -210,7 +242,7 @@ def plot(
         raise UserError(f"--against {against}: choose {' or '.join(drawing.AGAINST)}")
     drawing.files(out)
     for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
-        print(f"wrote {path}")
+        tell(f"wrote {path}")
 
 
 class BenchCommand(TyperCommand):
@@ -278,6 +310,7 @@ add_benchmark(
 def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
     meanwhile nor a reader that went away loses the result."""
+    say_loading("PyTorch", quiet)
     from fulltilt.bench import job as jobs
     from fulltilt.bench import peers, report
 
@@ -289,11 +322,9 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
             jobs.check_writable("--out", out)
         found = benchmark.run(job, say)
     written = json.dumps(found, indent=1)
-    try:
-        print(written if as_json else benchmark.table(found), flush=True)
-    finally:
-        if out is not None:
-            jobs.write_text("--out", out, written + "\n")
+    print(written if as_json else printable(benchmark.table(found)))
+    if out is not None:
+        jobs.write_text("--out", out, written + "\n")
 
 
 @app.command()
@@ -304,6 +335,7 @@ def prove(
     quiet: Quiet = False,
 ) -> None:
     """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
+    say_loading("PyTorch", quiet)
     from fulltilt.bench import report
     from fulltilt.proofs.run import prove as run_proofs
     from fulltilt.proofs.run import show
@@ -320,7 +352,7 @@ def prove(
     else:
         show(records)
     if stopped is not None:
-        print(f"stopped after {many(len(records), 'proof')}", file=sys.stderr)
+        tell(f"stopped after {many(len(records), 'proof')}", sys.stderr)
         raise stopped
     if any(record.holds is False for record in records):
         raise typer.Exit(1)
