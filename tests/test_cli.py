@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -36,7 +37,7 @@ def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
 def assert_refused(ended: runs.Ended, *words: str) -> None:
     """The user's mistake: 2, said on standard error without a traceback, and standard output left alone."""
     assert (ended.code, ended.out) == (2, ""), ended
-    assert ended.error.startswith("error: ")
+    assert re.match(r"(loading .* \.\.\.\n)?error: ", ended.error), ended
     assert "Traceback" not in ended.error
     for word in words:
         assert word in ended.error, (word, ended.error)
