@@ -23,7 +23,7 @@ from fulltilt.model.attention import Context, Decode, LayerShape, Packed, Paged,
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.records import UserError
-from fulltilt.words import first_line, listed
+from fulltilt.words import first_line, listed, many
 
 LENGTHS = (9, 33, 17, 24)
 DECODED = 4  # tokens of each document that are decoded one by one
@@ -105,12 +105,14 @@ def verify_packing(
     together, seen = measure(documents)
     layers = model.config.get_text_config().num_hidden_layers
     if missing := sorted(set(range(layers)) - set(seen)):
+        repeated = ", while others did several times" if seen.repeated else ""
         raise UnsupportedModel(
-            f"{name}: {len(missing)} of {layers} layers did not go through fulltilt's attention function: packed documents would mix there"
+            f"{name}: {len(missing)} of {layers} layers did not go through fulltilt's attention function{repeated}: packed documents would "
+            "mix there"
         )
     if extra := sorted(set(seen) - set(range(layers))):
         raise UnsupportedModel(
-            f"{name}: it has {layers} layers by its configuration, but attention was called for layer {listed(extra)} too"
+            f"{name}: it has {many(layers, 'layer')} by its configuration, but attention was called for layer {listed(extra)} too"
         )
 
     # This check comes first: where documents mix, reordering them changes much, which the second check would take for rounding.
