@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
 GROUND = {"words", "user_code", "presets", "records", "schema", "settings", "knobs", "config", "observe", "shape", "footprint"}
-SIX = {"data", "rollout", "reward", "algo", "batching", "train"}
+SIX = {"data", "rollout", "reward", "algo", "batching", "training"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
 
@@ -124,7 +124,7 @@ def test_the_table_has_no_circle() -> None:
         ("config", "def f():\n    from fulltilt.algo import build", ["config may not import fulltilt.algo.build"]),
         ("config", "from fulltilt import algo", ["config may not import fulltilt.algo"]),
         ("data/files", "from ..rollout import engine", ["data may not import fulltilt.rollout.engine"]),
-        ("train/trainer", "import fulltilt.batching.pack", ["train may not import fulltilt.batching.pack"]),
+        ("training/trainer", "import fulltilt.batching.pack", ["training may not import fulltilt.batching.pack"]),
         ("plan", "from fulltilt.batching.pack import pack", ["plan may not import fulltilt.batching.pack.pack"]),
         ("plan", "from fulltilt.batching.cost import cost", []),
         ("model/load", "import importlib\nimportlib.import_module('fulltilt.data')", ["model may not import fulltilt.data"]),

@@ -52,10 +52,10 @@ from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.schema import Config, TrainConfig
 from fulltilt.shape import Recompute
-from fulltilt.train.checkpoint import Checkpoint
-from fulltilt.train.optim import Optimizer, restore_parameters
-from fulltilt.train.roles import Critic, Policy, Role, Scorer
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import Checkpoint
+from fulltilt.training.optim import Optimizer, restore_parameters
+from fulltilt.training.roles import Critic, Policy, Role, Scorer
+from fulltilt.training.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)

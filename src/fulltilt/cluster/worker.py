@@ -30,9 +30,9 @@ from fulltilt.rollout.engine import Engine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import write_trainer
-from fulltilt.train.roles import Policy, Role, annotate_all
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import write_trainer
+from fulltilt.training.roles import Policy, Role, annotate_all
+from fulltilt.training.trainer import Trainer
 
 Metrics = dict[str, float]
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many

@@ -30,7 +30,7 @@ from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, to_toml
-from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
+from fulltilt.training.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
 LOCK = ".lock"

@@ -36,7 +36,7 @@ from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.training.checkpoint import CheckpointStore
 
 Metrics = dict[str, float]
 
