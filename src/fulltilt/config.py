@@ -453,7 +453,7 @@ def _tilde(path: str) -> str:
 
 def _data_exists(key: str, given: str | list[str]) -> Iterator[str]:
     for path in [given] if isinstance(given, str) else given:
-        if not path or not Path(path).exists():
+        if not path.startswith(schema.MEMORY) and (not path or not Path(path).exists()):
             yield f"{key}: no such file or folder: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 

@@ -241,6 +241,9 @@ class ModelConfig(Section):
     """File with a chat template that replaces the tokenizer's own."""
 
 
+MEMORY = "memory:"  # begins names of rows that were given from Python, in place of a path to data
+
+
 class DataConfig(Section):
     train: str | list[str] = row(names="data", elsewhere="train_files", min_length=1)
     """Parquet file (verl's layout), JSON-lines file or Hugging Face dataset folder; a list is read in order as one data set."""

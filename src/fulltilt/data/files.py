@@ -10,17 +10,22 @@ Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train
 
 from __future__ import annotations
 
+import datetime
+import decimal
+import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fulltilt.records import UserError
+from fulltilt.schema import MEMORY
 from fulltilt.words import listed
 
 PlacedRow = tuple[dict[str, Any], str]
@@ -31,10 +36,74 @@ _TRAIN_NAMES = frozenset({"train", "training"})
 # Written beside the data by `datasets` and by the hub; they describe the data and hold none of it.
 _DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 _BATCH_ROWS = 1024
+_SCALARS = (str, int, float, bytes, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, type(None))
+_in_memory: dict[str, tuple[dict[str, Any], ...]] = {}  # rows given from Python, by the name that stands for them in a configuration
+
+
+def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
+    """A name such as `memory:3f5a...` that stands for these rows wherever a path to data may stand, in this process. The same rows always
+    have the same name, so that a run can resume with them. `rows`: a list of dictionaries, a `datasets.Dataset`, or another iterable."""
+    if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
+        raise UserError(f"data: found {type(rows).__name__}, not rows. Give a list of dictionaries, or one split of a data set.")
+    kept = tuple(_plain_row(number, row) for number, row in enumerate(rows))
+    if not kept:
+        raise UserError("data: holds no rows. Give at least one.")
+    found = hashlib.sha256()
+    for row in kept:
+        found.update(json.dumps(row, default=lambda value: [type(value).__name__, str(value)]).encode() + b"\n")
+    name = MEMORY + found.hexdigest()[:32]
+    _in_memory[name] = kept
+    return name
+
+
+def _plain_row(number: int, row: object) -> dict[str, Any]:
+    place = _memory_place(number)
+    if not isinstance(row, Mapping):
+        raise UserError(
+            f"{place}: found {type(row).__name__}, not a dictionary of columns. Give a list of dictionaries, one split of a data set, or "
+            "frame.to_dict('records') of a pandas table."
+        )
+    try:
+        plain: dict[str, Any] = _plain(row)
+    except (TypeError, RecursionError) as error:
+        raise UserError(f"{place}: {error}. Columns hold text, numbers, lists and dictionaries: convert or remove its column.") from error
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A copy of lists and dictionaries only, so that nothing that the caller does later changes it."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str)]
+        if wrong:
+            raise TypeError(f"a key is {wrong[0]!r}, of type {type(wrong[0]).__name__}, not text")
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    raise TypeError(f"a value is of type {type(value).__name__}")
+
+
+def _memory_place(number: int) -> str:
+    return f"rows given from Python, row {number} (counted from 0)"
+
+
+def _read_memory(name: str) -> Iterator[PlacedRow]:
+    rows = _in_memory.get(name)
+    if rows is None:
+        raise UserError(
+            f"{name}: stands for rows that were given from Python, and this process does not have them. Give the same rows again, from "
+            "Python, or write them to a file and give its path."
+        )
+    return ((dict(row), _memory_place(number)) for number, row in enumerate(rows))
 
 
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:
-    """The rows of a file or folder, each with its place, e.g. `({"prompt": "2+3="}, "train.jsonl:17")`."""
+    """The rows of a file, a folder or a name of `rows_in_memory`, each with its place: `({"prompt": "2+3="}, "train.jsonl:17")`."""
+    if str(path).startswith(MEMORY):
+        return _read_memory(str(path))
     path = Path(path).expanduser()
     if path.is_dir():
         files = _files_of_folder(path)
