@@ -84,6 +84,21 @@ def be_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+@contextlib.contextmanager
+def torch_as_it_was() -> Iterator[None]:
+    """Undo what a run changes in torch's own settings, so that neither the next run of the process nor its own code computes differently:
+    the number of threads, deterministic kernels, and oneDNN, which torch turns off for good where it has no kernel for a dtype."""
+    threads, deterministic, onednn = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic, warn_only=torch.is_deterministic_algorithms_warn_only_enabled())
+        torch.backends.mkldnn.set_flags(onednn)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
 def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None) -> RunParts:
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits."""
     algorithm = build(config)
