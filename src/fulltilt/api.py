@@ -9,13 +9,14 @@ configuration is right.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
-import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fulltilt import config as configuration
 from fulltilt.callables import Callables
@@ -30,15 +31,20 @@ from fulltilt.user_code import known_functions
 from fulltilt.words import either
 
 if TYPE_CHECKING:
+    from fulltilt.data.template import Encoded
     from fulltilt.loop import OnStep
+    from fulltilt.loop.generation import Texts
+    from fulltilt.training.checkpoint import Checkpoint
 
-__all__ = ["TrainResult", "UserError", "check", "evaluate", "train"]
+__all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "generate", "train"]
 
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 # The key that is meant where a section is given one value in place of its keys.
 NATURAL = {"model": "path", "data": "train", "reward": "function", "algorithm": "name"}
 # Sections with keys that others have too: their keys need the name of the section.
-REPEATING = ("eval", "ref", "critic", "reward_model")
+REPEATING = ("eval", "ref", "critic", "reward_model", "health")
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,27 @@ class TrainResult:
         return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_lines(file)]
 
 
+def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, made to free its models when it ends, also by the user's mistake: a notebook keeps the last error, and with the frames
+    of its traceback would keep everything that they hold."""
+
+    @wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+        finally:
+            if torch := sys.modules.get("torch"):
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+
+    return called
+
+
+@leaving_nothing
 def train(
     run: Source = None, /, *, model: Any = None, data: Any = None, reward: Any = None, algorithm: Any = None,
     overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = False, console: Console | None = None, **settings: Any,
@@ -87,6 +114,7 @@ def train(
         )  # fmt: skip
 
 
+@leaving_nothing
 def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: Any) -> None:
     """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake."""
     with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
@@ -96,6 +124,7 @@ def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: A
             raise UserError(configuration.report(origin_of(run, "fulltilt.check"), mistakes))
 
 
+@leaving_nothing
 def evaluate(
     run: Source = None, /, *, data: Any = None, latest: bool = False, checkpoint: int | None = None, overrides: Sequence[str] = (),
     quiet: bool = True, console: Console | None = None, **settings: Any,
@@ -116,6 +145,68 @@ def evaluate(
         return loop.evaluate(config, console or Console(quiet=quiet), latest=latest, step=checkpoint)
 
 
+@dataclass(frozen=True)
+class Completion:
+    """One sample of a prompt."""
+
+    text: str
+    tokens: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)  # of each token, at the sampling temperature
+    finish: str  # "stop", or "length" if max_new_tokens cut it off
+
+
+@leaving_nothing
+def generate(
+    model: str | os.PathLike[str], prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, samples: int | None = None,
+    max_new_tokens: int = 256, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
+    step: int | None = None, details: bool = False, **settings: Any,
+) -> list[Any]:  # fmt: skip
+    """Continue prompts through the rollout engine: one text for each prompt, or with `samples` a list of so many texts for each.
+
+    `model`: the folder or hub name of a model, or the folder of a run, whose newest checkpoint is used, or that of `step`. `prompts`:
+    strings, or conversations as lists of messages, which go through the chat template. `details`: a `Completion` in place of each text.
+    Further keywords are keys of a run file, such as `stop=["\\n"]`, `system="..."`, `device="cpu"` or `dtype="float32"`.
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise UserError("prompts: give a list of strings or of conversations, also for one prompt: [prompt]")
+    sampled = {"samples_per_prompt": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
+    with opened_model("fulltilt.generate", model, step, {**settings, "seed": seed}, sampled, len(prompts)) as (config, found):
+        from fulltilt.loop import generation
+
+        texts = generation.Texts.of(config)
+        encoded = [encode(texts, number, prompt) for number, prompt in enumerate(prompts)]
+        if not encoded:
+            return []
+        with generation.open_generation(config, texts, max(len(each.ids) for each in encoded), found) as opened:
+            groups = opened.groups(encoded, seed)
+    made = [[Completion(each.text, each.ids.tolist(), each.logprobs.tolist(), each.finish) for each in group.samples] for group in groups]
+    found_texts = [[each if details else each.text for each in group] for group in made]
+    return [group[0] for group in found_texts] if samples is None else found_texts
+
+
+def encode(texts: Texts, number: int, prompt: Any) -> Encoded:
+    try:
+        return texts.encoder.encode(prompt)
+    except UserError as error:
+        raise UserError(f"prompts[{number}]: {error}") from None
+
+
+@contextlib.contextmanager
+def opened_model(
+    who: str, model: str | os.PathLike[str], step: int | None, settings: Mapping[str, Any], sampled: Mapping[str, Any], prompts: int
+) -> Iterator[tuple[Config, Checkpoint | None]]:
+    """The configuration that generates with a model, and the checkpoint that it comes from, if any. `sampled`: keys of [eval]."""
+    from fulltilt.loop import generation
+
+    found = generation.find_checkpoint(os.fspath(model), step)
+    tables = generation.tables_for(os.fspath(model), found)
+    tables["eval"] = {key: value for key, value in sampled.items() if value is not None}
+    most = max(1, min(256, prompts * (sampled.get("samples_per_prompt") or 1)))
+    tables["rollout"] = tables.get("rollout", {}) | {"max_new_tokens": 1, "max_seqs": most}
+    with configured(who, tables, settings, (), logged=False) as config:
+        yield config, found
+
+
 # ---- the configuration -----------------------------------------------------------------------------------------------------------------
 
 
@@ -132,23 +223,12 @@ def configured(who: str, run: Source, keywords: Mapping[str, Any], overrides: Se
         config = configuration.parse(tables, overrides, origin_of(run, who), rules)
         from fulltilt.cluster.assembly import torch_as_it_was
 
-        try:
-            with torch_as_it_was():
-                yield config
-        except UserError as error:
-            free_frames(error)
-            raise
+        with torch_as_it_was():
+            yield config
 
 
 def origin_of(run: Source, who: str) -> str:
     return str(run) if isinstance(run, str | os.PathLike) else who
-
-
-def free_frames(error: BaseException | None) -> None:
-    """Let go of everything that the frames of an error hold: a notebook keeps the last error, and with it would keep the models."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
 
 
 def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any]) -> Iterator[str]:

@@ -26,7 +26,7 @@ from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine
+from fulltilt.rollout.engine import Engine, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
@@ -151,6 +151,11 @@ class Worker:
         """Have the engine describe its progress after every `interval` seconds of generating."""
         if self.engine and self.config.rollout.log_stats:
             self.engine.report(say, interval)
+
+    def listen(self, listen: Listener | None) -> None:
+        """Have the engine tell of the tokens of each sample as they come, until told otherwise."""
+        assert self.engine
+        self.engine.listener = listen
 
     def sync(self, version: int) -> None:
         """Bring the engine to the trainer's weights, which have changed."""
