@@ -15,7 +15,7 @@ import traceback
 from dataclasses import asdict
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_type_hints
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -25,10 +25,6 @@ from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, 
 from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
-
-if TYPE_CHECKING:
-    from fulltilt.schema import Config
-
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
@@ -94,7 +90,7 @@ def tell(text: str, where: TextIO | None = None) -> None:
     print(printable(text), file=where, flush=True)
 
 
-def say_loading(what: str, quiet: bool = False) -> None:
+def loading(what: str, quiet: bool = False) -> None:
     """Answer before the import of torch, which takes seconds."""
     if not quiet:
         tell(f"loading {what} ...", sys.stderr)
@@ -113,15 +109,6 @@ def common(
     pass
 
 
-def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
-    """Read and check a configuration. `logged`: the command uses the run's loggers, so they must be able to start."""
-    from fulltilt import config
-    from fulltilt.observe import loggers
-
-    of_loggers = config.ConfigRule(("log.to",), lambda given: loggers.check(given.log))
-    return config.load(path, overrides or [], [of_loggers] if logged else [])
-
-
 @app.command()
 def demo(
     folder: Annotated[
@@ -131,7 +118,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Teach a small model arithmetic on this machine: SFT, then GRPO. Takes about three minutes on two CPU cores."""
-    say_loading("PyTorch", quiet)
+    loading("PyTorch", quiet)
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
@@ -152,33 +139,34 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a model as RUN.toml describes. To resume an interrupted run from its last checkpoint, repeat the command."""
-    config = read_config(run, overrides, logged=True)
-    say_loading(f"PyTorch and the model {config.model.path}", quiet)
-    if check:
-        from fulltilt.cluster.checks import find_mistakes
-        from fulltilt.config import report
-
-        if mistakes := find_mistakes(config):
-            raise UserError(report(str(run), mistakes))
-        tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
-        return
-    from fulltilt import loop
+    loading(f"{run} and what it names", quiet)
+    from fulltilt import api
     from fulltilt.observe.console import Console
 
+    if check:
+        api.check(run, overrides=overrides or ())
+        tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
+        return
     console = Console(json=as_json, quiet=quiet)
-    summary = loop.train(config, console)
-    if summary.interrupted:
-        saved = "and saved" if summary.steps else "with nothing to save yet"
-        tell(f"stopped after step {summary.steps} {saved}", sys.stderr)
+    result = api.train(run, overrides=overrides or (), console=console)
+    if result.interrupted:
+        saved = "and saved" if result.steps else "with nothing to save yet"
+        tell(f"stopped after step {result.steps} {saved}", sys.stderr)
         tell(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {many(summary.steps, 'step')} in {config.run.dir}"
-        + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
-        + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
+        f"done: {many(result.steps, 'step')} in {from_here(result.folder)}"
+        + (f", reward {result.reward_first:.3f} -> {result.reward_last:.3f}" if result.reward_first is not None else "")
+        + f", {result.seconds:.0f} s, {result.tokens_per_s:.0f} tokens/s"
     )
-    console.note(f"model: {Path(config.run.dir) / 'checkpoints' / f'step-{summary.steps:08d}' / 'model'}")
-    console.note(f"try it: {shlex.join(['fulltilt', 'chat', config.run.dir])}")
+    if result.model:
+        console.note(f"model: {from_here(result.model)}")
+        console.note(f"try it: {shlex.join(['fulltilt', 'chat', str(from_here(result.folder))])}")
+
+
+def from_here(path: Path) -> Path:
+    """The path as a user would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 @app.command(name="eval")
@@ -190,13 +178,13 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Score a model on data.val. It samples as the eval section says. For SFT it measures the loss."""
-    config = read_config(run, overrides, logged=False)
-    say_loading(f"PyTorch and the model {config.run.dir if latest else config.model.path}", quiet)
-    from fulltilt import loop
+    loading(f"{run} and what it names", quiet)
+    from fulltilt import api
     from fulltilt.observe.console import Console
 
     # Only the result is for standard output.
-    result = loop.evaluate(config, Console(quiet=quiet, stdout=sys.stderr), latest=latest)
+    people = Console(quiet=quiet, stdout=sys.stderr)
+    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest)
     if as_json:
         print(json.dumps(result))
         return
@@ -212,7 +200,7 @@ def doctor(
     """Report what is installed and usable here, and what is missing."""
     if run is not None and not run.is_dir():
         raise UserError(f"{run}: no such folder. Give the folder of a run (its run.dir), or nothing")
-    say_loading("PyTorch")
+    loading("PyTorch")
     from fulltilt import doctor as examination
 
     report = examination.examine(run)
@@ -310,7 +298,7 @@ add_benchmark(
 def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
     meanwhile nor a reader that went away loses the result."""
-    say_loading("PyTorch", quiet)
+    loading("PyTorch", quiet)
     from fulltilt.bench import job as jobs
     from fulltilt.bench import peers, report
 
@@ -335,7 +323,7 @@ def prove(
     quiet: Quiet = False,
 ) -> None:
     """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
-    say_loading("PyTorch", quiet)
+    loading("PyTorch", quiet)
     from fulltilt.bench import report
     from fulltilt.proofs.run import prove as run_proofs
     from fulltilt.proofs.run import show

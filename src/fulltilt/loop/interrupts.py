@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -25,11 +26,14 @@ class Interrupts:
     """
 
     def __init__(self) -> None:
-        self._wanted = False
+        self._wanted: int | None = None  # the signal that came first
         self.held = False
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread, and only it may ask
+            yield
+            return
         watched = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored
             watched.append(signal.SIGHUP)
@@ -39,7 +43,7 @@ class Interrupts:
         finally:
             for number, handler in before.items():
                 # A terminal that closes sends SIGHUP more than once: while the run saves and ends, it stays ignored.
-                signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP and self._wanted else handler)
+                signal.signal(number, signal.SIG_IGN if number == self._wanted == signal.SIGHUP else handler)
 
     def hold(self) -> None:
         self.held = True
@@ -54,7 +58,7 @@ class Interrupts:
             return
         if self._wanted:
             raise KeyboardInterrupt
-        self._wanted = True
+        self._wanted = number
         if not self.held:
             raise Interrupted
         with contextlib.suppress(OSError):  # the terminal may be gone
