@@ -352,7 +352,7 @@ def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
         ({"flops": 1e9}, "--bandwidth and --flops: --bandwidth is missing, and it is not known for cpu"),
         ({"vllm_grid": "256", "against": "hf"}, "--vllm-grid: vllm is not measured here"),
         ({"model": "model", "workload": "tail"}, "needs 4352 positions, and model was made for 512"),
-        ({"overrides": ("rollout.kv_bytes=many",)}, 'rollout.kv_bytes: must be "auto" or a whole number greater than 0'),
+        ({"overrides": ("rollout.kv_bytes=many",)}, 'rollout.kv_bytes: must be "auto" or a whole number from 1 to 1000000000000000'),
         ({"overrides": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a setting of this measurement"),
         ({"overrides": ("train.recompute=full",)}, "train.recompute=full: not a setting of this measurement"),
         ({"overrides": ("rollout.max_seqs",)}, "rollout.max_seqs: not a setting of this measurement. Write KEY=VALUE"),

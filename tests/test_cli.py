@@ -121,7 +121,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "negative batch number": (
         lambda folder: change(folder, "prompts_per_step = 4", "prompts_per_step = -4"),
-        ["algorithm.prompts_per_step: must be a whole number greater than 0, got -4"],
+        ["algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got -4"],
     ),
     "missing data": (lambda folder: (folder / "train.jsonl").unlink(), ["data.train: no such file", "train.jsonl"]),
     "missing reward": (lambda folder: (folder / "reward.py").unlink(), ["reward.function: no such file", "reward.py"]),

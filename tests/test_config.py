@@ -150,16 +150,16 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
 @pytest.mark.parametrize(
     ("override", "mistake"),
     [
-        ("algorithm.prompts_per_step=-4", "algorithm.prompts_per_step: must be a whole number greater than 0, got -4"),
-        ("algorithm.prompts_per_step=1.5", "algorithm.prompts_per_step: must be a whole number greater than 0, got 1.5"),
-        ('algorithm.prompts_per_step="64"', 'algorithm.prompts_per_step: must be a whole number greater than 0, got "64"'),
-        ("algorithm.prompts_per_step=true", "algorithm.prompts_per_step: must be a whole number greater than 0, got true"),
-        ("rollout.max_seqs=0", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got 0'),
-        ("rollout.max_seqs=many", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got "many"'),
+        ("algorithm.prompts_per_step=-4", "algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got -4"),
+        ("algorithm.prompts_per_step=1.5", "algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got 1.5"),
+        ('algorithm.prompts_per_step="64"', 'algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got "64"'),
+        ("algorithm.prompts_per_step=true", "algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got true"),
+        ("rollout.max_seqs=0", 'rollout.max_seqs: must be "auto" or a whole number from 1 to 2147483647, got 0'),
+        ("rollout.max_seqs=many", 'rollout.max_seqs: must be "auto" or a whole number from 1 to 2147483647, got "many"'),
         ("rollout.memory_fraction=1.5", 'rollout.memory_fraction: must be "auto" or a number greater than 0 and at most 1, got 1.5'),
         ("rollout.top_p=0", "rollout.top_p: must be a number greater than 0 and at most 1, got 0"),
         ("rollout.stop=end", 'rollout.stop: must be a list of text that is not empty, got "end"'),
-        ("train.lr=nan", "train.lr: must be a number greater than 0, got nan (not a finite number)"),
+        ("train.lr=nan", "train.lr: must be a number greater than 0 and at most 1000, got nan (not a finite number)"),
         ("train.betas=[0.9]", "train.betas: must be a list of 2, each a number at least 0 and less than 1, got [0.9]"),
         ("train.schedule=cosin", 'train.schedule: must be "constant", "linear" or "cosine", got "cosin"'),
         (
@@ -167,12 +167,12 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
             'train.recompute: must be "auto", "none", "selective" or "full", got true. enable_gradient_checkpointing is a switch: true is '
             '"full", false is "none".',
         ),
-        ("train.recompute_layers=0", 'train.recompute_layers: must be "auto" or a whole number greater than 0, got 0'),
+        ("train.recompute_layers=0", 'train.recompute_layers: must be "auto" or a whole number from 1 to 2147483647, got 0'),
         ("train.offload_params=1", 'train.offload_params: must be "auto", true or false, got 1'),
         ("critic.offload_params=some", 'critic.offload_params: must be "auto", true or false, got "some"'),
         ("run.eval_before=2", "run.eval_before: must be true or false, got 2"),
         ("run.dir=5", "run.dir: must be text that is not empty, got 5"),
-        ("algorithm.clip_low=2", "algorithm.clip_low: must be a number at least 0 and at most 1, got 2"),
+        ("algorithm.clip_low=2", "algorithm.clip_low: must be a number from 0 to 1, got 2"),
         (
             "rollout.engine=vllm",
             'rollout.engine: must be "hf" or "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
@@ -295,7 +295,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
     [
         (["run.epochs=2"], "run.steps: 3 has no effect while run.epochs is 2. Remove it, or remove run.epochs"),
         (["run.eval_every=5"], "data.val: missing, but run.eval_every asks for validation. Set data.val, or remove run.eval_every"),
-        (["run.eval_every=5", "run.eval_before=true"], "data.val: missing, but run.eval_every and run.eval_before asks"),
+        (["run.eval_every=5", "run.eval_before=true"], "data.val: missing, but run.eval_every and run.eval_before ask for"),
         (
             ["rollout.kv_bytes=1000000", "rollout.memory_fraction=0.5"],
             "rollout.kv_bytes: 1000000 has no effect while rollout.memory_fraction is 0.5. Remove it, or",
@@ -494,10 +494,33 @@ def test_hub_names_only_when_online_or_downloaded_before(
     ],
 )
 def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs: str, ours: str) -> None:
-    (mistake,) = mistakes_of(run, f"{theirs}=1")
+    (mistake,) = mistakes_of(run, f"{theirs}=[1]")
     assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for {ours}: ")
-    for key in ours.split(" and "):  # what it means here, for the value may have to be another
+    for key in ours.split(" and "):  # what it means here, for the value must be another
         assert schema.words(schema.keys()[key]).meaning in mistake
+
+
+@pytest.mark.parametrize(
+    ("theirs", "value", "advice"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio", "0.3", "write algorithm.clip_low = 0.3, algorithm.clip_high = 0.3"),
+        ("algorithm.adv_estimator", "gae", 'write algorithm.name = "gae"'),
+        ("trainer.save_freq", "20", "write run.save_every = 20"),
+        ("trainer.save_freq", "-1", "Steps between checkpoints"),  # never, in verl
+        ("learning_rate", "1e-4", "write train.lr = 0.0001"),
+        ("per_device_train_batch_size", "8", "Prompts per step"),  # another unit
+        ("use_kl_loss", "true", "Weight of the KL term"),
+        ("beta", "0.1", "write algorithm.kl_coef = 0.1"),
+        ("custom_reward_function.path", "mine.py", "A built-in reward"),
+        ("report_to", "wandb", "Loggers that get every number"),
+        ("output_dir", "out", 'write run.dir = "out"'),
+    ],
+)
+def test_a_foreign_key_is_translated_where_its_value_means_the_same(
+    run: dict[str, dict[str, Any]], theirs: str, value: str, advice: str
+) -> None:
+    mistake = mistakes_of(run, f"{theirs}={value}")[0]
+    assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for ") and f": {advice}" in mistake
 
 
 def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:

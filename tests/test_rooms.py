@@ -40,10 +40,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compat": GROUND,
     "doctor": GROUND | {"memory.host"},
     "reference": {"words", "schema", "knobs"},
+    "starter": {"words", "records", "schema"},
     "bench": BELOW_LOOP | {"loop"},
     "proofs": BELOW_LOOP | {"loop", "bench", "demo"},
     "demo": BELOW_LOOP | {"loop"},
-    "cli": BELOW_LOOP | {"tune", "loop", "compat", "doctor", "reference", "bench", "proofs", "demo"},
+    "cli": BELOW_LOOP | {"tune", "loop", "compat", "doctor", "reference", "starter", "bench", "proofs", "demo"},
     "__main__": {"cli"},
     "__init__": set(),
 }

@@ -32,6 +32,12 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+def printable(text: str) -> str:
+    """The text with control characters and whatever else would not show written as escapes: `a\\u001b[0m`."""
+    codes = ((character, ord(character)) for character in text)
+    return "".join(each if each.isprintable() else f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}" for each, code in codes)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
