@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import runs
-from models import ModelFolders
 
-from fulltilt import schema
 from fulltilt.config import parse
 from fulltilt.plan import plan_of
 from fulltilt.records import UserError
@@ -103,7 +101,7 @@ def context_of(key: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, model_folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(runs.make(tmp_path / "folder", model_folders("qwen2")))
     return tmp_path / "folder"
 
@@ -114,8 +112,8 @@ def test_numbers_far_out_are_refused_by_name_and_range_or_planned_with(folder: P
     for number in BEYOND:
         found = mistakes({**context, key: as_value(key, number)})
         if not isinstance(found, Config):
-            told = [text for text in found if text.partition(". ")[2].startswith(key)]
-            assert len(told) == 1 and "number" in told[0] or any(word in told[0] for word in ("Use", "Lower", "Remove", "Set")), (number, found)
+            told = [text for text in found if key in text]
+            assert told and any(word in told[0] for word in ("number", "Use", "Lower", "Remove", "Set")), (number, found)
             continue
         assert isinstance(number, int | float) and math.isfinite(number) and abs(number) < 2**63, number
         for device, device_bytes in (("cpu", 0), ("cuda", 80 << 30)):
@@ -168,7 +166,10 @@ def test_a_run_with_the_least_and_the_greatest_number(folder: Path, key: str, ed
     if context.get("reward.function") == "reward_model":
         pytest.skip("the reward model's numbers are those of the other roles")
     given = {**context, key: as_value(key, number), "run.dir": "run"}
-    lines = [f"[{section}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items()) for section, own in tables(given).items()]
+    lines = [
+        f"[{section}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items())
+        for section, own in tables(given).items()
+    ]
     Path("run.toml").write_text("\n".join(lines))
     try:
         with at_most(60):

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from inspect import Parameter, Signature
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
@@ -48,7 +49,7 @@ class Group(TyperGroup):
 
 def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
     known = {"-h", "--help", *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))}
-    for given, following in zip(args, [*args[1:], None], strict=True):
+    for given, following in pairwise([*args, None]):
         option = given.partition("=")[0]
         if option in known or not re.match(r"--?[A-Za-z]", given):
             continue
@@ -234,7 +235,6 @@ def plot(
 
     if against not in drawing.AGAINST:
         raise UserError(f"--against {against}: choose {' or '.join(drawing.AGAINST)}")
-    drawing.files(out)
     for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
         print(f"wrote {path}")
 
@@ -285,10 +285,12 @@ add_benchmark(
 def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
     meanwhile nor a reader that went away loses the result."""
-    from fulltilt.bench import job as jobs
-    from fulltilt.bench import peers, report
+    from fulltilt.bench import peers
 
-    benchmark = peers.benchmark(name)
+    benchmark = peers.benchmark(name)  # before the imports that take seconds: one that is not installed is refused at once
+    from fulltilt.bench import job as jobs
+    from fulltilt.bench import report
+
     options = BenchOptions(**{field: value for field, value in given.items() if value is not None})
     with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as scratch, report.progress(quiet=quiet) as say:
         job = benchmark.prepare(options, Path(scratch))

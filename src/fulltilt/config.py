@@ -138,9 +138,9 @@ def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterat
         name = key.lstrip("~+-")
         parts, given = _key_parts(name), _override_value(value)
         if not all(parts) or len(parts) > MOST_DEPTH or _too_deep(given) or not (equals or key.startswith("~")):
-            yield Mistake(f"{printable(typed)}: not an override. Write section.key=value, for example run.steps=100")
+            yield Mistake(f"{shortened(printable(typed), 100)}: not an override. Write section.key=value, for example run.steps=100")
         elif wrong := _wrong_spelling(typed, override, key, value):
-            yield Mistake(f"{printable(typed)}: {wrong}", (name,))
+            yield Mistake(f"{shortened(printable(typed), 100)}: {wrong}", (name,))
         else:
             yield from _set(tables, parts, given) if equals else _unset(tables, parts)
 
