@@ -19,7 +19,7 @@ import fulltilt
 from fulltilt.knobs import LEDGER
 from fulltilt.schema import keys
 from fulltilt.starter import TASKS
-from fulltilt.train.checkpoint import write_manifest
+from fulltilt.training.checkpoint import write_manifest
 
 ModelFolders = Callable[[str], Path]
 COMMANDS = {

@@ -37,7 +37,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import TIMING_NAMES, read_lines
 from fulltilt.records import UserError
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.words import many
 
 SOURCE = "openai/gsm8k"

@@ -22,7 +22,7 @@ from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.loop.experience import validate
-from fulltilt.loop.run import Progress, Run, Summary
+from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles, write_whole
@@ -30,14 +30,14 @@ from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, to_toml
-from fulltilt.train.checkpoint import Checkpoint, CheckpointStore
+from fulltilt.training.checkpoint import Checkpoint, CheckpointStore
 
 PLAN = "plan.json"
 LOCK = ".lock"
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
 
 
-def train(config: Config, console: Console) -> Summary:
+def train(config: Config, console: Console, on_step: OnStep | None = None) -> Summary:
     """Run `config` to its end, from the newest intact checkpoint of its folder if there is one."""
     folder = Path(config.run.dir)
     store = CheckpointStore(folder / "checkpoints", config.run.keep)
@@ -71,7 +71,7 @@ def train(config: Config, console: Console) -> Summary:
             console.note(text)
         stack.enter_context(what_stays())
         with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-            summary = Run(config, parts, store, progress, console, loggers).train()
+            summary = Run(config, parts, store, progress, console, loggers, on_step).train()
         loggers.close(finished=not summary.interrupted)
         return summary
 
@@ -200,14 +200,14 @@ def one_process(folder: Path) -> Iterator[None]:
         yield
 
 
-def evaluate(config: Config, console: Console, *, latest: bool) -> dict[str, Any]:
-    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest checkpoint of `run.dir`."""
+def evaluate(config: Config, console: Console, *, latest: bool, step: int | None = None) -> dict[str, Any]:
+    """Validation rewards (for SFT: the loss) of `model.path`, of the newest checkpoint of `run.dir`, or of that of one step."""
     if config.data.val is None:
         raise UserError("data.val: nothing to evaluate on. Set data.val")
     found = None
-    if latest:
+    if latest or step is not None:
         store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
-        found = store.latest()
+        found = store.latest() if step is None else store.at(step)
         if found is None:
             raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
         # Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained.

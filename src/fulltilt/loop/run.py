@@ -8,6 +8,7 @@ would have written, timings aside; Ctrl-C leaves a checkpoint of the last whole 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -36,9 +37,10 @@ from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.training.checkpoint import MODEL, CheckpointStore
 
 Metrics = dict[str, float]
+OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
 
 # What a need of the algorithm means: the phase it is, and the role that is asked.
 ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-logprob", "ref"), "values": ("values", "critic")}
@@ -66,6 +68,7 @@ class Summary:
     reward_first: float | None
     reward_last: float | None
     interrupted: bool = False
+    model: Path | None = None  # the newest checkpoint's exported model; None: nothing was saved
 
     @property
     def tokens_per_s(self) -> float:
@@ -74,8 +77,9 @@ class Summary:
 
 class Run:
     def __init__(
-        self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers
-    ) -> None:
+        self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
+        on_step: OnStep | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.parts = parts
         self.worker = parts.worker
@@ -83,6 +87,7 @@ class Run:
         self.progress = progress
         self.console = console
         self.loggers = loggers
+        self.on_step = on_step
         self.interrupts = Interrupts()
         self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
         folder = Path(config.run.dir)
@@ -315,6 +320,7 @@ class Run:
             reward_first=rewards[0] if rewards else None,
             reward_last=rewards[-1] if rewards else None,
             interrupted=interrupted,
+            model=self.store.path(self.progress.step) / MODEL if self.store.holds(self.progress.step) else None,
         )
 
     def _whole_step(self, step: int) -> None:
@@ -337,8 +343,21 @@ class Run:
         due = run.save_every > 0 and step // run.save_every > self.store.newest // run.save_every
         if step == last or (due and self.health.may_save):
             self.save(beside=step < last)
+        self._call_back(step, metrics)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
+
+    def _call_back(self, step: int, metrics: Metrics) -> None:
+        """Tell the user's function of the finished step. The step is whole: whatever the function raises, it is saved first."""
+        if self.on_step is None:
+            return
+        try:
+            go_on = self.on_step(step, json.loads(measure.encode_line(step, metrics)))
+        except Exception:
+            self.save()
+            raise
+        if go_on is False and step < self.parts.plan.steps:
+            raise Interrupted
 
     def _look_after(self, step: int, metrics: Metrics) -> None:
         """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest

@@ -109,7 +109,7 @@ class CheckpointStore:
         """
         self.finish()
         text = json.dumps(state, indent=1)
-        target = self.folder / f"step-{step:08d}"
+        target = self.path(step)
         unfinished = self.folder / f"{target.name}.partial-{os.getpid()}"
         needed = len(text) + written_bytes
         with self._whole_or_nothing(step, unfinished, needed):
@@ -185,7 +185,10 @@ class CheckpointStore:
 
     def holds(self, step: int) -> bool:
         """Whether a checkpoint of this step is in place, without reading it."""
-        return (self.folder / f"step-{step:08d}").is_dir()
+        return self.path(step).is_dir()
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are complete and unchanged. Reads every byte of it; writes nothing."""
@@ -199,6 +202,16 @@ class CheckpointStore:
                 return Checkpoint(path, step)
             self.skipped.append(f"{path}: {damage}")
         return None
+
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of one step. UserError if it is not there, or damaged."""
+        there = dict(reversed([(number, path) for path, number in self._finished()]))
+        if step not in there:
+            steps = ", ".join(map(str, sorted(there))) or "none"
+            raise UserError(f"{self.folder} has no checkpoint of step {step}; it has those of steps {steps}")
+        if damage := find_damage(there[step], step):
+            raise UserError(f"{there[step]}: the checkpoint is damaged: {damage}. Choose another step")
+        return Checkpoint(there[step], step)
 
     def _finished(self) -> list[tuple[Path, int]]:
         """Finished checkpoints, newest first; for one step, the new one before the one it replaces."""
@@ -220,7 +233,7 @@ class CheckpointStore:
                 if path.with_suffix("").exists():
                     self._delete(path)
                 else:
-                    path.rename(self.folder / f"step-{step:08d}")
+                    path.rename(self.path(step))
 
     def require_space(self, needed: int) -> None:
         """Raise UserError unless a checkpoint of `needed` bytes fits."""

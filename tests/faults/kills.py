@@ -1,0 +1,2 @@
+def kill_all(*_):
+    return 0
