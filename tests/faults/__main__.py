@@ -154,9 +154,7 @@ def report(results: Sequence[cases.Result], seed: int) -> int:
     for kind, count in kinds.most_common():
         first = next(result for result in failing if any(verdict.kind == kind for verdict in result.verdicts))
         detail = next(verdict.detail for verdict in first.verdicts if verdict.kind == kind).strip().splitlines() or [""]
-        print(
-            f"\n{count} x {kind}\n    {detail[-1][:300]}\n    {'; '.join(first.said)[:600]}\n    python tests/faults --seed {seed} --case {first.number}"
-        )
+        print(f"\n{count} x {kind}\n    {detail[-1][:300]}\n    {'; '.join(first.said)[:600]}\n    python tests/faults --seed {seed} --case {first.number}")
     codes = ", ".join(f"{count} with exit code {code}" for code, count in sorted(Counter(result.code for result in results).items()))
     slowest = max(results, key=lambda result: result.seconds, default=None)
     print(f"\nfaults: {len(results)} cases (seed {seed}): {codes}; {len(failing)} failures in {len(kinds)} classes", end="")
@@ -179,9 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=CASES, help=f"how many (default: {CASES})")
     parser.add_argument("--case", type=int, action="append", help="only this one, and show all that it said; may be repeated")
     parser.add_argument("--kills", type=int, default=0, help="kill training runs so many times, and compare their files (default: 0)")
-    parser.add_argument(
-        "--processes", type=int, default=min(8, len(os.sched_getaffinity(0))), help="cases at a time (default: one per core)"
-    )
+    parser.add_argument("--processes", type=int, default=min(8, len(os.sched_getaffinity(0))), help="cases at a time (default: one per core)")
     parser.add_argument("--deadline", type=float, default=cases.DEADLINE_S, help="seconds after which a case hangs (default: %(default)g)")
     parser.add_argument("--keep", action="store_true", help="keep the folders of the cases, and say where they are")
     parser.add_argument("--quiet", action="store_true", help="print only the summary")

@@ -91,9 +91,7 @@ def make(seed: int, number: int, root: Path, templates: Templates) -> Tree:
     tree = Tree.make(root, templates, scenario)
     weights, commands = zip(*COMMANDS[group], strict=True)
     tree.arguments = list(chance.choices(commands, weights)[0])
-    earlier = group in ("run", "words") or (
-        scenario in FINISHED and group in ("surroundings", "config", "reward") and chance.random() < 0.3
-    )
+    earlier = group in ("run", "words") or (scenario in FINISHED and group in ("surroundings", "config", "reward") and chance.random() < 0.3)
     tree.said.append(f"scenario {scenario}{', run before' if earlier else ''}")
     if earlier:
         tree.with_earlier_run(scenario)

@@ -202,6 +202,7 @@ class _Watched:
                 self.meanwhile(self.run_dir)
             self.meanwhile = None
 
+
     def _count(self) -> None:
         if self.meanwhile is None and (count := len(descendants())) > MOST_PROCESSES:
             self.processes = count

@@ -1,2 +1,1 @@
-def kill_all(*_):
-    return 0
+def kill_all(*_): return 0

@@ -136,28 +136,8 @@ def text_in_run_file(tree: Tree, chance: random.Random) -> str:
     tree.write()
     lines = (tree.root / "run.toml").read_bytes().splitlines()
     extra = chance.choice(
-        (
-            b"[run]",
-            b"[[run]]",
-            b"x",
-            b"= 3",
-            b"a.b.c = 1",
-            b'"" = 1',
-            b"run.steps = 3",
-            b"[model.path]",
-            b"x = 1979-05-27",
-            b"x = 0x" + b"f" * 400,
-        )
-        + (
-            b"x = " + b"[" * 3000,
-            b"x = " + b"9" * 5000,
-            b"# \xff",
-            b"\x1b[2J = 1",
-            b"x = '''",
-            b'x = "\\ud800"',
-            b"run = 3",
-            b"x = {a = 1}",
-        )
+        (b"[run]", b"[[run]]", b"x", b"= 3", b"a.b.c = 1", b'"" = 1', b"run.steps = 3", b"[model.path]", b"x = 1979-05-27", b"x = 0x" + b"f" * 400)
+        + (b"x = " + b"[" * 3000, b"x = " + b"9" * 5000, b"# \xff", b"\x1b[2J = 1", b"x = '''", b'x = "\\ud800"', b"run = 3", b"x = {a = 1}")
     )
     lines.insert(chance.randrange(len(lines) + 1), extra)
     tree.toml = b"\n".join(lines) + b"\n"
@@ -178,56 +158,10 @@ def override(tree: Tree, chance: random.Random) -> str:
 @mutation("config", 2)
 def odd_argument(tree: Tree, chance: random.Random) -> str:
     text = chance.choice(
-        (
-            "--train.lr",
-            "--train.lr=1e-4",
-            "train.lr",
-            "train.lr 1e-4",
-            "=",
-            "run.steps=",
-            "=3",
-            "~train.lr",
-            "~lora.rank",
-            "~x",
-            "-x",
-            "--json",
-            "--",
-        )
-        + (
-            "--quiet",
-            "--help",
-            "--latest",
-            "--check",
-            "run.steps=[",
-            "run.steps=1,2",
-            "a.b.c.d=1",
-            "run=3",
-            "run={steps=1}",
-            "run.toml",
-            "other.toml",
-        )
-        + (
-            ".",
-            "model",
-            "\udcff",
-            "é=1",
-            "lr=1e-4",
-            "--lr",
-            "-q",
-            "+run.steps=3",
-            "run/steps=3",
-            "run.steps==3",
-            "run.steps= 3",
-            "'run.steps=3'",
-        )
-        + (
-            "train_batch_size=4",
-            "actor_rollout_ref.actor.optim.lr=1e-6",
-            "trainer.total_epochs=1",
-            "learning_rate=1",
-            "\x1b[2J=1",
-            "x" * 5000,
-        )
+        ("--train.lr", "--train.lr=1e-4", "train.lr", "train.lr 1e-4", "=", "run.steps=", "=3", "~train.lr", "~lora.rank", "~x", "-x", "--json", "--")
+        + ("--quiet", "--help", "--latest", "--check", "run.steps=[", "run.steps=1,2", "a.b.c.d=1", "run=3", "run={steps=1}", "run.toml", "other.toml")
+        + (".", "model", "\udcff", "é=1", "lr=1e-4", "--lr", "-q", "+run.steps=3", "run/steps=3", "run.steps==3", "run.steps= 3", "'run.steps=3'")
+        + ("train_batch_size=4", "actor_rollout_ref.actor.optim.lr=1e-6", "trainer.total_epochs=1", "learning_rate=1", "\x1b[2J=1", "x" * 5000)
     )
     tree.arguments.append(text)
     return f"the argument {text[:80]!r}"
@@ -236,9 +170,7 @@ def odd_argument(tree: Tree, chance: random.Random) -> str:
 @mutation("config", 1)
 def another_run_file(tree: Tree, chance: random.Random) -> str:
     place = chance.choice([index for index, text in enumerate(tree.arguments) if text == "run.toml"] or [len(tree.arguments)])
-    name = chance.choice(
-        ("none.toml", "", ".", "model", "reward.py", "train.jsonl", "/dev/null", "x\nby", "a" * 300, "run.toml/", "pipe", "loop", "home")
-    )
+    name = chance.choice(("none.toml", "", ".", "model", "reward.py", "train.jsonl", "/dev/null", "x\nby", "a" * 300, "run.toml/", "pipe", "loop", "home"))
     if name == "pipe":
         os.mkfifo(tree.root / "pipe")
     if name == "loop":
@@ -251,14 +183,8 @@ def another_run_file(tree: Tree, chance: random.Random) -> str:
 def path_elsewhere(tree: Tree, chance: random.Random) -> str:
     """A key that names a file or a folder names something else."""
     key = chance.choice([key for key in given_keys(tree) if key in PLACED and key != "run.dir"] + ["model.chat_template", "data.val"])
-    value = chance.choice(
-        ("none", "", ".", "/", "~", "~/x", "~nobody/x", "run.toml", "reward.py", "notes.txt", "model/config.json", "home", "a" * 300)
-    )
-    return set_key(
-        tree,
-        key,
-        chance.choice((value, f"{value}:score", "model", "train.jsonl", "reward.py:other", "reward.py:", ":", "x\0y", "org/name")),
-    )
+    value = chance.choice(("none", "", ".", "/", "~", "~/x", "~nobody/x", "run.toml", "reward.py", "notes.txt", "model/config.json", "home", "a" * 300))
+    return set_key(tree, key, chance.choice((value, f"{value}:score", "model", "train.jsonl", "reward.py:other", "reward.py:", ":", "x\0y", "org/name")))
 
 
 # ---- data --------------------------------------------------------------------------------------------------------------------------------
@@ -270,20 +196,7 @@ CONTENTS: tuple[Any, ...] = (
     [{"role": "user", "content": [{"type": "text", "text": "\ud800"}]}], [{"role": "system", "content": "x"}], [[{"role": "user", "content": "x"}]],
     "a" * 3_000_000, "0" * 40, {"role": "user", "content": "x"},
 )  # fmt: skip
-COLUMNS = (
-    "prompt",
-    "prompt",
-    "prompt",
-    "response",
-    "ground_truth",
-    "answer",
-    "data_source",
-    "extra_info",
-    "reward_model",
-    "messages",
-    "ability",
-    "weight",
-)
+COLUMNS = ("prompt", "prompt", "prompt", "response", "ground_truth", "answer", "data_source", "extra_info", "reward_model", "messages", "ability", "weight")
 
 
 def rows_of(tree: Tree, chance: random.Random) -> tuple[str, list[dict[str, Any]]]:
@@ -307,35 +220,9 @@ def odd_lines(tree: Tree, chance: random.Random) -> str:
     name, rows = rows_of(tree, chance)
     lines = [json.dumps(row).encode() for row in rows]
     extra = chance.choice(
-        (
-            b"",
-            b" ",
-            b"null",
-            b"[]",
-            b"3",
-            b'"x"',
-            b"{",
-            b"{}",
-            b'{"prompt": "1", "prompt": "2"}',
-            b'{"prompt": NaN}',
-            b'{"prompt": "\\ud800"}',
-        )
-        + (
-            b'{"prompt": "\xff"}',
-            b'{"prompt": ' + b"[" * 5000,
-            b'{"prompt": ' + b"9" * 5000 + b"}",
-            b"\x1b[2J",
-            b"[1, 2]",
-            b'{"a": {"a": 1, "a": 2}}',
-        )
-        + (
-            b'{"prompt": "1", "ground_truth": {"a": 1, "a": 2}}',
-            b"{'prompt': '1'}",
-            b'{"prompt": "1",}',
-            b"// comment",
-            b"\0",
-            b"\xef\xbb\xbf{}",
-        )
+        (b"", b" ", b"null", b"[]", b"3", b'"x"', b"{", b"{}", b'{"prompt": "1", "prompt": "2"}', b'{"prompt": NaN}', b'{"prompt": "\\ud800"}')
+        + (b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 5000, b'{"prompt": ' + b"9" * 5000 + b"}", b"\x1b[2J", b"[1, 2]", b'{"a": {"a": 1, "a": 2}}')
+        + (b'{"prompt": "1", "ground_truth": {"a": 1, "a": 2}}', b"{'prompt': '1'}", b'{"prompt": "1",}', b"// comment", b"\0", b"\xef\xbb\xbf{}")
     )
     lines.insert(chance.randrange(len(lines) + 1), extra)
     (tree.root / name).write_bytes(b"\n".join(lines) + b"\n")
@@ -381,9 +268,7 @@ def not_a_file(tree: Tree, chance: random.Random) -> str:
     name, _ = rows_of(tree, chance)
     path = tree.root / name
     path.unlink()
-    how = chance.choice(
-        ("a pipe", "a folder", "an empty folder", "a loop", "a dangling link", "missing", "unreadable", "endless", "a folder of odd files")
-    )
+    how = chance.choice(("a pipe", "a folder", "an empty folder", "a loop", "a dangling link", "missing", "unreadable", "endless", "a folder of odd files"))
     if how == "a pipe":
         os.mkfifo(path)
     elif how in ("a folder", "an empty folder", "a folder of odd files"):
@@ -391,9 +276,7 @@ def not_a_file(tree: Tree, chance: random.Random) -> str:
         if how == "a folder":
             (path / "train.jsonl").write_text(json.dumps(PROMPTS[0]) + "\n")
         if how == "a folder of odd files":
-            for inner in chance.sample(
-                ("state.json", "dataset_info.json", "dataset_dict.json", "train-00000-of-00003.parquet", "x.arrow", "a.csv"), 3
-            ):
+            for inner in chance.sample(("state.json", "dataset_info.json", "dataset_dict.json", "train-00000-of-00003.parquet", "x.arrow", "a.csv"), 3):
                 (path / inner).write_bytes(values.damaged(b'{"splits": ["train"], "_data_files": [{"filename": "x.arrow"}]}', chance)[0])
     elif how in ("a loop", "a dangling link", "endless"):
         path.symlink_to({"a loop": name, "a dangling link": "none", "endless": "/dev/zero"}[how])
@@ -530,20 +413,7 @@ def impossible_model(tree: Tree, chance: random.Random) -> str:
 @mutation("model", 3)
 def odd_generation_settings(tree: Tree, chance: random.Random) -> str:
     path = model_folder(tree, chance) / "generation_config.json"
-    key = chance.choice(
-        (
-            "eos_token_id",
-            "pad_token_id",
-            "bos_token_id",
-            "max_length",
-            "do_sample",
-            "temperature",
-            "top_k",
-            "stop_strings",
-            "x",
-            "bad_words_ids",
-        )
-    )
+    key = chance.choice(("eos_token_id", "pad_token_id", "bos_token_id", "max_length", "do_sample", "temperature", "top_k", "stop_strings", "x", "bad_words_ids"))
     odd = chance.choice((*MODEL_VALUES["eos_token_id"], values.odd_value(chance)))
     document: Any = {key: odd, "transformers_version": "5.17.0"}
     path.write_bytes(values.dumped(document) if chance.random() < 0.8 else values.dumped(odd))
@@ -556,21 +426,9 @@ def odd_tokenizer(tree: Tree, chance: random.Random) -> str:
     try:
         document = json.loads(path.read_bytes())
         key = chance.choice(
-            (
-                "model_max_length",
-                "eos_token",
-                "bos_token",
-                "unk_token",
-                "pad_token",
-                "tokenizer_class",
-                "added_tokens_decoder",
-                "chat_template",
-                "backend",
-            )
+            ("model_max_length", "eos_token", "bos_token", "unk_token", "pad_token", "tokenizer_class", "added_tokens_decoder", "chat_template", "backend")
         )
-        document[key] = chance.choice(
-            (None, "", "x", 3, -1, [], {}, {"1": 3}, "LlamaTokenizer", "BertTokenizer", values.ESCAPES, {"content": "<x>"}, 10**30)
-        )
+        document[key] = chance.choice((None, "", "x", 3, -1, [], {}, {"1": 3}, "LlamaTokenizer", "BertTokenizer", values.ESCAPES, {"content": "<x>"}, 10**30))
     except (OSError, ValueError, TypeError, RecursionError):
         return said(tree, path, "is no JSON any more")
     path.write_bytes(values.dumped(document))
@@ -701,17 +559,7 @@ def foreign_folder(tree: Tree, chance: random.Random) -> str:
     folder.mkdir()
     tree.run_dir = None
     contents = chance.sample(
-        (
-            "metrics.jsonl",
-            "rollouts/step-000001.jsonl",
-            "run.toml",
-            "plan.json",
-            "validation/x",
-            "checkpoints/step-5/x",
-            ".lock",
-            "thesis.tex",
-            "checkpoints/mine",
-        ),
+        ("metrics.jsonl", "rollouts/step-000001.jsonl", "run.toml", "plan.json", "validation/x", "checkpoints/step-5/x", ".lock", "thesis.tex", "checkpoints/mine"),
         chance.choice((1, 1, 2, 3)),
     )
     if contents == [".lock"]:
@@ -764,11 +612,7 @@ def damaged_run(tree: Tree, chance: random.Random) -> str:
 def changed_run(tree: Tree, chance: random.Random) -> str:
     """One value of a JSON file, whose digest in the manifest then follows, as if an older version had written it."""
     files = [path for path in run_files(tree) if path.suffix in (".json", ".jsonl")]
-    path = chance.choice(
-        [file for file in files if file.name in ("state.json", "plan.json", "manifest.json", "metrics.jsonl")]
-        if chance.random() < 0.8
-        else files
-    )
+    path = chance.choice([file for file in files if file.name in ("state.json", "plan.json", "manifest.json", "metrics.jsonl")] if chance.random() < 0.8 else files)
     try:
         if path.suffix == ".jsonl":
             lines = path.read_bytes().splitlines()
@@ -849,21 +693,8 @@ def stranger_in_run(tree: Tree, chance: random.Random) -> str:
     """A folder or a file of another name among those of the run."""
     folder = tree.root / "run"
     name = chance.choice(
-        (
-            "checkpoints/step-00000009",
-            "checkpoints/step-99999999999999999999",
-            "checkpoints/step-x",
-            "checkpoints/mine",
-            "checkpoints/step-00000002.partial-1",
-        )
-        + (
-            "rollouts/step-x.jsonl",
-            "rollouts/mine.jsonl",
-            "x" * 200,
-            "\x1b[2J",
-            "checkpoints/.trash-step-00000001-1",
-            "checkpoints/step-00000001.replaced",
-        )
+        ("checkpoints/step-00000009", "checkpoints/step-99999999999999999999", "checkpoints/step-x", "checkpoints/mine", "checkpoints/step-00000002.partial-1")
+        + ("rollouts/step-x.jsonl", "rollouts/mine.jsonl", "x" * 200, "\x1b[2J", "checkpoints/.trash-step-00000001-1", "checkpoints/step-00000001.replaced")
     )
     path = folder / name
     if path.exists() or not path.parent.is_dir():
@@ -890,22 +721,8 @@ def locked_run(tree: Tree, chance: random.Random) -> str:
 @mutation("run", 2)
 def resumed_otherwise(tree: Tree, chance: random.Random) -> str:
     key, value = chance.choice(
-        (
-            ("run.resume", "force"),
-            ("run.resume", "never"),
-            ("run.steps", 1),
-            ("run.steps", 2),
-            ("run.keep", 1),
-            ("train.lr", 1.0),
-            ("run.seed", 8),
-        )
-        + (
-            ("algorithm.samples_per_prompt", 3),
-            ("algorithm.name", "rloo"),
-            ("rollout.max_new_tokens", 5),
-            ("lora.rank", 4),
-            ("model.dtype", "bfloat16"),
-        )
+        (("run.resume", "force"), ("run.resume", "never"), ("run.steps", 1), ("run.steps", 2), ("run.keep", 1), ("train.lr", 1.0), ("run.seed", 8))
+        + (("algorithm.samples_per_prompt", 3), ("algorithm.name", "rloo"), ("rollout.max_new_tokens", 5), ("lora.rank", 4), ("model.dtype", "bfloat16"))
     )
     return set_key(tree, key, value)
 
@@ -927,9 +744,7 @@ def meanwhile(tree: Tree, chance: random.Random) -> str:
 
 # ---- reward ------------------------------------------------------------------------------------------------------------------------------
 
-FRAME = (
-    "import os, sys, time, signal, threading, subprocess\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
-)
+FRAME = "import os, sys, time, signal, threading, subprocess\n\n\ndef score(data_source, solution_str, ground_truth, extra_info):\n    {body}\n"
 BODIES = (
     "raise RuntimeError('no')", "raise SystemExit(3)", "raise KeyboardInterrupt", "raise BaseException('no')", "1 / 0", "assert False", "return score(1, 2, 3, 4)",
     "raise RuntimeError('\\x1b]0;owned\\x07')", "raise RuntimeError('x' * 10**6)", "raise RuntimeError('\\ud800')", "raise type('\\x1bX', (Exception,), {})()",
@@ -995,18 +810,7 @@ def odd_reward_file(tree: Tree, chance: random.Random) -> str:
 
 @mutation("reward", 1)
 def odd_reward_name(tree: Tree, chance: random.Random) -> str:
-    names: tuple[Any, ...] = (
-        "gsm8k",
-        "math",
-        "reward.py:none",
-        "none.py:score",
-        "reward.py",
-        ":score",
-        "os:system",
-        {"gsm8k": 1e308, "reward.py:score": -1e308},
-        {},
-        {"gsm8k": 0.0},
-    )
+    names: tuple[Any, ...] = ("gsm8k", "math", "reward.py:none", "none.py:score", "reward.py", ":score", "os:system", {"gsm8k": 1e308, "reward.py:score": -1e308}, {}, {"gsm8k": 0.0})
     name = chance.choice((*names, "reward.py:score:x", "~/reward.py:score", "model:score", "reward.py:__import__"))
     if "reward" in tree.tables:
         tree.tables["reward"]["function"] = name
@@ -1096,8 +900,6 @@ def folder_gone(tree: Tree, chance: random.Random) -> str:
 
 @mutation("surroundings", 1)
 def odd_rights(tree: Tree, chance: random.Random) -> str:
-    name = chance.choice(
-        ("run.toml", "reward.py", "model", "model/config.json", "model/model.safetensors", "train.jsonl", "tmp", "home", ".")
-    )
+    name = chance.choice(("run.toml", "reward.py", "model", "model/config.json", "model/model.safetensors", "train.jsonl", "tmp", "home", "."))
     tree.modes[name] = chance.choice((0o000, 0o400, 0o444, 0o555))
     return f"{name} without some rights"
