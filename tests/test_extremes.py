@@ -128,6 +128,13 @@ def test_numbers_far_out_are_refused_by_name_and_range_or_planned_with(folder: P
 # ---- runs ------------------------------------------------------------------------------------------------------------------------------
 
 
+# Their greatest values only make a run long: it works until it is stopped.
+MUCH_WORK = {
+    *("algorithm.samples_per_prompt", "algorithm.epochs", "algorithm.max_rounds"),
+    *("eval.samples_per_prompt", "run.steps", "run.epochs"),
+}
+
+
 def edges(key: str) -> Iterator[Any]:
     """The least and the greatest legal number."""
     bounds: dict[str, Any] = {}
@@ -165,15 +172,13 @@ def test_a_run_with_the_least_and_the_greatest_number(folder: Path, key: str, ed
     context, number = context_of(key), list(edges(key))[edge]
     if context.get("reward.function") == "reward_model":
         pytest.skip("the reward model's numbers are those of the other roles")
-    given = {**context, key: as_value(key, number), "run.dir": "run"}
-    lines = [
-        f"[{section}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items())
-        for section, own in tables(given).items()
-    ]
+    given = tables({**context, key: as_value(key, number), "run.dir": "run"})
+    lines = [f"[{section}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items()) for section, own in given.items()]
     Path("run.toml").write_text("\n".join(lines))
     try:
-        with at_most(60):
+        with at_most(60 if key not in MUCH_WORK else 10):
             runs.train(folder)
     except UserError as error:
         assert 0 < len(str(error)) < 2000
-        print(f"REFUSED {key}={number}: {error}")
+    except TimeoutError:
+        assert key in MUCH_WORK and edge == 1

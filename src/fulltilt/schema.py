@@ -34,6 +34,7 @@ from fulltilt.words import either, printable, shortened
 MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
 NotNegative = Annotated[int, Field(ge=0, le=MOST)]
+GroupSize = Annotated[int, Field(ge=1, le=65536)]
 Share = Annotated[float, Field(gt=0, le=1)]
 # Beyond these float32 cannot hold the product with another number of its size, or the unit makes no sense.
 Weight = Annotated[float, Field(ge=0, le=1_000_000)]
@@ -334,7 +335,7 @@ class AlgorithmConfig(Section):
     )
     """Prompts per step, over all devices. For SFT: rows per step. Note: Counted in prompts, over all devices. ChatLearn counts samples:
     divide sample_per_episode by num_inference_per_prompt."""
-    samples_per_prompt: Positive = _batch_number(
+    samples_per_prompt: GroupSize = _batch_number(
         8, aliases="ARR.rollout.n | {runtime_args,models.policy}.num_inference_per_prompt", elsewhere="num_generations"
     )
     """Samples per prompt: the size of a group. SFT has none, and setting it there is an error."""
@@ -344,7 +345,7 @@ class AlgorithmConfig(Section):
     """Mini-batches, which are optimizer steps, per rollout and epoch. Note: A number of mini-batches, not their size:
     data.train_batch_size / ppo_mini_batch_size in verl, sample_per_episode / train_global_batch_size in ChatLearn. It works with any number
     of devices; nothing must divide evenly."""
-    epochs: Annotated[int, Field(ge=1, le=1000)] = _batch_number(
+    epochs: Annotated[int, Field(ge=1, le=100)] = _batch_number(
         1, aliases="{ARR.actor,critic}.ppo_epochs | runtime_args.num_training_epoch", elsewhere="num_iterations"
     )
     """Number of passes over the samples of a step."""
@@ -475,7 +476,7 @@ class RewardConfig(Section):
     """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: Seconds = _calls_a_function(10.0, free=True)
     """Time limit of one call. A call that exceeds it is killed, counted and scored by `on_error`."""
-    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = _calls_a_function("auto", free=True)
+    workers: Annotated[int, Field(ge=1, le=256)] | Auto = _calls_a_function("auto", free=True)
     """Reward processes. `auto`: one per core."""
     memory_gb: float = _calls_a_function(4.0, ge=0.1, le=1_000_000)
     """Address space of one reward process; beyond it a call fails with MemoryError."""
@@ -681,7 +682,7 @@ class RewardModelConfig(Section):
 class LoraConfig(Section):
     used_if = (UsedIf(("rank",), lambda rank: rank > 0, "set lora.rank, for example to 16"),)
 
-    rank: Annotated[int, Field(ge=0, le=65536)] = 0
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of the adapters. 0: no adapters, all parameters are trained."""
     alpha: AboveZero | None = None
     """The adapters' output is scaled by alpha / rank. Left out: twice the rank."""
@@ -701,7 +702,7 @@ class EvalConfig(Section):
     used_if = (_if_sampled, UsedIf(("data.val",), lambda val: val is not None, "set data.val"))
     free = True
 
-    samples_per_prompt: Positive = row(1, used_if=_if_not_greedy("samples_per_prompt", 1))
+    samples_per_prompt: GroupSize = row(1, used_if=_if_not_greedy("samples_per_prompt", 1))
     """Samples of each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of validation: from 0.0001 to 10000, or 0, which is greedy."""
