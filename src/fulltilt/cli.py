@@ -139,7 +139,7 @@ def train(
     from fulltilt.observe.console import Console
 
     console = Console(json=as_json, quiet=quiet)
-    summary = loop.train(config, console)
+    summary = loop.train(config, console, origin=run)
     if summary.interrupted:
         saved = "and saved" if summary.steps else "with nothing to save yet"
         print(f"stopped after step {summary.steps} {saved}", file=sys.stderr)
@@ -157,6 +157,7 @@ def evaluate(
     run: RunFile,
     overrides: Overrides = None,
     latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint in run.dir instead of model.path.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Evaluate the best checkpoint in run.dir, the one of run.keep_best.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -165,7 +166,7 @@ def evaluate(
     from fulltilt import loop
     from fulltilt.observe.console import Console
 
-    result = loop.evaluate(config, Console(json=as_json, quiet=quiet), latest=latest)
+    result = loop.evaluate(config, Console(json=as_json, quiet=quiet), latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return

@@ -8,6 +8,7 @@ Imports only the standard library: reward processes start from here and must sta
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import sys
 import traceback
@@ -31,6 +32,11 @@ class UserCode:
     path: str = ""  # empty for a function that fulltilt itself has
     attribute: str = ""
     source: bytes = b""
+
+    @property
+    def digest(self) -> str:
+        """Identifies the file's content."""
+        return hashlib.sha256(self.source).hexdigest()
 
 
 def locate(name: str) -> UserCode:
