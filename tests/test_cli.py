@@ -16,7 +16,7 @@ import runs
 
 import fulltilt
 from fulltilt.knobs import LEDGER
-from fulltilt.train.checkpoint import write_manifest
+from fulltilt.training.checkpoint import write_manifest
 
 ModelFolders = Callable[[str], Path]
 COMMANDS = {

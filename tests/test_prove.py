@@ -28,7 +28,7 @@ from fulltilt.proofs.setup import ProofSetup, step_key
 from fulltilt.proofs.step import WatchedStep
 from fulltilt.records import UserError
 from fulltilt.rollout.stats import EngineStats
-from fulltilt.train import roles
+from fulltilt.training import roles
 
 ALL_ROLES = {"actor", "sft", "critic", "ref", "reward_model"}
 LEARN = {"actor", "sft", "critic"}

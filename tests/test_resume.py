@@ -18,7 +18,7 @@ import runs
 
 from fulltilt.loop.folder import open_run_folder
 from fulltilt.records import UserError
-from fulltilt.train import checkpoint as store
+from fulltilt.training import checkpoint as store
 
 ModelFolders = Callable[[str], Path]
 

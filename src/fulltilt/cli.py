@@ -15,7 +15,7 @@ import tempfile
 from dataclasses import asdict
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -24,10 +24,6 @@ import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
 from fulltilt.records import UserError
 from fulltilt.words import many
-
-if TYPE_CHECKING:
-    from fulltilt.schema import Config
-
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
@@ -88,15 +84,6 @@ def common(
     pass
 
 
-def read_config(path: Path, overrides: list[str] | None, *, logged: bool) -> Config:
-    """Read and check a configuration. `logged`: the command uses the run's loggers, so they must be able to start."""
-    from fulltilt import config
-    from fulltilt.observe import loggers
-
-    of_loggers = config.ConfigRule(("log.to",), lambda given: loggers.check(given.log))
-    return config.load(path, overrides or [], [of_loggers] if logged else [])
-
-
 @app.command()
 def demo(
     folder: Annotated[
@@ -126,29 +113,24 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a model as RUN.toml describes. To resume an interrupted run from its last checkpoint, repeat the command."""
-    config = read_config(run, overrides, logged=True)
-    if check:
-        from fulltilt.cluster.checks import find_mistakes
-        from fulltilt.config import report
-
-        if mistakes := find_mistakes(config):
-            raise UserError(report(str(run), mistakes))
-        print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
-        return
-    from fulltilt import loop
+    from fulltilt import api
     from fulltilt.observe.console import Console
 
+    if check:
+        api.check(run, overrides=overrides or ())
+        print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
+        return
     console = Console(json=as_json, quiet=quiet)
-    summary = loop.train(config, console, origin=run)
-    if summary.interrupted:
-        saved = "and saved" if summary.steps else "with nothing to save yet"
-        print(f"stopped after step {summary.steps} {saved}", file=sys.stderr)
+    result = api.train(run, overrides=overrides or (), console=console)
+    if result.interrupted:
+        saved = "and saved" if result.steps else "with nothing to save yet"
+        print(f"stopped after step {result.steps} {saved}", file=sys.stderr)
         print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {many(summary.steps, 'step')} in {config.run.dir}"
-        + (f", reward {summary.reward_first:.3f} -> {summary.reward_last:.3f}" if summary.reward_first is not None else "")
-        + f", {summary.seconds:.0f} s, {summary.tokens_per_s:.0f} tokens/s"
+        f"done: {many(result.steps, 'step')} in {result.folder}"
+        + (f", reward {result.reward_first:.3f} -> {result.reward_last:.3f}" if result.reward_first is not None else "")
+        + f", {result.seconds:.0f} s, {result.tokens_per_s:.0f} tokens/s"
     )
 
 
@@ -162,11 +144,10 @@ def evaluate(
     quiet: Quiet = False,
 ) -> None:
     """Score a model on data.val. It samples as the eval section says. For SFT it measures the loss."""
-    config = read_config(run, overrides, logged=False)
-    from fulltilt import loop
+    from fulltilt import api
     from fulltilt.observe.console import Console
 
-    result = loop.evaluate(config, Console(json=as_json, quiet=quiet), latest=latest, best=best)
+    result = api.evaluate(run, overrides=overrides or (), console=Console(json=as_json, quiet=quiet), latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return

@@ -22,11 +22,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from fulltilt import knobs, schema
+from fulltilt import knobs, schema, user_code
 from fulltilt.presets import LARGEST_ERROR, NORMALISED_SUM, PRESETS
 from fulltilt.records import UserError
 from fulltilt.schema import AlgorithmConfig, Config, conditions, flatten, keys, legal_values, row_of, sections, shown, value_of, words
 from fulltilt.settings import algorithm_settings, holds, in_effect, is_set, own_functions, used_keys
+from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, many
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
@@ -58,7 +59,7 @@ def load(path: Path | str, overrides: Sequence[str] = (), rules: Sequence[Config
 
     `rules`: further ones, of rooms that this one must not import.
     """
-    return parse(_read_toml(Path(path)), overrides, str(path), rules)
+    return parse(read_toml(Path(path)), overrides, str(path), rules)
 
 
 def parse(
@@ -84,7 +85,7 @@ def report(origin: str, mistakes: Sequence[str]) -> str:
     return "\n".join([f"{origin}: {many(len(mistakes), 'mistake')}", *(f"  {number}. {text}" for number, text in enumerate(mistakes, 1))])
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_bytes().decode("utf-8")
     except FileNotFoundError:
@@ -331,6 +332,12 @@ def _enough_prompts(config: Config) -> Iterator[str]:
 def _reward_exists(key: str, function: str) -> Iterator[str]:
     if function in schema.REWARDS:
         return
+    if function.startswith(user_code.FROM_PYTHON):
+        try:
+            user_code.locate(function)
+        except UserCodeError as error:
+            yield f"{key}: {shown(function)}: {error}"
+        return
     file, _, name = function.rpartition(":")
     if not file.endswith(".py") or not name.isidentifier():
         known = either([shown(each) for each in schema.REWARDS])
@@ -465,7 +472,10 @@ def _tilde(path: str) -> str:
 
 def _data_exists(key: str, given: str | list[str]) -> Iterator[str]:
     for path in [given] if isinstance(given, str) else given:
-        if not path or not Path(path).exists():
+        on_hub = schema.hub_dataset(path)
+        if on_hub is not None and on_hub.split is None and key == "data.val":
+            yield f"{key}: {shown(path)} on the hub has several splits. Name one, for example {path}:test"
+        if on_hub is None and not path.startswith(schema.MEMORY) and (not path or not Path(path).exists()):
             yield f"{key}: no such file or folder: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 

@@ -26,13 +26,13 @@ from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine
+from fulltilt.rollout.engine import Engine, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import write_trainer
-from fulltilt.train.roles import Policy, Role, annotate_all
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import write_trainer
+from fulltilt.training.roles import Policy, Role, annotate_all
+from fulltilt.training.trainer import Trainer
 
 Metrics = dict[str, float]
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
@@ -151,6 +151,11 @@ class Worker:
         """Have the engine describe its progress after every `interval` seconds of generating."""
         if self.engine and self.config.rollout.log_stats:
             self.engine.report(say, interval)
+
+    def listen(self, listen: Listener | None) -> None:
+        """Have the engine tell of the tokens of each sample as they come, until told otherwise."""
+        assert self.engine
+        self.engine.listener = listen
 
     def sync(self, version: int) -> None:
         """Bring the engine to the trainer's weights, which have changed."""

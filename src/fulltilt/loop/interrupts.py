@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from types import FrameType
 
@@ -29,6 +30,9 @@ class Interrupts:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread, and only it may ask
+            yield
+            return
         before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield

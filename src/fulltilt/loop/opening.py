@@ -11,8 +11,9 @@ import contextlib
 import gc
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
-from fulltilt.loop.run import Progress, Run, Summary
+from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles, read_lines, write_whole
@@ -37,7 +38,7 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, keys, rewards_named, row_of, to_toml, value_of
 from fulltilt.settings import own_functions
-from fulltilt.train.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore
+from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore
 
 SIZES = {field.name for field in fields(Budgets)}
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
@@ -78,7 +79,7 @@ def read_state(found: Checkpoint) -> SavedState:
         ) from None
 
 
-def train(config: Config, console: Console, origin: Path | None = None) -> Summary:
+def train(config: Config, console: Console, on_step: OnStep | None = None, origin: Path | None = None) -> Summary:
     """Run `config` to its end, from the newest intact checkpoint of its folder if there is one. `origin`: the file it was read from, which
     is never written."""
     path = Path(config.run.dir)
@@ -115,7 +116,7 @@ def train(config: Config, console: Console, origin: Path | None = None) -> Summa
             console.note(text)
         stack.enter_context(what_stays())
         with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-            summary = Run(config, parts, store, progress, console, loggers, folder, files).train()
+            summary = Run(config, parts, store, progress, console, loggers, on_step, folder, files).train()
         loggers.close(finished=not summary.interrupted)
         return summary
 
@@ -278,13 +279,17 @@ def carried_over(parts: RunParts, found: Checkpoint, state: SavedState, console:
     return tuple(kept)
 
 
-def evaluate(config: Config, console: Console, *, latest: bool = False, best: bool = False) -> dict[str, Any]:
-    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest or the best checkpoint of `run.dir`."""
+def evaluate(config: Config, console: Console, *, latest: bool = False, best: bool = False, step: int | None = None) -> dict[str, Any]:
+    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest, the best or one step's checkpoint of `run.dir`."""
     if config.data.val is None:
         raise UserError("data.val: nothing to evaluate on. Set data.val")
     store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
+    find = store.find_best if best else store.latest if step is None else partial(store.at, step)
     with enough_memory("set-up"):
-        found, parts = assemble_checkpoint(config, store, console, best=best) if latest or best else (None, assemble_evaluation(config))
+        if latest or best or step is not None:
+            found, parts = assemble_checkpoint(config, store, find, console)
+        else:
+            found, parts = None, assemble_evaluation(config)
     with contextlib.closing(parts):
         parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
         for text in parts.notes:
@@ -296,16 +301,18 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
     return {**which, **({"skipped": "; ".join(store.skipped)} if store.skipped else {}), **metrics}
 
 
-def assemble_checkpoint(config: Config, store: CheckpointStore, console: Console, *, best: bool) -> tuple[Checkpoint, RunParts]:
-    """The best or the newest checkpoint and its parts. A run that is still training may delete it meanwhile: then the next one is taken."""
+def assemble_checkpoint(
+    config: Config, store: CheckpointStore, find: Callable[[], Checkpoint | None], console: Console
+) -> tuple[Checkpoint, RunParts]:
+    """The checkpoint that `find` gives, and its parts. A run that is still training may delete it meanwhile: then `find` is asked again."""
     while True:
-        found = store.find_best() if best else store.latest()
+        found = find()
         for text in store.skipped:
             console.warn(f"skipped a damaged checkpoint: {text}")
         if found is None:
-            which, option = ("best", "--best") if best else ("intact", "--latest")
-            remedy = f"Leave {option} out to evaluate model.path{', or set run.keep_best in training' if best else ''}"
-            raise UserError(f"{config.run.dir} holds no {which} checkpoint. {remedy}")
+            best = find == store.find_best
+            which, option = ("best", "--best (`run.keep_best` keeps one)") if best else ("intact", "--latest")
+            raise UserError(f"{config.run.dir} holds no {which} checkpoint. Leave {option} out to evaluate model.path")
         try:
             refuse_other_adapters(config, read_state(found))
             return found, assemble_evaluation(config, found)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import json
 import math
 import time
 from collections import Counter
@@ -39,9 +40,10 @@ from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.schema import VALIDATION_METRICS, Config
-from fulltilt.train.checkpoint import BestCheckpoint, CheckpointStore
+from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore
 
 Metrics = dict[str, float]
+OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
 
 # What a need of the algorithm means: the phase it is, and the role that is asked.
 ANNOTATIONS = {"old_logprobs": ("old-logprob", "actor"), "ref_logprobs": ("ref-logprob", "ref"), "values": ("values", "critic")}
@@ -70,6 +72,7 @@ class Summary:
     reward_first: float | None
     reward_last: float | None
     interrupted: bool = False
+    model: Path | None = None  # the newest checkpoint's exported model; None: nothing was saved
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,7 +82,7 @@ class Summary:
 class Run:
     def __init__(
         self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
-        folder: RunFolder | None = None, files: Mapping[str, str] | None = None,
+        on_step: OnStep | None = None, folder: RunFolder | None = None, files: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints."""
         self.config = config
@@ -89,6 +92,7 @@ class Run:
         self.progress = progress
         self.console = console
         self.loggers = loggers
+        self.on_step = on_step
         self.interrupts = Interrupts()
         self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
         self.folder = folder
@@ -328,6 +332,7 @@ class Run:
             reward_first=rewards[0] if rewards else None,
             reward_last=rewards[-1] if rewards else None,
             interrupted=interrupted,
+            model=self.store.path(self.progress.step) / MODEL if self.store.holds(self.progress.step) else None,
         )
 
     def _whole_step(self, step: int) -> None:
@@ -353,8 +358,21 @@ class Run:
         best = self._new_best(step, metrics) if step == last or due or validated else None
         if step == last or ((due or (best and self._best_is_validated)) and self.health.may_save):
             self.save(beside=step < last, best=best)
+        self._call_back(step, metrics)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
+
+    def _call_back(self, step: int, metrics: Metrics) -> None:
+        """Tell the user's function of the finished step. The step is whole: whatever the function raises, it is saved first."""
+        if self.on_step is None:
+            return
+        try:
+            go_on = self.on_step(step, json.loads(measure.encode_line(step, metrics)))
+        except Exception:
+            self.save()
+            raise
+        if go_on is False and step < self.parts.plan.steps:
+            raise Interrupted
 
     def _require_folder(self) -> None:
         if self.folder:

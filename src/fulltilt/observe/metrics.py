@@ -180,6 +180,11 @@ class RolloutFiles:
                     path.unlink()
 
 
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of one file of `RolloutFiles`."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
 def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
     prompt = group.prompt
     return {

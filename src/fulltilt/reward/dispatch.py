@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fulltilt.callables import travelling
 from fulltilt.memory.host import usable_cores
 from fulltilt.records import Group, UserError
 from fulltilt.reward import functions
@@ -51,11 +52,11 @@ class Dispatcher:
         failed: Callable[[BaseException], None],
     ) -> None:
         """Returns once a process has loaded every named function, or `failed` was told what kept it from doing so; without names there are
-        no processes. UserError if a function's file cannot be read.
+        no processes. UserError if a function's file cannot be read, or if it cannot be sent to a process.
 
         Called on the threads: `done` with a call, its outcome and whether it was tried again; `failed` if no call can end any more."""
         try:
-            located = tuple(functions.locate(name) for name in names)
+            located = tuple(travelling(functions.locate(name)) for name in names)
         except UserCodeError as error:
             raise UserError(str(error)) from None
         self._setup = pickle.dumps(Setup(located, dict(config.args), int(config.memory_gb * 2**30)))

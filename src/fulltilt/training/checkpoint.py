@@ -128,7 +128,7 @@ class CheckpointStore:
         Raises UserError when the disk is full or not writable; then no checkpoint has changed and no partial folder is left.
         """
         self.finish()
-        target = self.folder / f"step-{step:08d}"
+        target = self.path(step)
         unfinished = self.folder / f"{target.name}.partial-{os.getpid()}"
         needed = len(json.dumps(state, indent=1)) + written_bytes
         with self._whole_or_nothing(step, unfinished, needed):
@@ -208,7 +208,10 @@ class CheckpointStore:
 
     def holds(self, step: int) -> bool:
         """Whether a checkpoint of this step is in place, without reading it."""
-        return (self.folder / f"step-{step:08d}").is_dir()
+        return self.path(step).is_dir()
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
 
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are complete and unchanged. Reads every byte of it; writes nothing."""
@@ -234,6 +237,16 @@ class CheckpointStore:
             else:  # a run that is still training has deleted it, and has newer ones
                 return self._first_intact(known)
         return None
+
+    def at(self, step: int) -> Checkpoint:
+        """The checkpoint of one step. UserError if it is not there, or damaged."""
+        there = dict(reversed([(number, path) for path, number in self._finished()]))
+        if step not in there:
+            steps = ", ".join(map(str, sorted(there))) or "none"
+            raise UserError(f"{self.folder} has no checkpoint of step {step}; it has those of steps {steps}")
+        if damage := find_damage(there[step], step):
+            raise UserError(f"{there[step]}: the checkpoint is damaged: {damage}. Choose another step")
+        return Checkpoint(there[step], step)
 
     def tidy(self, best: BestCheckpoint | None) -> None:
         """Finish what a killed process has begun: the link to the best checkpoint, deletions, an interrupted replacement. Call it after
@@ -273,7 +286,7 @@ class CheckpointStore:
                 if path.with_suffix("").exists():
                     self._delete(path)
                 else:
-                    path.rename(self.folder / f"step-{step:08d}")
+                    path.rename(self.path(step))
 
     def require_space(self, needed: int) -> None:
         """Raise UserError unless a checkpoint of `needed` bytes fits."""
