@@ -266,7 +266,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ended: Outcome) -> None:
     assert (outcome.code, outcome.out) == (2, "")
     assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.error
     assert "Traceback" not in outcome.error
-    assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "plan.json", "run.toml"]
+    assert sorted(runs.contents(folder / "run")) == [".fulltilt", "metrics.jsonl", "plan.json", "snapshot.toml"]
     assert (folder / "run" / "metrics.jsonl").read_bytes() == b""
 
 

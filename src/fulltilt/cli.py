@@ -202,6 +202,7 @@ def evaluate(
     run: RunFile,
     overrides: Overrides = None,
     latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint in run.dir instead of model.path.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Evaluate the best checkpoint in run.dir, the one of run.keep_best.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -212,7 +213,7 @@ def evaluate(
 
     # Only the result is for standard output.
     people = Console(quiet=quiet, stdout=sys.stderr)
-    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest)
+    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return
