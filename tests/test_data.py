@@ -163,7 +163,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', ["a.jsonl:2", "not valid JSON", "one object a line"]),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', ["a.jsonl:2", "not valid JSON", "one whole JSON object"]),
         ("a.jsonl", b'{"prompt": "x"}\n["y"]\n', ["a.jsonl:2", "not an object"]),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', ["a.jsonl:2", "not UTF-8"]),
         ("a.jsonl", b"", ["a.jsonl", "holds no rows"]),
@@ -171,7 +171,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 and nothing else", ["a.parquet", "write it again"]),
         ("a.parquet", b"", ["a.parquet", "write it again"]),
         ("a.arrow", b"not a stream", ["a.arrow", "write it again"]),
-        ("a.csv", b"prompt\nx\n", ["a.csv", "unknown kind of file '.csv'", ".parquet", "Convert it"]),
+        ("a.txt", b"prompt\nx\n", ["a.txt", "unknown kind of file '.txt'", ".parquet", "Convert it"]),
     ],
 )
 def test_a_broken_file_is_named_with_its_remedy(name: str, content: bytes, words: list[str], tmp_path: Path) -> None:
@@ -274,8 +274,8 @@ def test_rows_from_python_are_copied() -> None:
         ("train.jsonl", "found str, not rows"),
         (7, "found int, not rows"),
         (["prompt", "answer"], "row 0 .*found str, not a dictionary of columns.*to_dict"),
-        ([*ROWS, {"prompt": object()}], "row 5 .*type object.*remove its column"),
-        ([{1: "prompt"}], "row 0 .*a key is 1, of type int"),
+        ([*ROWS, {"prompt": object()}], "row 5 .*column 'prompt': a value of type object.*remove the column"),
+        ([{1: "prompt"}], "row 0 .*the key 1 is of type int"),
     ],
 )
 def test_rows_from_python_that_are_none_are_refused(rows: Any, words: str) -> None:

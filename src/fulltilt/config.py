@@ -460,7 +460,10 @@ def _tilde(path: str) -> str:
 
 def _data_exists(key: str, given: str | list[str]) -> Iterator[str]:
     for path in [given] if isinstance(given, str) else given:
-        if not path.startswith(schema.MEMORY) and (not path or not Path(path).exists()):
+        on_hub = schema.hub_dataset(path)
+        if on_hub is not None and on_hub.split is None and key == "data.val":
+            yield f"{key}: {shown(path)} on the hub has several splits. Name one, for example {path}:test"
+        if on_hub is None and not path.startswith(schema.MEMORY) and (not path or not Path(path).exists()):
             yield f"{key}: no such file or folder: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import os
 import re
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -242,13 +243,40 @@ class ModelConfig(Section):
 
 
 MEMORY = "memory:"  # begins names of rows that were given from Python, in place of a path to data
+_HUB_DATASET = re.compile(
+    r"(?P<repo>(?P<owner>[A-Za-z0-9][\w.-]*)/[\w.-]+)(/(?P<config>[\w.-]+))?(@(?P<revision>[\w.-]+))?(:(?P<split>[\w.-]+))?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set on the Hugging Face hub, as `data.train` names it: `owner/name[/config][@revision][:split]`."""
+
+    repo: str
+    config: str | None
+    revision: str | None
+    split: str | None
+
+
+def hub_dataset(name: str) -> HubDataset | None:
+    """What a name means on the hub; None if it is the path of a file or folder, or could only be a misspelled one: it ends like a file, or
+    it begins with a folder that exists. A revision or a split says that the hub is meant."""
+    match = _HUB_DATASET.fullmatch(name)
+    if match is None or os.path.exists(name):
+        return None
+    path = name.partition(":")[0].partition("@")[0]
+    explicit = match["revision"] or match["split"]
+    if not explicit and (re.search(r"\.[A-Za-z]{2,8}$", path) or os.path.exists(match["owner"])):
+        return None
+    return HubDataset(match["repo"], match["config"], match["revision"], match["split"])
 
 
 class DataConfig(Section):
     train: str | list[str] = row(names="data", elsewhere="train_files", min_length=1)
-    """Parquet file (verl's layout), JSON-lines file or Hugging Face dataset folder; a list is read in order as one data set."""
+    """Data file (parquet in verl's layout, JSON lines, a JSON list, CSV; also with .gz), Hugging Face dataset folder, or a name on the hub:
+    `owner/name[/config][@revision][:split]`. A list is read in order as one data set."""
     val: str | list[str] | None = row(None, names="data", elsewhere="val_files")
-    """Validation data, in the same formats."""
+    """Validation data, in the same formats. A name on the hub must say its split."""
     max_prompt_tokens: Positive = row(1024, elsewhere="max_prompt_length")
     """Prompts with more tokens than this are skipped; the number skipped is reported. Counted on the final token ids."""
     max_tokens: Positive | None = row(None, used_if=_if_supervised)

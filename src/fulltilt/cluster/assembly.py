@@ -149,7 +149,7 @@ def put_together(
         if config.lora.rank:
             lora.require_peft()
         data = read(config, algorithm)
-        models = load_models(config, roles, data.tokenizer, device, data.encoder, resume)
+        models = load_models(config, roles, data.tokenizer, device, data.encoder, resume, sampled=reward is not None)
         worker, lacking = make_worker(config, algorithm, device, models, data, roles, resume, kept)
         notes = (*data.notes, *describe(config, reward, models), *lacking)
         parts = RunParts(algorithm, worker.plan, data.train, data.val, data.train.digest(), reward, data.encoder, worker, notes)

@@ -1,0 +1,1 @@
+def kill_all(*_): return 0
