@@ -14,7 +14,9 @@ import shlex
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from inspect import Parameter, Signature
 from itertools import pairwise
 from pathlib import Path
@@ -219,6 +221,41 @@ def evaluate(
         return
     for name, value in result.items():
         tell(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str, argument("MODEL|RUN_DIR", "A model's folder or hub name, or the folder of a run: its newest checkpoint answers.")
+    ],
+    system: Annotated[str | None, option("TEXT", "The system message.")] = None,
+    step: Annotated[int | None, option("N", "Use the checkpoint of this step of the run.", min=0)] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue each line as it is, without the chat template.")] = False,
+    max_new_tokens: Annotated[int, option("N", "Most tokens of an answer.", min=1)] = 512,
+    temperature: Annotated[float, option("T", "Sampling temperature; 0: always the most likely token.")] = 0.7,
+    seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
+) -> None:
+    """Talk to a model. Lines are read from standard input, also from a pipe; answers go to standard output, notes to standard error."""
+    from fulltilt import chat as conversation
+
+    options = conversation.ChatOptions(model, step, system, plain, max_new_tokens, temperature, seed)
+    conversation.chat(options, typed_lines(), sys.stdout, partial(print, file=sys.stderr, flush=True))
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines of standard input, after a prompt on a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 (gives `input` its editing and its history)
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
 
 
 @app.command()
