@@ -244,7 +244,7 @@ def ask(
 def request_of(task: TrlTask, setting: Setting, folder: Path) -> dict[str, Any]:
     """For `run`, in the other process."""
     from fulltilt.model.load import load_tokenizer
-    from fulltilt.train.optim import learning_rate
+    from fulltilt.training.optim import learning_rate
 
     config, prompts = task.job.config, [prompt for batch in task.batches for prompt in batch]
     tokenizer = load_tokenizer(config.model)

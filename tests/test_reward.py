@@ -418,9 +418,9 @@ def test_a_reward_that_is_no_number_stops_the_run(tmp_path: Path, pool_of: Any, 
 def test_the_page_about_rewards_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
-    assert {language for language, _ in blocks} == {"python", "toml", "sh"}
+    assert {language for language, _ in blocks} == {"python", "toml", "sh", "text"}
     for language, text in blocks:
-        if language == "sh":  # test_examples.py runs these
+        if language in ("sh", "text") or "JUDGE_URL" in text:  # test_examples.py and the test below run these
             continue
         if language == "toml":
             sections = tomllib.loads(text)
@@ -1024,6 +1024,13 @@ class Judge(ThreadingHTTPServer):
 class _Answer(BaseHTTPRequestHandler):
     server: Judge
 
+    def do_POST(self) -> None:
+        """As an OpenAI-compatible server: grades the answer with the number that it is."""
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, self.headers["Authorization"]) == ("/v1/chat/completions", "Bearer key-of-the-judge")
+        self.path = "/" + re.findall(r"Answer: (.*)", request["messages"][0]["content"])[0]
+        self.do_GET()
+
     def do_GET(self) -> None:
         judge, (number, _, flaky) = self.server, self.path[1:].partition("?")
         with judge.lock:
@@ -1036,7 +1043,8 @@ class _Answer(BaseHTTPRequestHandler):
             judge.in_flight -= 1
         self.send_response(503 if fails else 200)
         self.end_headers()
-        self.wfile.write(number.encode())
+        chosen = {"choices": [{"message": {"role": "assistant", "content": number}}]}
+        self.wfile.write((number if self.command == "GET" else json.dumps(chosen)).encode())
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -1067,6 +1075,19 @@ def test_async_calls_are_in_flight_together_and_scores_stay_with_their_samples(
     # One process, and one event loop for its whole life: a client made at module level works in every call.
     assert {score.parts["loops"] for score in pool.collect([group_of(["1", "2"], 99)])[0]} == {1.0}
     assert pool.stats().calls == len(judge.asked) == 12 * concurrency + 2
+
+
+def test_the_judge_of_the_page_about_rewards_runs(tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "JUDGE_URL" in text)
+    (settings,) = (tomllib.loads(text)["reward"] for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "JUDGE_URL" in text)
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{judge.server_address[1]}/v1")
+    monkeypatch.setenv("JUDGE_KEY", "key-of-the-judge")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    pool = pool_of(**settings | {"function": write(tmp_path, source), "memory_gb": 2.0})
+    groups = [group_of([str(number % 10) for number in range(16)], uid) for uid in range(3)]
+    assert [values(scores) for scores in pool.collect(groups)] == [[number % 10 / 10 for number in range(16)]] * 3
+    assert (judge.most, len(judge.asked)) == (16, 48)
 
 
 def test_async_and_plain_functions_mix(tmp_path: Path, pool_of: Any, judge: Judge) -> None:

@@ -47,7 +47,7 @@ from fulltilt.observe.loggers import Loggers, open_loggers
 from fulltilt.observe.validation import sample_rows
 from fulltilt.presets import PRESETS
 from fulltilt.records import MicroBatch, MiniBatch, Row, UserError
-from fulltilt.train.checkpoint import CheckpointStore, write_manifest
+from fulltilt.training.checkpoint import CheckpointStore, write_manifest
 
 ModelFolders = Callable[[str], Path]
 

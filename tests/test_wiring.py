@@ -44,9 +44,9 @@ from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.schema import Config, keys
-from fulltilt.train.checkpoint import CheckpointStore
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import CheckpointStore
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 
 ModelFolders = Callable[[str], Path]
 ONE = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0", "run.steps=1")

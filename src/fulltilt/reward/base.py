@@ -182,9 +182,7 @@ class RewardPool:
                     failure, self._error = str(error), None
                     self._groups.clear()
                 if failure:
-                    found.append(
-                        f"{failure}. It was called for prompt {prompt.uid} with its ground truth as the response. Fix the function"
-                    )
+                    found.append(f"{failure} (called for prompt {prompt.uid}, with its ground truth as the response)")
         return found
 
     @property

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from fulltilt.callables import travelling
 from fulltilt.memory.host import usable_cores
 from fulltilt.records import UserError
 from fulltilt.reward import confine, functions
@@ -51,7 +52,8 @@ class Dispatcher:
         run_dir: Path | None = None,
     ) -> None:
         """Returns once a process has loaded every named function, or `failed` was told what kept it from doing so; without names there are
-        no processes. UserError if a function's file cannot be read. `run_dir`: a folder that the functions must not write into.
+        no processes. UserError if a function's file cannot be read, or if it cannot be sent to a process.
+        `run_dir`: a folder that the functions must not write into.
 
         Called on the threads: `done` with a call and its outcome; `failed` if no call can end any more."""
         self._located = locate_all(names)
@@ -232,7 +234,7 @@ def locate_all(names: Sequence[str]) -> tuple[UserCode, ...]:
     found, wrong = [], []
     for name in names:
         try:
-            found.append(functions.locate(name))
+            found.append(travelling(functions.locate(name)))
         except UserCodeError as error:
             wrong.append(str(error))
     if wrong:

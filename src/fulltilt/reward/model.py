@@ -19,8 +19,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jinja2 import TemplateError
 
+from fulltilt.model import chat
 from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
 from fulltilt.reward.functions import fits
 from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
@@ -82,11 +82,10 @@ class RewardEncoder:
         if not self.tokenizer.chat_template:
             raise UserError(f"prompts are messages, and the reward model's tokenizer has no chat template. {REMEDY}")
         try:
-            # The template writes its own special tokens; transformers adds none when it tokenises a template's text.
-            ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=False, tokenize=True, return_dict=False)
-        except (TemplateError, TypeError, ValueError) as error:
-            raise UserError(f"the reward model's chat template cannot write this conversation: {error}. {REMEDY}") from error
-        return [int(token) for token in ids]
+            text = chat.render(self.tokenizer, messages, add_generation_prompt=False)
+        except UserError as error:
+            raise UserError(f"reward model: {error} {REMEDY}") from error
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _plain_content(message: Mapping[str, Any]) -> dict[str, Any]:
