@@ -64,11 +64,8 @@ class RewardFunction:
 
     def call(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> Any:
         """What the function returns, to be awaited if it is asynchronous: for all texts of a group, or for exactly one text."""
-        if self.batch:
-            values = {f"{name}s": [value] * len(texts) for name, value in prompt.items()} | {"solution_strs": list(texts)}
-        else:
-            (text,) = texts
-            values = {**prompt, "solution_str": text}
+        values: dict[str, Any] = {f"{name}s": [value] * len(texts) for name, value in prompt.items()} if self.batch else dict(prompt)
+        values |= {"solution_strs": list(texts)} if self.batch else {"solution_str": texts[0]}
         return self.function(**{name: values[name] for name in self.takes}, **self.args)
 
     def results(self, returned: Any, count: int) -> list[Scored]:
