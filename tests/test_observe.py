@@ -371,6 +371,21 @@ def test_a_stream_that_is_lost_does_not_end_the_run(tmp_path: Path, reason: str,
     assert ("step 3/3" in err.getvalue()) == as_json
 
 
+def test_a_slow_reader_of_a_non_blocking_stream_loses_nothing() -> None:
+    """As after a program that shares the terminal has made it non-blocking."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    found: list[str] = []
+    slow = threading.Timer(0.1, lambda: found.append(os.fdopen(reader).read()))
+    slow.start()
+    with os.fdopen(writer, "w") as out:
+        console = Console(stdout=out, stderr=io.StringIO())
+        for number in range(4000):
+            console.note(f"line {number} of a run that says much")
+    slow.join()
+    assert [int(line.split()[1]) for line in found[0].splitlines()] == list(range(4000))
+
+
 @pytest.mark.parametrize("reason", LOSSES)
 def test_standard_error_that_is_lost_costs_only_its_own_text(tmp_path: Path, reason: str) -> None:
     out, error = io.StringIO(), LOSSES[reason](tmp_path)

@@ -72,6 +72,10 @@ class Outlet:
     def _surviving(self) -> Iterator[None]:
         try:
             yield
+        except BlockingIOError:  # a program that shares the stream made it non-blocking, and its reader is slow
+            with contextlib.suppress(OSError, ValueError):
+                os.set_blocking(self._stream.fileno(), True)
+                self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if self.lost:
                 return
