@@ -198,6 +198,7 @@ def test_names_in_any_spelling() -> None:
         ("train.recompte", "train.recompte: unknown knob; the nearest is train.recompute. `fulltilt knobs` lists all of them"),
         ("actor.packing", "unknown knob; the nearest is "),
         ("nonsense", "nonsense: unknown knob. `fulltilt knobs` lists all of them"),
+        ("algorithm.epochs", "algorithm.epochs: is part of the algorithm"),
         ("rollout.n", "rollout.n: algorithm.samples_per_prompt is part of the algorithm"),
         ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),
         ("train.tensor_parallel", "train.tensor_parallel is not built in this version"),

@@ -16,7 +16,7 @@ import models
 import pytest
 import runs
 
-from fulltilt.loop.opening import one_process
+from fulltilt.loop.folder import open_run_folder
 from fulltilt.records import UserError
 from fulltilt.training import checkpoint as store
 
@@ -437,7 +437,7 @@ def test_a_second_process_is_kept_out(tmp_path: Path, model_folders: ModelFolder
 def test_a_second_process_is_kept_out_before_it_loads(tmp_path: Path, model_folders: ModelFolders) -> None:
     """Also while the first one has no checkpoint yet."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
-    with one_process(folder / "run"):
+    with open_run_folder(folder / "run"):
         second = runs.command_here(folder, "train", "run.toml")
     assert (second.code, second.out) == (2, "") and "another process is running in run." in second.error
 

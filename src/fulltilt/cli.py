@@ -8,12 +8,17 @@ errors are quick.
 from __future__ import annotations
 
 import json
+import os
+import re
 import shlex
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from inspect import Parameter, Signature
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -29,7 +34,32 @@ from fulltilt.words import many, printable
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
-class Commands(TyperGroup):
+class Group(TyperGroup):
+    """Answers an option with the name of a key (`--train.lr 1e-4`) by the KEY=VALUE to write, for every command that takes overrides, and
+    expands `~` where shells do not: in `--out=~/file`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(command, TyperCommand):
+            if any(parameter.name == "overrides" for parameter in command.params):
+                refuse_keys_as_options(command, rest)
+            rest = [re.sub(r"(?<=^--)([\w-]+=)(~.*)", lambda found: found[1] + os.path.expanduser(found[2]), text) for text in rest]
+        return name, command, rest
+
+
+def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
+    known = {"-h", "--help", *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))}
+    for given, following in pairwise([*args, None]):
+        option = given.partition("=")[0]
+        if option in known or not re.match(r"--?[A-Za-z]", given):
+            continue
+        from fulltilt.config import instead_of_option
+
+        if override := instead_of_option(given, following):
+            raise UserError(f"{option}: no such option. Write {override} instead")
+
+
+class Commands(Group):
     """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -50,7 +80,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
+bench = typer.Typer(cls=Group, help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for keys of the file, for example run.steps=10.")]
@@ -174,6 +204,7 @@ def evaluate(
     run: RunFile,
     overrides: Overrides = None,
     latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint in run.dir instead of model.path.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Evaluate the best checkpoint in run.dir, the one of run.keep_best.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -184,12 +215,47 @@ def evaluate(
 
     # Only the result is for standard output.
     people = Console(quiet=quiet, stdout=sys.stderr)
-    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest)
+    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return
     for name, value in result.items():
         tell(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str, argument("MODEL|RUN_DIR", "A model's folder or hub name, or the folder of a run: its newest checkpoint answers.")
+    ],
+    system: Annotated[str | None, option("TEXT", "The system message.")] = None,
+    step: Annotated[int | None, option("N", "Use the checkpoint of this step of the run.", min=0)] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue each line as it is, without the chat template.")] = False,
+    max_new_tokens: Annotated[int, option("N", "Most tokens of an answer.", min=1)] = 512,
+    temperature: Annotated[float, option("T", "Sampling temperature; 0: always the most likely token.")] = 0.7,
+    seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
+) -> None:
+    """Talk to a model. Lines are read from standard input, also from a pipe; answers go to standard output, notes to standard error."""
+    from fulltilt import chat as conversation
+
+    options = conversation.ChatOptions(model, step, system, plain, max_new_tokens, temperature, seed)
+    conversation.chat(options, typed_lines(), sys.stdout, partial(print, file=sys.stderr, flush=True))
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines of standard input, after a prompt on a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 (gives `input` its editing and its history)
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
 
 
 @app.command()
@@ -228,28 +294,8 @@ def plot(
 
     if against not in drawing.AGAINST:
         raise UserError(f"--against {against}: choose {' or '.join(drawing.AGAINST)}")
-    drawing.files(out)
     for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
         tell(f"wrote {path}")
-
-
-class BenchCommand(TyperCommand):
-    """Refuses an option with the name of a key (`--recompute full`) by naming the KEY=VALUE to write."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        for given in (text.partition("=")[0] for text in args if text.startswith("--")):
-            name = given.strip("-").replace("-", "_")
-            if given not in known and (key := key_named(name.removeprefix("no_"))):
-                raise UserError(f"{given}: no such option. Write {key}={'false' if name.startswith('no_') else 'VALUE'} instead")
-        return super().parse_args(ctx, args)
-
-
-def key_named(name: str) -> str | None:
-    """The first key of a configuration with this name, whatever its section."""
-    from fulltilt.schema import keys
-
-    return next((key for key in keys() if key.partition(".")[2] == name), None)
 
 
 def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
@@ -265,7 +311,7 @@ def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
         for field in [*taken.split(), "out", "as_json", "quiet"]
     ]
     command.__signature__ = Signature(options)  # type: ignore[attr-defined]
-    bench.command(name, cls=BenchCommand, help=words)(command)
+    bench.command(name, help=words)(command)
 
 
 add_benchmark(
@@ -298,11 +344,13 @@ add_benchmark(
 def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
     meanwhile nor a reader that went away loses the result."""
-    loading("PyTorch", quiet)
-    from fulltilt.bench import job as jobs
-    from fulltilt.bench import peers, report
+    from fulltilt.bench import peers
 
-    benchmark = peers.benchmark(name)
+    loading("PyTorch", quiet)
+    benchmark = peers.benchmark(name)  # before the imports that take seconds: one that is not installed is refused at once
+    from fulltilt.bench import job as jobs
+    from fulltilt.bench import report
+
     options = BenchOptions(**{field: value for field, value in given.items() if value is not None})
     with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as scratch, report.progress(quiet=quiet) as say:
         job = benchmark.prepare(options, Path(scratch))
@@ -348,23 +396,28 @@ def prove(
 
 @app.command()
 def knobs(
-    words: Annotated[list[str] | None, argument("WORD", "Show only knobs whose name or alias contains one of these words.")] = None,
+    words: Annotated[list[str] | None, argument("WORD", "Show only those whose name or alias contains one of these words.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Explain every key of a run file, not only performance knobs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change."""
+    """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change. With --all, every key."""
     from fulltilt import knobs as ledger
 
-    names = {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in ledger.LEDGER}
-    chosen = [knob for knob in names if not words or any(word.lower() in name for word in words for name in names[knob])]
-    if not chosen:
-        raise UserError(f"no knob or alias contains {' or '.join(words or [])}. `fulltilt knobs` lists all knobs")
-    if as_json:
-        print(json.dumps([asdict(knob) | {"state": knob.state} for knob in chosen], indent=1))
-    elif words:
-        print("\n\n".join(ledger.describe(knob) for knob in chosen))
-    else:
-        print("\n".join(f"{knob.name:<36} {knob.state:<10} {knob.must_change}" for knob in chosen))
-        print("\n`fulltilt knobs WORD` describes the knobs whose name or alias contains WORD")
+    print(ledger.listing(words or [], everything=everything, as_json=as_json))
+
+
+@app.command()
+def init(
+    task: Annotated[str, argument("TASK", "grpo, ppo, dapo, sft, or reward: GRPO with a reward function of your own.")],
+    file: Annotated[Path | None, argument("FILE", "The run file to write. Default: TASK.toml.")] = None,
+    model: Annotated[str | None, option("PATH", "Folder or hub name of the model.")] = None,
+    data: Annotated[str | None, option("PATH", "The training data.")] = None,
+) -> None:
+    """Write a run file for a task, with each key explained. Nothing is overwritten."""
+    from fulltilt import starter
+
+    for text in starter.write(task, file, model, data):
+        print(text)
 
 
 if __name__ == "__main__":

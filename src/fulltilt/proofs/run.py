@@ -80,7 +80,7 @@ def choose(names: Sequence[str]) -> set[str]:
         else:
             near = f"; the nearest is {best}" if (best := nearest(name, known)) else ""
             unknown = f"{name}: unknown knob{near}. `fulltilt knobs` lists all of them"
-            mistakes += [f"{name}: {knob.name} {why_not(knob)}" for knob in found] or [unknown]
+            mistakes += [f"{name}: {'' if knob.name == name else f'{knob.name} '}{why_not(knob)}" for knob in found] or [unknown]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return chosen or set(known)
