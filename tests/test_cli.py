@@ -388,7 +388,9 @@ main()
 """
 
 
-@pytest.mark.parametrize("command", ["train run.toml", "eval run.toml", "demo --dir new", "doctor", "prove", "bench rollout --device cpu"])
+@pytest.mark.parametrize(
+    "command", ["train run.toml", "eval run.toml", "chat model", "demo --dir new", "doctor", "prove", "bench rollout --device cpu"]
+)
 def test_every_command_answers_before_torch_is_loaded(folder: Path, command: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", STOP_AT_TORCH, *command.split()],

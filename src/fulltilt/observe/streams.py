@@ -99,6 +99,7 @@ def protect() -> tuple[Outlet, Outlet]:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (open as long as the process)
     out, error = outlet(sys.stdout), outlet(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, error)
     return out, error
