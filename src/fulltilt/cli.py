@@ -236,10 +236,11 @@ def chat(
     seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
 ) -> None:
     """Talk to a model. Lines are read from standard input, also from a pipe; answers go to standard output, notes to standard error."""
+    loading(model)
     from fulltilt import chat as conversation
 
     options = conversation.ChatOptions(model, step, system, plain, max_new_tokens, temperature, seed)
-    conversation.chat(options, typed_lines(), sys.stdout, partial(print, file=sys.stderr, flush=True))
+    conversation.chat(options, typed_lines(), sys.stdout, partial(tell, where=sys.stderr))
 
 
 def typed_lines() -> Iterator[str]:
@@ -417,7 +418,7 @@ def init(
     from fulltilt import starter
 
     for text in starter.write(task, file, model, data):
-        print(text)
+        tell(text)
 
 
 if __name__ == "__main__":
