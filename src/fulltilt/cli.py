@@ -7,6 +7,7 @@ errors are quick.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shlex
@@ -68,6 +69,14 @@ def main() -> None:
         app()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        print(
+            "error: the system does not allow this process to open more files. Raise the limit, for example: ulimit -n 4096",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
 
