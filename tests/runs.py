@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -172,6 +173,7 @@ def _run_command(
     stdout.close()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
     sys.argv = ["fulltilt", *arguments]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup this suite begins with it ignored
     first()
     cli.main()
 

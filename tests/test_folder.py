@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 import stat
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from fulltilt import cli, demo
+from fulltilt import demo
 from fulltilt.bench.job import check_writable
 from fulltilt.bench.peers import load as load_benchmark
 from fulltilt.folders import refuse_foreign
@@ -69,7 +70,7 @@ def test_a_folder_with_other_files_is_refused(folder: Path, place: str) -> None:
 
 @pytest.mark.parametrize(
     ("place", "words"),
-    [("run.toml/x", "cannot be"), ("x" * 300, "too long"), ("a/" + "x" * 300, "too long"), ("/proc/x", "cannot be"), ("loop", "symbolic")],
+    [("run.toml/x", "cannot be"), ("x" * 300, "too long"), ("a/" + "x" * 300, "too long"), ("loop", "symbolic")],
 )
 def test_a_place_where_no_folder_can_be_is_refused_before_anything_loads(folder: Path, place: str, words: str) -> None:
     (folder / "loop").symlink_to("loop")
@@ -150,9 +151,8 @@ def test_every_file_has_the_mode_that_the_umask_gives(folder: Path) -> None:
         runs.train(folder, *QUICK, "lora.rank=2")
     finally:
         os.umask(before)
-    modes = {
-        path.relative_to(folder).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in (folder / "run").rglob("*") if path.is_file()
-    }
+    files = [path for path in (folder / "run").rglob("*") if path.is_file()]
+    modes = {path.relative_to(folder).as_posix(): stat.S_IMODE(path.stat().st_mode) for path in files}
     assert any(name.endswith("adapter_model.safetensors") for name in modes)
     assert {name: oct(mode) for name, mode in modes.items() if mode != 0o640} == {}
 
@@ -255,7 +255,7 @@ def test_a_foreign_plan_is_not_used(folder: Path, text: str) -> None:
     assert "plan.json is not a plan of this version" in runs.train(folder, *QUICK).said
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe{}\n", b'{"step": "1"}\n', b"[]\n", b'{"step": 1, "x": "y"}\n', b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize("damage", [b"\xff\xfe{}\n", b'{"step": "1"}\n', b"[]\n", b'{"step": 1, "x": "y"}\n', b"[" * 2000 + b"\n"])
 def test_damaged_metrics_are_a_warning_on_resume(two_steps: Path, tmp_path: Path, damage: bytes) -> None:
     folder = runs.copy(two_steps, tmp_path / "folder")
     path = folder / "run" / "metrics.jsonl"
@@ -271,6 +271,7 @@ def test_a_state_of_wrong_types_is_refused(two_steps: Path, tmp_path: Path, key:
     folder = runs.copy(two_steps, tmp_path / "folder")
     newest = runs.checkpoints(folder)[2]
     (newest / "state.json").write_text(json.dumps(runs.state(newest) | {key: "x"}))
+    (newest / "manifest.json").unlink()
     checkpoint.write_manifest(newest, 2)
     assert "its state.json is not as fulltilt writes it" in refused(folder, "train", "run.toml", *TWO)
 
@@ -285,14 +286,13 @@ def test_a_manifest_with_impossible_names_is_damaged(two_steps: Path, tmp_path: 
     assert checkpoint.find_damage(path.parent, 2) is not None
 
 
-def test_too_few_open_files_are_said_with_a_remedy(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def app() -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+def few_files() -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (16, 16))
 
-    monkeypatch.setattr(cli, "app", app)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2 and "ulimit -n" in capsys.readouterr().err
+
+def test_too_few_open_files_are_said_with_a_remedy(folder: Path) -> None:
+    ended = runs.command_forked(folder, "train", "run.toml", *QUICK, first=few_files)
+    assert ended.code == 2 and "ulimit -n" in ended.error and "Traceback" not in ended.error, ended.error
 
 
 # ---- other commands that write

@@ -386,6 +386,8 @@ class Run:
         self.progress = replace(self.progress, streaks=streaks, first_entropy=self.health.first_entropy)
         for text in verdict.warnings:
             self.console.warn(text)
+        for text in verdict.notes:
+            self.console.note(text)
         if verdict.stop and step < self.parts.plan.steps:
             self._keep_what_is_written()
             if self.store.newest == 0:

@@ -44,7 +44,7 @@ from safetensors.torch import load_file, save_file
 
 from fulltilt.folders import use_usual_modes
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 from fulltilt.words import in_bytes
 
 FORMAT = 1
@@ -441,7 +441,7 @@ def remove(folder: Path) -> None:
             shutil.rmtree(folder)
         except OSError as error:
             # Not a reason to end the run: the folder's name marks it as rubbish, and the next save tries again.
-            warnings.warn(f"{folder} could not be deleted and still takes space: {error}", stacklevel=2)
+            warnings.warn(f"{folder} could not be deleted and still takes space: {error}", RunWarning, stacklevel=2)
 
 
 def system_error_number(error: BaseException) -> int | None:
