@@ -7,6 +7,7 @@ errors are quick.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -99,7 +100,10 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            tell("error: this process may not open more files. Raise the limit, for example: ulimit -n 4096", sys.stderr)
+            sys.exit(2)
         tell(traceback.format_exc().rstrip(), sys.stderr)
         sys.exit(1)
 
