@@ -124,7 +124,7 @@ def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, long
     check_lengths(config, algorithm, longest)
     if config.lora.rank:
         lora.require_peft()
-    models = load_models(config, (), tokenizer, device, None, resume)
+    models = load_models(config, (), tokenizer, device, None, resume, sampled=True)
     texts = TextFacts(tokenizer, end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
     return make_worker(config, algorithm, device, models, texts, (), resume)[0]
 
