@@ -237,7 +237,9 @@ def kill_all(kills: int, seed: int, scratch: Path, processes: int, forked: Calla
 
     def make_model() -> None:
         import models
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()
         models.save("qwen2", scratch / "model")
 
     os.waitpid(forked(make_model), 0)
