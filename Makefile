@@ -10,6 +10,7 @@ TORCH_INDEX =
 # WORKERS=0, for some tests measure its memory.
 WORKERS = logical --maxprocesses 8
 PYTEST_ARGS =
+FAULTS = --cases 1000 --kills 100
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
@@ -41,7 +42,7 @@ check: .venv/dev
 	$(BIN)/python tests/faults --cases 150
 
 faults: .venv/dev
-	$(BIN)/python tests/faults --cases 1000 --kills 100
+	$(BIN)/python tests/faults $(FAULTS)
 
 reference: .venv/ready
 	$(BIN)/python -m fulltilt.reference > docs/reference.md.new
