@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +18,8 @@ import runs
 
 import fulltilt
 from fulltilt.knobs import LEDGER
+from fulltilt.schema import keys
+from fulltilt.starter import TASKS
 from fulltilt.training.checkpoint import write_manifest
 
 ModelFolders = Callable[[str], Path]
@@ -24,7 +28,8 @@ COMMANDS = {
     "train": ["RUN.toml", "KEY=VALUE", "--check", "--json", "--quiet"],
     "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
     "doctor": ["--json"],
-    "knobs": ["WORD", "--json"],
+    "knobs": ["WORD", "--all", "--json"],
+    "init": ["TASK", "FILE", "--model", "--data", *TASKS],
 }
 
 
@@ -36,7 +41,7 @@ def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
 def assert_refused(ended: runs.Ended, *words: str) -> None:
     """The user's mistake: 2, said on standard error without a traceback, and standard output left alone."""
     assert (ended.code, ended.out) == (2, ""), ended
-    assert ended.error.startswith("error: ")
+    assert re.match(r"(loading .* \.\.\.\n)?error: ", ended.error), ended
     assert "Traceback" not in ended.error
     for word in words:
         assert word in ended.error, (word, ended.error)
@@ -74,6 +79,31 @@ def test_an_unknown_command_or_option_is_the_users_mistake(folder: Path) -> None
         assert ended.error and "Traceback" not in ended.error
 
 
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        (["--train.lr", "1e-4"], "--train.lr: no such option. Write train.lr=1e-4 instead"),
+        (["--train.lr=1e-4"], "--train.lr: no such option. Write train.lr=1e-4 instead"),
+        (["-train.lr=1e-4"], "-train.lr: no such option. Write train.lr=1e-4 instead"),
+        (["--reward.error-score", "-1"], "--reward.error-score: no such option. Write reward.error_score=-1 instead"),
+        (["--learning_rate", "1e-4"], "--learning_rate: no such option. Write train.lr=1e-4 instead"),
+        (["--eval_before", "--quiet"], "--eval_before: no such option. Write run.eval_before=VALUE instead"),
+        (["train.lr", "1e-4"], "train.lr 1e-4: an override has no spaces. Write train.lr=1e-4"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_key_typed_as_an_option_gets_the_right_spelling(folder: Path, command: str, typed: list[str], answer: str) -> None:
+    assert_refused(runs.command_here(folder, command, "run.toml", *typed), answer)
+
+
+def test_home_is_expanded_in_an_option_behind_its_equals_sign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell expands `--out ~/x`, and leaves `--out=~/x` as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert runs.command_here(tmp_path, "init", "sft", "--model=~/model", "--data", "~/kept as typed").code == 0
+    written = tomllib.loads((tmp_path / "sft.toml").read_text())
+    assert (written["model"]["path"], written["data"]["train"]) == (str(tmp_path / "model"), "~/kept as typed")
+
+
 def test_knobs_for_people_and_machines(tmp_path: Path) -> None:
     listed = json.loads(runs.command(tmp_path, "knobs", "--json").out)
     assert [knob["name"] for knob in listed] == [knob.name for knob in LEDGER]
@@ -86,6 +116,24 @@ def test_knobs_for_people_and_machines(tmp_path: Path) -> None:
     assert "actor_rollout_ref.actor.ppo_max_token_len_per_gpu" in runs.command_here(tmp_path, "knobs", "ppo_max_token_len").out
     assert runs.command_here(tmp_path, "knobs", "Token_Budget").out == runs.command_here(tmp_path, "knobs", "token_budget").out
     assert_refused(runs.command_here(tmp_path, "knobs", "speling"), "speling")
+
+
+def test_knobs_explains_every_key(tmp_path: Path) -> None:
+    listed = json.loads(runs.command_here(tmp_path, "knobs", "--all", "--json").out)
+    assert [key["name"] for key in listed] == list(keys())
+    assert all(key["legal"] and key["default"] and key["meaning"] for key in listed)
+    said = runs.command_here(tmp_path, "knobs", "--all")
+    assert said.code == 0 and [key for key in keys() if f"{key} " not in said.out] == []
+    told = runs.command_here(tmp_path, "knobs", "--all", "Learning_Rate").out  # by TRL's name
+    assert told == (
+        "train.lr\n  meaning: Peak learning rate of AdamW.\n  values: a number greater than 0 and at most 1000\n  default: 1e-06\n"
+        "  verl or TRL: learning_rate\n"
+    )
+    ratio = runs.command_here(tmp_path, "knobs", "min_lr_ratio", "--all").out
+    assert '  to have an effect: set train.schedule to "linear" or "cosine"' in ratio
+    assert "critic.lr" in runs.command_here(tmp_path, "knobs", "--all", "peak learning").out  # by its meaning, where no name has it
+    assert_refused(runs.command_here(tmp_path, "knobs", "lr"), "no performance knob or alias contains lr. `fulltilt knobs --all lr` looks")
+    assert_refused(runs.command_here(tmp_path, "knobs", "--all", "speling"), "no key or alias contains speling.")
 
 
 def test_doctor_of_a_run_that_is_not_there(tmp_path: Path) -> None:
@@ -121,7 +169,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     ),
     "negative batch number": (
         lambda folder: change(folder, "prompts_per_step = 4", "prompts_per_step = -4"),
-        ["algorithm.prompts_per_step: must be a whole number greater than 0, got -4"],
+        ["algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got -4"],
     ),
     "missing data": (lambda folder: (folder / "train.jsonl").unlink(), ["data.train: no such file", "train.jsonl"]),
     "missing reward": (lambda folder: (folder / "reward.py").unlink(), ["reward.function: no such file", "reward.py"]),
@@ -218,7 +266,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ended: Outcome) -> None:
     assert (outcome.code, outcome.out) == (2, "")
     assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.error
     assert "Traceback" not in outcome.error
-    assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "plan.json", "run.toml"]
+    assert sorted(runs.contents(folder / "run")) == [".fulltilt", "metrics.jsonl", "plan.json", "snapshot.toml"]
     assert (folder / "run" / "metrics.jsonl").read_bytes() == b""
 
 
