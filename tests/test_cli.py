@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import shutil
 import subprocess
@@ -40,7 +41,7 @@ def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
 def assert_refused(ended: runs.Ended, *words: str) -> None:
     """The user's mistake: 2, said on standard error without a traceback, and standard output left alone."""
     assert (ended.code, ended.out) == (2, ""), ended
-    assert ended.error.startswith("error: ")
+    assert re.match(r"(loading .* \.\.\.\n)?error: ", ended.error), ended
     assert "Traceback" not in ended.error
     for word in words:
         assert word in ended.error, (word, ended.error)
@@ -265,7 +266,7 @@ def test_a_reward_that_is_not_a_number_stops_the_run(ended: Outcome) -> None:
     assert (outcome.code, outcome.out) == (2, "")
     assert "error: reward function 'reward.py:not_a_number' returned nan" in outcome.error
     assert "Traceback" not in outcome.error
-    assert sorted(runs.contents(folder / "run")) == [".lock", "metrics.jsonl", "plan.json", "run.toml"]
+    assert sorted(runs.contents(folder / "run")) == [".fulltilt", "metrics.jsonl", "plan.json", "snapshot.toml"]
     assert (folder / "run" / "metrics.jsonl").read_bytes() == b""
 
 

@@ -15,7 +15,7 @@ import pytest
 import runs
 from safetensors.torch import load_file, save_file
 
-from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
+from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, PAGE, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
 from fulltilt.records import UserError
 from fulltilt.schema import HealthConfig, toml_value
 
@@ -176,8 +176,10 @@ def test_a_streak_warns_once_and_stops_at_patience() -> None:
     health = Health(HealthConfig(patience=3))
     first = health.look(7, CLIPPED)
     (warning,) = first.warnings
-    assert warning.startswith("step 7: all-clipped: 100.0% of the responses were cut off, more than health.max_clip_ratio = 0.99;")
-    assert "If this lasts for 2 steps more, the run stops." in warning and "raise rollout.max_new_tokens" in warning
+    assert warning == (
+        "step 7: all-clipped: 100.0% of the responses were cut off, more than health.max_clip_ratio = 0.99. If it lasts for 2 steps more, "
+        "the run stops: see docs/health.md#all-clipped"
+    )
     assert first.stop is None and not first.may_save
     assert health.look(8, CLIPPED) == Verdict(("all-clipped",), (), None, may_save=False)
     last = health.look(9, CLIPPED)
@@ -192,7 +194,7 @@ def test_recovery_is_told_and_counts_from_the_start_again() -> None:
     health = Health(HealthConfig(patience=2))
     health.look(1, CLIPPED)
     well = health.look(2, WELL)
-    assert well.warnings == ("step 2: all-clipped no longer holds, after 1 step",) and well.may_save
+    assert (well.warnings, well.notes) == ((), ("step 2: all-clipped no longer holds, after 1 step",)) and well.may_save
     assert health.streaks == {}
     again = health.look(3, CLIPPED)
     assert again.stop is None and len(again.warnings) == 1
@@ -219,14 +221,14 @@ def test_several_rules_count_for_themselves() -> None:
     assert health.streaks == {"all-clipped": 3, "reward-errors": 2}
     fourth = health.look(4, {**FAILING, "response_length/clip_ratio": 1.0})
     assert fourth.stop and "all-clipped for 4 steps" in fourth.stop and "reward-errors for 3 steps" in fourth.stop
-    assert health.look(5, FAILING).warnings == ("step 5: all-clipped no longer holds, after 4 steps",)
+    assert health.look(5, FAILING).notes == ("step 5: all-clipped no longer holds, after 4 steps",)
 
 
 def test_only_warning_never_stops_and_keeps_no_checkpoint_back() -> None:
     health = Health(HealthConfig(patience=2, stop=False))
     verdicts = [health.look(step, CLIPPED) for step in range(1, 5)]
     assert [len(verdict.warnings) for verdict in verdicts] == [1, 0, 0, 0]
-    assert "The run continues because health.stop is off." in verdicts[0].warnings[0]
+    assert "The run continues because health.stop is off: see" in verdicts[0].warnings[0]
     assert all(verdict.stop is None and verdict.may_save and verdict.sick == ("all-clipped",) for verdict in verdicts)
 
 
@@ -246,8 +248,8 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(cut: int) -> None:
 
 def test_who_resumes_in_the_middle_of_a_streak_is_told_again() -> None:
     (warning,) = Health(HealthConfig(), {"all-clipped": 4}).look(30, CLIPPED).warnings
-    assert "If this lasts for 5 steps more, the run stops (it has held for 5 steps so far)." in warning
-    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).warnings == ("step 30: all-clipped no longer holds, after 4 steps",)
+    assert "If it lasts for 5 steps more, after 5 steps so far, the run stops" in warning
+    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).notes == ("step 30: all-clipped no longer holds, after 4 steps",)
 
 
 def test_saved_streaks_of_rules_that_are_ignored_now_are_dropped() -> None:
@@ -280,13 +282,12 @@ def test_growth_in_every_step_warns_and_never_stops() -> None:
     told = [(step, text) for step, verdict in enumerate(verdicts, 1) for text in verdict.warnings]
     ((step, text),) = told
     assert step == WARM_UP_STEPS + ENOUGH
-    assert text.startswith(
+    assert text == (
         f"step {step}: memory-growth: memory held has grown in every step: other at the end of update_actor by 5.00 to 6.00 GiB "
-        "in 10 steps; something keeps"
+        "in 10 steps. This rule only warns: see docs/health.md#memory-growth"
     )
-    assert "The run continues: this rule only warns. Remedy: look for data" in text
     (passed,) = grow(health, [1.0], first=step + 4)
-    assert passed.warnings == (f"step {step + 4}: memory-growth no longer holds, after 4 steps",)
+    assert passed.notes == (f"step {step + 4}: memory-growth no longer holds, after 4 steps",)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +333,7 @@ def test_each_kind_that_grew_is_named_once_largest_first() -> None:
     for step in range(1, WARM_UP_STEPS + ENOUGH + 1):
         verdict = health.look(step, {name: 1.0 + rate * step for name, rate in rates.items()})
     (warning,) = verdict.warnings
-    assert "in every step: process by 3.00 to 4.90 GiB in 10 steps, kv at the end of adv by 2.00 to 3.60 GiB in 10 steps; " in warning
+    assert "in every step: process by 3.00 to 4.90 GiB in 10 steps, kv at the end of adv by 2.00 to 3.60 GiB in 10 steps. " in warning
 
 
 def test_growth_keeps_no_other_rule_from_stopping_the_run() -> None:
@@ -342,6 +343,11 @@ def test_growth_keeps_no_other_rule_from_stopping_the_run() -> None:
     assert first.sick == ("all-clipped", "memory-growth") and not first.may_save
     assert second.stop and "all-clipped for 2 steps" in second.stop and "memory" not in second.stop
     assert health.streaks == {"all-clipped": 2}
+
+
+def test_every_rule_has_a_section_of_the_page_that_its_warning_names() -> None:
+    page = (Path(__file__).parents[1] / PAGE).read_text(encoding="utf-8")
+    assert [name for name in re.findall(r"^### (\S+)$", page, flags=re.MULTILINE)] == [rule.name for rule in RULES]
 
 
 # -- the error --------------------------------------------------------------------------------------------------------------------------
@@ -506,7 +512,7 @@ def test_a_run_made_to_fail_names_its_cause_and_goes_on_once_mended(tmp_path: Pa
     mended = runs.command_here(folder, "train", "run.toml", *QUICK, *fault.mended)
     assert mended.code == 0, mended.error
     assert f"resuming from step {saved}" in mended.out
-    assert (f"step {saved + 1}: {fault.rule} no longer holds" in mended.error) == (not fault.well)
+    assert (f"step {saved + 1}: {fault.rule} no longer holds" in mended.out) == (not fault.well)
     assert runs.metrics(folder)[:saved] == before
     assert [line["step"] for line in runs.metrics(folder)] == list(range(1, 7))
     assert list(runs.checkpoints(folder))[-1] == 6
@@ -551,7 +557,7 @@ def test_a_run_that_only_warns_goes_on_and_saves(tmp_path: Path, model_folders: 
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     quick = [option for option in QUICK if not option.startswith("health.")]
     trained = runs.train(folder, *quick, CAPITALS, "reward.function=faults.py:constant_later", "health.stop=false", "run.steps=4")
-    assert trained.said.count("no-variance") == 1 and "The run continues because health.stop is off." in trained.said
+    assert trained.said.count("no-variance") == 1 and "The run continues because health.stop is off: see" in trained.said
     assert list(runs.checkpoints(folder)) == [1, 2, 3, 4]
 
 

@@ -142,7 +142,7 @@ def test_the_command_prints_one_document(tmp_path: Path) -> None:
     ended = runs.command_here(
         tmp_path, "prove", "reward_model.model.use_remove_padding", "train.offload_grads", "--json", "--device", "cpu"
     )
-    assert ended.code == 0 and "running a ppo step with reward_model.packing = False" in ended.error
+    assert ended.code == 0 and "running one ppo step with reward_model.packing = False" in ended.error
     records = json.loads(ended.out)
     fields = [field.name for field in dataclasses.fields(ProofResult)]
     assert fields == ["knob", "role", "metric", "unit", "off", "on", "gradients_equal", "holds", "reason"]

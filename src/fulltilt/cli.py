@@ -13,19 +13,23 @@ import re
 import shlex
 import sys
 import tempfile
+import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from inspect import Parameter, Signature
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
+from fulltilt.observe import streams
 from fulltilt.records import UserError
-from fulltilt.words import many
+from fulltilt.words import many, printable
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
@@ -56,19 +60,14 @@ def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
 
 
 class Commands(Group):
-    """Handles Ctrl-C outside the steps of a run, which handle it themselves. A closed pipe (`| head`) is not an error."""
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
-        except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open until Python has flushed its streams at exit)
-            raise typer.Exit(READER_GONE) from None
 
 
 app = typer.Typer(
@@ -91,11 +90,40 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings 
 
 
 def main() -> None:
+    out, _ = streams.protect()
+    streams.quiet_libraries()
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         sys.exit(2)
+    except SystemExit as ended:
+        sys.exit(ended.code or without_output(out))
+    except Exception:
+        tell(traceback.format_exc().rstrip(), sys.stderr)
+        sys.exit(1)
+
+
+def without_output(out: streams.Outlet) -> int:
+    """The exit code of a command that succeeded, if its output could be written. A run has told its user that it continues without."""
+    out.flush()
+    if not out.lost or out.loss_is_told:
+        return 0
+    if isinstance(out.lost, BrokenPipeError):
+        return READER_GONE
+    tell(f"error: standard output is lost: {out.reason}. Repeat the command with an output that can be written", sys.stderr)
+    return 2
+
+
+def tell(text: str, where: TextIO | None = None) -> None:
+    """Print text for people, which may quote files, models and errors."""
+    print(printable(text), file=where, flush=True)
+
+
+def loading(what: str, quiet: bool = False) -> None:
+    """Answer before the import of torch, which takes seconds."""
+    if not quiet:
+        tell(f"loading {what} ...", sys.stderr)
 
 
 def show_version(wanted: bool) -> None:
@@ -120,6 +148,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Teach a small model arithmetic on this machine: SFT, then GRPO. Takes about three minutes on two CPU cores."""
+    loading("PyTorch", quiet)
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
@@ -127,7 +156,7 @@ def demo(
     in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
     print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
-        print(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", file=sys.stderr)
+        tell(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", sys.stderr)
         raise typer.Exit(1)
 
 
@@ -140,25 +169,34 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a model as RUN.toml describes. To resume an interrupted run from its last checkpoint, repeat the command."""
+    loading(f"{run} and what it names", quiet)
     from fulltilt import api
     from fulltilt.observe.console import Console
 
     if check:
         api.check(run, overrides=overrides or ())
-        print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
+        tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     console = Console(json=as_json, quiet=quiet)
     result = api.train(run, overrides=overrides or (), console=console)
     if result.interrupted:
         saved = "and saved" if result.steps else "with nothing to save yet"
-        print(f"stopped after step {result.steps} {saved}", file=sys.stderr)
-        print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
+        tell(f"stopped after step {result.steps} {saved}", sys.stderr)
+        tell(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {many(result.steps, 'step')} in {result.folder}"
+        f"done: {many(result.steps, 'step')} in {from_here(result.folder)}"
         + (f", reward {result.reward_first:.3f} -> {result.reward_last:.3f}" if result.reward_first is not None else "")
         + f", {result.seconds:.0f} s, {result.tokens_per_s:.0f} tokens/s"
     )
+    if result.model:
+        console.note(f"model: {from_here(result.model)}")
+        console.note(f"try it: {shlex.join(['fulltilt', 'chat', str(from_here(result.folder))])}")
+
+
+def from_here(path: Path) -> Path:
+    """The path as a user would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 @app.command(name="eval")
@@ -166,19 +204,58 @@ def evaluate(
     run: RunFile,
     overrides: Overrides = None,
     latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint in run.dir instead of model.path.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Evaluate the best checkpoint in run.dir, the one of run.keep_best.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Score a model on data.val. It samples as the eval section says. For SFT it measures the loss."""
+    loading(f"{run} and what it names", quiet)
     from fulltilt import api
     from fulltilt.observe.console import Console
 
-    result = api.evaluate(run, overrides=overrides or (), console=Console(json=as_json, quiet=quiet), latest=latest)
+    # Only the result is for standard output.
+    people = Console(quiet=quiet, stdout=sys.stderr)
+    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return
     for name, value in result.items():
-        print(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+        tell(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+
+
+@app.command()
+def chat(
+    model: Annotated[
+        str, argument("MODEL|RUN_DIR", "A model's folder or hub name, or the folder of a run: its newest checkpoint answers.")
+    ],
+    system: Annotated[str | None, option("TEXT", "The system message.")] = None,
+    step: Annotated[int | None, option("N", "Use the checkpoint of this step of the run.", min=0)] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Continue each line as it is, without the chat template.")] = False,
+    max_new_tokens: Annotated[int, option("N", "Most tokens of an answer.", min=1)] = 512,
+    temperature: Annotated[float, option("T", "Sampling temperature; 0: always the most likely token.")] = 0.7,
+    seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
+) -> None:
+    """Talk to a model. Lines are read from standard input, also from a pipe; answers go to standard output, notes to standard error."""
+    from fulltilt import chat as conversation
+
+    options = conversation.ChatOptions(model, step, system, plain, max_new_tokens, temperature, seed)
+    conversation.chat(options, typed_lines(), sys.stdout, partial(print, file=sys.stderr, flush=True))
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines of standard input, after a prompt on a terminal."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    import readline  # noqa: F401 (gives `input` its editing and its history)
+
+    while True:
+        try:
+            yield input("> ")
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print()
 
 
 @app.command()
@@ -187,15 +264,16 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Report what is installed and usable here, and what is missing."""
-    from fulltilt import doctor as examination
-
     if run is not None and not run.is_dir():
         raise UserError(f"{run}: no such folder. Give the folder of a run (its run.dir), or nothing")
+    loading("PyTorch")
+    from fulltilt import doctor as examination
+
     report = examination.examine(run)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print("\n".join(report.lines()))
+        tell("\n".join(report.lines()))
     if report.broken:
         raise typer.Exit(1)
 
@@ -217,7 +295,7 @@ def plot(
     if against not in drawing.AGAINST:
         raise UserError(f"--against {against}: choose {' or '.join(drawing.AGAINST)}")
     for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
-        print(f"wrote {path}")
+        tell(f"wrote {path}")
 
 
 def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
@@ -268,6 +346,7 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
     meanwhile nor a reader that went away loses the result."""
     from fulltilt.bench import peers
 
+    loading("PyTorch", quiet)
     benchmark = peers.benchmark(name)  # before the imports that take seconds: one that is not installed is refused at once
     from fulltilt.bench import job as jobs
     from fulltilt.bench import report
@@ -279,11 +358,9 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
             jobs.check_writable("--out", out)
         found = benchmark.run(job, say)
     written = json.dumps(found, indent=1)
-    try:
-        print(written if as_json else benchmark.table(found), flush=True)
-    finally:
-        if out is not None:
-            jobs.write_text("--out", out, written + "\n")
+    print(written if as_json else printable(benchmark.table(found)))
+    if out is not None:
+        jobs.write_text("--out", out, written + "\n")
 
 
 @app.command()
@@ -294,6 +371,7 @@ def prove(
     quiet: Quiet = False,
 ) -> None:
     """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
+    loading("PyTorch", quiet)
     from fulltilt.bench import report
     from fulltilt.proofs.run import prove as run_proofs
     from fulltilt.proofs.run import show
@@ -310,7 +388,7 @@ def prove(
     else:
         show(records)
     if stopped is not None:
-        print(f"stopped after {many(len(records), 'proof')}", file=sys.stderr)
+        tell(f"stopped after {many(len(records), 'proof')}", sys.stderr)
         raise stopped
     if any(record.holds is False for record in records):
         raise typer.Exit(1)

@@ -401,6 +401,18 @@ def _validation_data(config: Config) -> Iterator[str]:
         yield f"data.val: missing, but {' and '.join(asked)} {ask} for validation. Set data.val, or remove {' and '.join(asked)}"
 
 
+def _best_has_values(config: Config) -> Iterator[str]:
+    run = config.run
+    if run.keep_best is None:
+        return
+    if run.keep_best.removeprefix("-").startswith(schema.VALIDATION_METRICS):
+        if not run.eval_every:
+            yield f"run.keep_best: {shown(run.keep_best)} is a metric of validation, and run.eval_every is 0. Set run.eval_every"
+    elif not run.save_every:
+        why = "is compared where a checkpoint is saved, and run.save_every is 0"
+        yield f"run.keep_best: {shown(run.keep_best)} {why}. Set run.save_every, or use a metric of validation"
+
+
 def _temperature(section: str, config: Config) -> Iterator[str]:
     """Beyond these bounds float32 cannot hold the logits, or their differences, once they are divided by the temperature."""
     value = getattr(config, section).temperature
@@ -608,6 +620,7 @@ _NUMBERS = (
 RULES: tuple[ConfigRule, ...] = (
     *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names in _EXISTS),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
+    ConfigRule(("run.keep_best", "run.eval_every", "run.save_every"), _best_has_values),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     *(ConfigRule((f"{section}.temperature",), partial(_temperature, section)) for section in ("rollout", "eval")),
     ConfigRule(("reward.function", "reward.sources"), _rewards_exist),

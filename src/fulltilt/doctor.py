@@ -265,7 +265,9 @@ def examine_memory_of(run: Path) -> Iterator[Finding]:
     path, remedy = run / "metrics.jsonl", "give the folder of a run (its run.dir) that has finished a step"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    except (OSError, ValueError) as error:
+        if any(type(line.get("step")) is not int for line in lines):
+            raise ValueError("a line has no step")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         yield Finding("memory of the run", "missing", f"{path} cannot be read: {first_line(error)}", remedy)
         return
     measured = next((line for line in reversed(lines) if any(name.startswith(MEMORY) and name.count("/") == 2 for name in line)), None)
@@ -274,7 +276,7 @@ def examine_memory_of(run: Path) -> Iterator[Finding]:
         return
     phases: dict[str, dict[str, float]] = {}
     for name, value in measured.items():
-        if name.startswith(MEMORY) and value is not None:
+        if name.startswith(MEMORY) and isinstance(value, int | float):
             *phase, what = name.removeprefix(MEMORY).split("/")
             phases.setdefault(phase[0] if phase else "", {})[what] = value
     for phase, numbers in phases.items():

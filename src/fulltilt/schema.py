@@ -59,6 +59,7 @@ ROLLOUT = "Rollout"
 BATCHES = "Batches"
 TRAINING = "Training memory and speed"
 
+VALIDATION_METRICS = ("val/", "val-core/", "val-aux/")  # how the names of metrics begin that only a validation has
 REWARD_MODEL = "reward_model"
 # Each file in reward/rules is a built-in reward: its name is known without importing it.
 REWARDS = (*sorted(file.stem for file in (Path(__file__).parent / "reward" / "rules").glob("[!_]*.py")), REWARD_MODEL)
@@ -768,6 +769,10 @@ class RunConfig(Section):
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: Positive = row(2, free=True)
     """Number of checkpoints kept, the newest ones."""
+    keep_best: NotEmpty | None = row(None, free=True, elsewhere="metric_for_best_model")
+    """Metric of docs/metrics.md, for example `val/reward/mean`: the checkpoint with its highest value is kept too, and `checkpoints/best`
+    links to it. With a minus in front, as in `-val/loss`, the lowest. A validation that is the best so far saves a checkpoint at once;
+    other metrics are compared where a checkpoint is saved anyway. Left out: only the newest are kept."""
     eval_every: NotNegative = row(0, free=True, elsewhere="test_freq")
     """Steps between validations; 0: none."""
     eval_before: bool = row(False, free=True, elsewhere="val_before_train")

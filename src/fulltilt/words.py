@@ -1,16 +1,24 @@
-"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts, errors.
+"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts, errors, and foreign
+text made safe for a terminal.
 
-Numbers and names enter, phrases leave. Imports nothing, so that every room may use it.
+Numbers and names enter, phrases leave. Imports nothing of the package, so that every room may use it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# Control characters except line feed and tab, separators of lines, marks that hide text or change its direction, and lone surrogates.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 
 
 def many(count: int, noun: str) -> str:
-    """Example: `1 row`, `3 rows`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Example: `1 row`, `3 rows`, `2 batches`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
 def joined(names: Sequence[str], last: str) -> str:
@@ -33,9 +41,8 @@ def shortened(text: str, most: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with control characters and whatever else would not show written as escapes: `a\\u001b[0m`."""
-    codes = ((character, ord(character)) for character in text)
-    return "".join(each if each.isprintable() else f"\\u{code:04x}" if code < 2**16 else f"\\U{code:08x}" for each, code in codes)
+    """The text with an escape (`\\x1b`) for every character that a terminal would obey or hide instead of showing it."""
+    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def first_line(error: BaseException) -> str:

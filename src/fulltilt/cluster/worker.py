@@ -237,6 +237,13 @@ class Worker:
         peak = self.account.peak_bytes
         return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
 
+    def pending_memory(self) -> dict[str, dict[str, Any]]:
+        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
+        return self.account.pending()
+
+    def restore_memory(self, pending: Mapping[str, Mapping[str, Any]]) -> None:
+        self.account.restore(pending)
+
     # -- weights and checkpoints ----------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -27,6 +27,7 @@ PASSING = ("peak", "activations", "head", "reserved")  # kinds that are not held
 WARM_UP_STEPS = 2  # steps in which caches fill and graphs are captured
 GROWTH_STEPS = 10  # steps in a row: a number that varies by chance does not grow in all of them
 GROWTH_GIB = 1 / 16
+PAGE = "docs/health.md"  # has a section for each rule
 ENTROPY = "rollout/entropy"
 ENTROPY_NATS = 1.0  # per token; below this no rise counts as an explosion, because a multiple of almost nothing is still small
 
@@ -195,9 +196,10 @@ class Verdict:
     """What one step's metrics say about the run."""
 
     sick: tuple[str, ...]  # rules that hold now
-    warnings: tuple[str, ...]  # to be shown: a rule began to hold, or no longer holds
+    warnings: tuple[str, ...]  # one line for each rule that began to hold
     stop: str | None  # why the run must stop; None: it continues
     may_save: bool  # a checkpoint of this step may be saved
+    notes: tuple[str, ...] = ()  # one line for each rule that no longer holds
 
 
 class Health:
@@ -224,24 +226,24 @@ class Health:
 
     def look(self, step: int, metrics: Metrics) -> Verdict:
         self._follow(metrics)
-        warnings, stops = [], []
+        warnings, notes, stops = [], [], []
         before, self._streaks = self._streaks, {}
         for rule in self._rules:
             measured, streak = rule.holds(metrics, self), before.get(rule.name, 0)
             if measured is None:
                 if streak:
-                    warnings.append(f"step {step}: {rule.name} no longer holds, after {many(streak, 'step')}")
+                    notes.append(f"step {step}: {rule.name} no longer holds, after {many(streak, 'step')}")
                 self._told.discard(rule.name)
                 continue
             streak = self._streaks[rule.name] = streak + 1
             if self.config.stop and rule.stops and streak >= self.config.patience:
                 stops.append(f"  {rule.name} for {many(streak, 'step')} in a row: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
             elif rule.name not in self._told:
-                outlook = self._outlook(streak) if rule.stops else "The run continues: this rule only warns"
-                warnings.append(f"step {step}: {rule.name}: {measured}; {rule.cause}. {outlook}. Remedy: {rule.remedy}.")
+                outlook = self._outlook(streak) if rule.stops else "This rule only warns"
+                warnings.append(f"step {step}: {rule.name}: {measured}. {outlook}: see {PAGE}#{rule.name}")
             self._told.add(rule.name)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save)
+        return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save, notes=tuple(notes))
 
     def _follow(self, metrics: Metrics) -> None:
         """Remember what later steps are compared with."""
@@ -255,8 +257,8 @@ class Health:
     def _outlook(self, streak: int) -> str:
         if not self.config.stop:
             return "The run continues because health.stop is off"
-        held = f" (it has held for {many(streak, 'step')} so far)" if streak > 1 else ""
-        return f"If this lasts for {many(self.config.patience - streak, 'step')} more, the run stops{held}"
+        held = f", after {many(streak, 'step')} so far" if streak > 1 else ""
+        return f"If it lasts for {many(self.config.patience - streak, 'step')} more{held}, the run stops"
 
 
 def last_good(step: int, checkpoints: Path, *, good: bool = True) -> str:
