@@ -492,13 +492,13 @@ def test_eval_has_its_own_mistakes(folder: Path) -> None:
 
 
 def test_what_only_we_can_have_done_wrong_exits_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake in fulltilt's own code, carried into the forked command: the traceback is for the report."""
+    """A mistake in fulltilt's own code: the traceback is for the report."""
 
     def wrong(*given: object) -> None:
         raise ZeroDivisionError("ours")
 
     monkeypatch.setattr("fulltilt.loop.opening.check_data", wrong)
-    outcome = runs.command_forked(folder, "train", "run.toml")
+    outcome = runs.command_here(folder, "train", "run.toml")
     assert outcome.code == 1
     assert "Traceback" in outcome.error and "ZeroDivisionError: ours" in outcome.error
 

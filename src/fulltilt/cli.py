@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -50,7 +49,8 @@ class Group(TyperGroup):
 
 def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
     known = {"-h", "--help", *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))}
-    for given, following in pairwise([*args, None]):
+    followers: list[str | None] = [*args[1:], None]
+    for given, following in zip(args, followers, strict=False):  # without arguments there is still a last None
         option = given.partition("=")[0]
         if option in known or not re.match(r"--?[A-Za-z]", given):
             continue
