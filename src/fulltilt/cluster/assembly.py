@@ -25,10 +25,12 @@ from fulltilt.cluster.checks import (
     TextFacts,
     check_lengths,
     choose_device,
+    model_paths,
     read_training_data,
     read_validation_data,
     refuse,
     settings_without_effect,
+    wrong_models,
     wrong_rollout,
     wrong_settings,
 )
@@ -124,7 +126,7 @@ def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, long
     check_lengths(config, algorithm, longest)
     if config.lora.rank:
         lora.require_peft()
-    models = load_models(config, (), tokenizer, device, None, resume)
+    models = load_models(config, (), tokenizer, device, None, resume, sampled=True)
     texts = TextFacts(tokenizer, end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
     return make_worker(config, algorithm, device, models, texts, (), resume)[0]
 
@@ -149,6 +151,7 @@ def put_together(
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
+        refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
         data = read(config, algorithm)
         models = load_models(config, roles, data.tokenizer, device, data.encoder, resume, sampled=reward is not None)
         worker, lacking = make_worker(config, algorithm, device, models, data, roles, resume, kept)
