@@ -129,8 +129,8 @@ def refuse_larger_than_files(build: Callable[[], PreTrainedModel], source: str, 
         parameters = sum(parameter.numel() for parameter in build().parameters())
     if stored and parameters > 2 * stored:  # the smallest numbers in use have half a byte
         raise UserError(
-            f"{key}: config.json in {source} describes a model of {parameters:,} parameters, but its files of weights have {stored:,} bytes. "
-            "Use a complete checkpoint, and the config.json that came with it"
+            f"{key}: config.json in {source} describes {parameters:,} parameters, but the files of weights have {stored:,} bytes. Use a "
+            "complete checkpoint, and the config.json that came with it"
         )
 
 
