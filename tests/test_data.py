@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fulltilt.data.files import read_rows
+from fulltilt.data.files import read_rows, rows_in_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import load_sft
@@ -163,7 +163,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', ["a.jsonl:2", "not valid JSON", "one object a line"]),
+        ("a.jsonl", b'{"prompt": "x"}\n{"prompt": \n', ["a.jsonl:2", "not valid JSON", "one whole JSON object"]),
         ("a.jsonl", b'{"prompt": "x"}\n["y"]\n', ["a.jsonl:2", "not an object"]),
         ("a.jsonl", b'{"prompt": "x"}\n{"prompt": "\xff"}\n', ["a.jsonl:2", "not UTF-8"]),
         ("a.jsonl", b"", ["a.jsonl", "holds no rows"]),
@@ -171,7 +171,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 and nothing else", ["a.parquet", "write it again"]),
         ("a.parquet", b"", ["a.parquet", "write it again"]),
         ("a.arrow", b"not a stream", ["a.arrow", "write it again"]),
-        ("a.csv", b"prompt\nx\n", ["a.csv", "unknown kind of file '.csv'", ".parquet", "Convert it"]),
+        ("a.txt", b"prompt\nx\n", ["a.txt", "unknown kind of file '.txt'", ".parquet", "Convert it"]),
     ],
 )
 def test_a_broken_file_is_named_with_its_remedy(name: str, content: bytes, words: list[str], tmp_path: Path) -> None:
@@ -237,6 +237,56 @@ def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) 
     (tmp_path / "shards").mkdir()
     write_lines(tmp_path / "shards" / "train-00000-of-00002.jsonl", [{"prompt": "0"}])
     assert "the data set has 2 files, but 1 are here" in refused(tmp_path / "shards")
+
+
+# Rows given from Python
+
+
+class Lazy:
+    """As a `datasets.Dataset` gives its rows: one at a time, each time it is iterated over."""
+
+    def __iter__(self) -> Any:
+        yield from ROWS
+
+
+def test_rows_from_python_are_those_of_a_file(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    name = rows_in_memory(ROWS)
+    assert name.startswith("memory:") and name == rows_in_memory(tuple(ROWS)) == rows_in_memory(Lazy())
+    assert load_prompts(name, tokenizer, data()).digest() == load_prompts(write_format("jsonl", tmp_path, ROWS), tokenizer, data()).digest()
+    assert rows_in_memory(ROWS[:4]) != name and rows_in_memory([{"prompt": "1", "answer": 1}]) != rows_in_memory(
+        [{"prompt": "1", "answer": "1"}]
+    )
+    assert [row["answer"] for row, _ in read_rows(rows_in_memory([{"prompt": "a", "answer": np.float64(2)}]))] == [2.0]
+
+
+def test_rows_from_python_are_copied() -> None:
+    rows: list[dict[str, Any]] = [{"prompt": [{"role": "user", "content": "a"}]}]
+    name = rows_in_memory(rows)
+    rows[0]["prompt"][0]["content"] = "b"
+    assert [row for row, _ in read_rows(name)] == [{"prompt": [{"role": "user", "content": "a"}]}] and rows_in_memory(rows) != name
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "holds no rows"),
+        ({"train": ROWS}, "found dict, not rows.*one split"),
+        ("train.jsonl", "found str, not rows"),
+        (7, "found int, not rows"),
+        (["prompt", "answer"], "row 0 .*found str, not a dictionary of columns.*to_dict"),
+        ([*ROWS, {"prompt": object()}], "row 5 .*column 'prompt': a value of type object.*remove the column"),
+        ([{1: "prompt"}], "row 0 .*the key 1 is of type int"),
+    ],
+)
+def test_rows_from_python_that_are_none_are_refused(rows: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        rows_in_memory(rows)
+
+
+def test_a_broken_row_from_python_is_named(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(UserError, match=r"row 1 \(counted from 0\): the row has no 'prompt'.*Columns of this row: question"):
+        load_prompts(rows_in_memory([{"prompt": "1"}, {"question": "2"}]), tokenizer, data())
+    assert "Give the same rows again" in refused("memory:0123")
 
 
 # Prompts to ids

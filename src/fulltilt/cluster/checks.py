@@ -7,7 +7,9 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
@@ -55,16 +57,20 @@ def choose_device(name: str) -> torch.device:
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What a run would refuse before its model loads: reward functions, model folders, data, packages, device."""
-    algorithm = build(config)
+    """What a run would refuse before its model loads: model folders, data, reward functions, each of which is called once, packages,
+    device."""
+    algorithm, prompts = build(config), list[Prompt]()
+
+    def data() -> None:
+        if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
+            return
+        read = read_training_data(config, algorithm)
+        prompts.extend(prompt for each in (read.train, read.val) if isinstance(each, PromptSet) for prompt in each.items)
 
     def rewards() -> None:
         if "rollout" in algorithm.needs:
-            RewardPool(config.reward).close()
-
-    def data() -> None:
-        if not any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
-            read_training_data(config, algorithm)
+            with closing(RewardPool(config.reward, Path(config.run.dir), write_errors=False)) as pool:
+                found.extend(pool.failures_on(prompts))
 
     def packages() -> None:
         if config.lora.rank:
@@ -76,7 +82,7 @@ def find_mistakes(config: Config) -> list[str]:
         Fusing(config, chosen)
 
     found = list(wrong_models(config, model_paths(config, algorithm)))
-    for look in (rewards, data, packages, device):
+    for look in (data, rewards, packages, device):
         try:
             look()
         except UserError as error:

@@ -24,7 +24,7 @@ from fulltilt.model.verify import verify
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.schema import Config, LoraConfig, uses_reward_model
-from fulltilt.train.checkpoint import Checkpoint
+from fulltilt.training.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, eq=False)

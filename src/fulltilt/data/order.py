@@ -18,7 +18,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
-from fulltilt.data.files import read_rows
+from fulltilt.data.files import open_data
+from fulltilt.data.template import OverLong
 from fulltilt.records import Prompt, Row, UserError
 from fulltilt.words import many
 
@@ -58,6 +59,7 @@ class InEpochs(Generic[Item]):
 
     items: tuple[Item, ...]
     said: str = ""  # what was read and what was left out, in words
+    versions: tuple[str, ...] = ()  # the commits of the data sets on the hub that were read
 
     @property
     def longest(self) -> int:
@@ -140,9 +142,17 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
     kept: list[Any] = []
     beyond: list[tuple[Limit, int]] = []  # for each item left out: the first limit that it breaks, and its tokens
     rows_read = 0
+    versions, counted = [], ""
     for name in names:
-        for row, place in read_rows(name):
-            for item in _parsed(parse, rows_read, row, place):
+        source = open_data(name)
+        versions.extend([source.version] if source.version else [])
+        for row, place in source.rows:
+            try:
+                items = _parsed(parse, rows_read, row, place)
+            except OverLong as error:
+                beyond.append((next(limit for limit in limits if limit.key == error.key), error.tokens))
+                items, counted = (), "at least "
+            for item in items:
                 broken = next(((limit, found) for limit in limits if (found := limit.tokens(item)) > limit.most), None)
                 if broken is None:
                     kept.append(item)
@@ -152,18 +162,19 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
     if not rows_read:
         raise UserError("the data set is empty: no file was given. Set data.train.")
     if not kept:
-        _refuse_all_beyond(names, beyond)
-    said = [f"{many(rows_read, 'row')} read", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]
-    return kind(tuple(kept), ", ".join(said))
+        _refuse_all_beyond(names, beyond, counted)
+    read_from = f" from {' and '.join(versions)}" if versions else ""
+    said = [f"{many(rows_read, 'row')} read{read_from}", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]
+    return kind(tuple(kept), ", ".join(said), tuple(versions))
 
 
-def _refuse_all_beyond(names: Sequence[str], beyond: Sequence[tuple[Limit, int]]) -> None:
+def _refuse_all_beyond(names: Sequence[str], beyond: Sequence[tuple[Limit, int]], counted: str) -> None:
     limit, _ = beyond[0]
     shortest = min(tokens for broken, tokens in beyond if broken is limit)
     also = sorted({f"{other.key} = {other.most}" for other, _ in beyond if other is not limit})
     raise UserError(
         f"{', '.join(names)}: all {len(beyond)} {limit.noun}s are longer than {' or '.join([f'{limit.key} = {limit.most}', *also])}; the "
-        f"shortest has {shortest} tokens. Raise {limit.key}, or give shorter {limit.noun}s."
+        f"shortest has {counted}{shortest} tokens. Raise {limit.key}, or give shorter {limit.noun}s."
     )
 
 

@@ -106,21 +106,22 @@ class _Writer:
             return self._conversation([*history, {"role": "assistant", "content": response}], [len(history)])
         if not response:
             raise UserError("the response is empty. Remove the row, or give it a response.")
-        return [_row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response)))]
+        return [_row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response, "data.max_tokens")))]
 
     def _conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
         """The rows that train the messages at `turns`."""
         rows: list[Row] = []
         for turn in turns:
-            row = self._turn(messages[:turn], messages[turn])
+            row = self._turn(messages[:turn], messages[turn], alone=len(turns) == 1)
             if rows and np.array_equal(row.ids[: rows[-1].tokens], rows[-1].ids):
                 earlier = rows.pop()
                 row.mask[: earlier.tokens] |= earlier.mask
             rows.append(row)
         return rows
 
-    def _turn(self, history: Sequence[Message], answer: Message) -> Row:
-        """One message of the assistant after its history, written as the last message of a conversation."""
+    def _turn(self, history: Sequence[Message], answer: Message, alone: bool) -> Row:
+        """One message of the assistant after its history, written as the last message of a conversation. Only of one that is trained on
+        alone is it known, before it is tokenised, which limit its length would break: others may become part of a longer row."""
         if not any(_texts(answer)) and not answer.get("tool_calls"):
             raise UserError(f"the response is empty: {_shown(answer)}. Remove the row, or give it a response.")
         if not history or history[-1]["role"] == "assistant":
@@ -128,12 +129,13 @@ class _Writer:
                 f"{_shown(answer)} answers nothing: it must come after another message, not of the assistant. Join the two, give it "
                 '"weight": 0, or remove the row.'
             )
-        prompt = self._encoder.encode_messages(history, add_generation_prompt=True)
-        return _row(prompt, self._ended(self._from_template(history, prompt, answer) or self._from_text(answer)))
+        prompt = self._encoder.encode_messages(history, add_generation_prompt=True, limit="data.max_prompt_tokens" if alone else "")
+        written = self._from_template(history, prompt, answer, "data.max_tokens" if alone else "")
+        return _row(prompt, self._ended(written or self._from_text(answer)))
 
-    def _from_template(self, history: Sequence[Message], prompt: list[int], answer: Message) -> list[int] | None:
+    def _from_template(self, history: Sequence[Message], prompt: list[int], answer: Message, limit: str) -> list[int] | None:
         """What the template writes after the prompt, or None if the conversation, as it writes it, does not begin with the prompt."""
-        whole = self._encoder.encode_messages([*history, answer], add_generation_prompt=False)
+        whole = self._encoder.encode_messages([*history, answer], add_generation_prompt=False, limit=limit)
         if whole[: len(prompt)] != prompt:
             return None
         response = whole[len(prompt) :]

@@ -2,19 +2,21 @@
 
 Enters: a string or a list of messages. Leaves: int64 ids and the text they stand for. Guaranteed: at most one beginning-of-sequence
 token at the front; no end-of-sequence token that the tokenizer appended by itself (the model would continue an ended text); messages
-always end with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`. Errors do not say
-where the row is: the caller knows its file and line and adds them.
+always end with the template's generation prompt; no setting is ignored: one that cannot take effect is a `UserError`; whatever a template
+or a tokenizer raises is one, too. Errors do not say where the row is: the caller knows its file and line and adds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from jinja2 import TemplateError
 
+from fulltilt.model import chat
 from fulltilt.records import UserError
+from fulltilt.words import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from fulltilt.schema import DataConfig
 
 Message = dict[str, Any]
+_MOST_CHARACTERS = 2**24  # of a text without a limit in tokens: more than any model reads, and minutes of tokenising
 
 # Arguments of apply_chat_template that say how ids are made, not what the template writes; fulltilt sets these itself.
 _RESERVED_ARGUMENTS = frozenset(
@@ -38,6 +41,14 @@ class Encoded(NamedTuple):
     source: str | tuple[Message, ...]  # what they were made from: the string, or the messages as the template got them
 
 
+class OverLong(Exception):
+    """A text that breaks the limit `key`, as its characters tell without tokenising it: it has `tokens` or more."""
+
+    def __init__(self, key: str, tokens: int) -> None:
+        super().__init__(key, tokens)
+        self.key, self.tokens = key, tokens
+
+
 class PromptEncoder:
     """Encodes the prompts of a data set, all in the same way, for rollout and for SFT alike."""
 
@@ -45,6 +56,7 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._system = config.system
         self._template_args = config.template_args
+        self._limits = {"data.max_prompt_tokens": config.max_prompt_tokens, "data.max_tokens": config.max_tokens}
         self._refuse_arguments_without_effect()
         self._messages_of_string: Callable[[str], list[Message] | None] = self._plain_string
         self._messages_of_list: Callable[[object], list[Message]] = checked_messages
@@ -60,7 +72,11 @@ class PromptEncoder:
         messages = self.messages(prompt)
         if messages is not None and messages[-1]["role"] == "assistant":
             raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Remove that message.")
-        ids = self._encode_string(str(prompt)) if messages is None else self.encode_messages(messages, add_generation_prompt=True)
+        limit = "data.max_prompt_tokens"
+        if messages is None:
+            ids = self._encode_string(self._short_enough(str(prompt), limit))
+        else:
+            ids = self.encode_messages(messages, add_generation_prompt=True, limit=limit)
         if not ids:
             raise UserError("the prompt has no tokens. Remove the row, or give it a prompt.")
         return Encoded(np.asarray(ids, dtype=np.int64), self.decode(ids), str(prompt) if messages is None else tuple(messages))
@@ -77,34 +93,55 @@ class PromptEncoder:
         """Whether the chat template mentions a key of messages or an argument."""
         return name in self._template()
 
-    def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-        """A conversation as the chat template writes it."""
+    def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool, limit: str = "") -> list[int]:
+        """A conversation as the chat template writes it. `limit` is the key of the length limit that it is left out by, if there is one."""
         self._template()
         try:
-            # The template writes its own special tokens; transformers adds none when it tokenises a template's text.
-            encoded = self._tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=True, return_dict=False, **self._template_args
-            )
-        except (TemplateError, TypeError, ValueError) as error:
-            remedy = "Change the messages, or set model.chat_template."
-            raise UserError(f"the chat template cannot write this conversation: {error}. {remedy}") from error
-        return self._without_double_bos([int(token) for token in encoded])
+            text = chat.render(self._tokenizer, messages, add_generation_prompt=add_generation_prompt, **self._template_args)
+        except UserError as error:
+            raise UserError(f"{error} Change the messages, or set model.chat_template.") from error
+        # The template writes its own special tokens.
+        return self._without_double_bos(self.encode_text(text, limit))
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, limit: str = "") -> list[int]:
         """Text in the middle of a sequence: no special token is added."""
-        return [int(token) for token in self._tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return self._tokenise(self._short_enough(text, limit), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _encode_string(self, text: str) -> list[int]:
         plain = self.encode_text(text)
-        full = [int(token) for token in self._tokenizer(text)["input_ids"]]
+        full = self._tokenise(text)
         # Whatever the tokenizer puts after the text (an end of sequence, a separator) would end the prompt before the answer.
         for start in range(len(full) - len(plain) + 1):
             if full[start : start + len(plain)] == plain:
                 return self._without_double_bos(full[:start] + plain)
         raise UserError("the tokenizer writes this text differently when it adds special tokens. Use messages and a chat template instead.")
+
+    def _tokenise(self, text: str, **options: Any) -> list[int]:
+        try:
+            return [int(token) for token in self._tokenizer(text, **options)["input_ids"]]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic in the tokenizer's compiled code is not an Exception
+            raise UserError(f"the tokenizer cannot read this text ({first_line(error)}). Change or remove the row.") from error
+
+    def _short_enough(self, text: str, limit: str) -> str:
+        """Refuse a text that is too long for any tokenizer to bring it within the limit: tokenising it could take minutes."""
+        most = self._limits.get(limit)
+        if most is None:
+            if len(text) > _MOST_CHARACTERS:
+                raise UserError(f"the text has {len(text)} characters. Shorten or remove the row; for SFT, data.max_tokens leaves it out.")
+        # A few tokens at the end of a text may not count.
+        elif len(text) > 32 * (most + 16) and len(text) > self._longest_token * (most + 16):
+            raise OverLong(limit, len(text) // self._longest_token)
+        return text
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters that one token can stand for."""
+        return max(32, *map(len, self._tokenizer.get_vocab()))
 
     def _without_double_bos(self, ids: list[int]) -> list[int]:
         bos = self._tokenizer.bos_token_id
@@ -186,6 +223,8 @@ def _checked_message(number: int, message: object) -> Message:
         raise UserError(f"message {number} ({role}) has no 'content'.")
     if content is not None and not isinstance(content, str | list):
         raise UserError(f"message {number} ({role}) has a 'content' of type {type(content).__name__}; it must be a string.")
+    if not isinstance(present.get("reasoning_content", ""), str):
+        raise UserError(f"message {number} ({role}) has a 'reasoning_content' that is not a string.")
     for part in content if isinstance(content, list) else ():
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
             raise UserError(f"message {number} has a part that is not text. Only text is supported: write 'content' as a string.")

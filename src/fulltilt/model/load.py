@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.model import attention, experts
+from fulltilt.model.chat import read_template
 from fulltilt.model.folder import inspect_model
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
@@ -175,14 +176,16 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of `config`, or that of another model, whose chat template is its own or `chat_template`, never the one of `config`."""
     source = str(path or config.path)
-    with reading(f"the tokenizer of {source} could not be loaded", key, source, "tokenizer.json and tokenizer_config.json"):
+    with reading(
+        f"the tokenizer of {source} could not be loaded", key, source, "tokenizer.json, tokenizer_config.json and chat_template.jinja"
+    ):
         tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         # Without files, transformers creates tokenizers of some families that have special tokens only.
         raise UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
     template = chat_template if path else config.chat_template
     if template:
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8")
+        tokenizer.chat_template = read_template(template, f"{key.partition('.')[0]}.chat_template")
     return tokenizer
 
 

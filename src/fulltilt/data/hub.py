@@ -1,0 +1,125 @@
+"""Data sets of the Hugging Face hub.
+
+Enters: a name such as `openai/gsm8k/main:train`, in its parts. Leaves: the files of that split in the hub's cache, and the commit that they
+come from. Guaranteed: without a revision, the hub's own conversion to parquet is read, which every public data set has whatever its
+format, and the repository's own files where there is no conversion; what was downloaded before is found without a network; whatever the
+hub answers, a failure is a `UserError` in one line with the remedy. `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` are respected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath, PurePosixPath
+
+from httpx import HTTPError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from fulltilt.data.shards import choose_files
+from fulltilt.records import UserError
+from fulltilt.schema import HubDataset
+from fulltilt.words import first_line, listed
+
+_CONVERTED = "refs/convert/parquet"  # a branch that the hub itself writes: config/split/0000.parquet
+_UNREACHABLE = (OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError)
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    files: tuple[Path, ...]  # in the order of the shards
+    version: str  # e.g. "openai/gsm8k at commit 3f1a..."
+
+
+def fetch(dataset: HubDataset) -> HubFiles:
+    """Download the files of a split, unless they are in the cache already."""
+    api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="fulltilt")
+    with _reporting(dataset):
+        revision, names = _list_files(api, dataset)
+        of_split = _of_conversion if revision == _CONVERTED else _of_repository
+        chosen = of_split(dataset, names)
+        # By pattern, not by name: offline, the names are those in the cache, and the hub's record of the folder tells which are missing.
+        patterns = sorted({re.sub(r"\d+", "*", glob.escape(str(name))) for name in chosen})
+        folder = Path(api.snapshot_download(dataset.repo, repo_type="dataset", revision=revision, allow_patterns=patterns))
+    return HubFiles(tuple(folder / name for name in chosen), f"{dataset.repo} at commit {folder.name}")
+
+
+def _list_files(api: HfApi, dataset: HubDataset) -> tuple[str, list[PurePosixPath]]:
+    """The revision to read, and the names of all its files."""
+    if dataset.revision is not None:
+        return dataset.revision, _names(api, dataset.repo, dataset.revision)
+    try:
+        return _CONVERTED, _names(api, dataset.repo, _CONVERTED)
+    except (RevisionNotFoundError, LocalEntryNotFoundError):
+        return "main", _names(api, dataset.repo, "main")
+
+
+def _names(api: HfApi, repo: str, revision: str) -> list[PurePosixPath]:
+    try:
+        found = api.dataset_info(repo, revision=revision).siblings or []
+        return sorted(PurePosixPath(entry.rfilename) for entry in found)
+    except HfHubHTTPError as error:
+        if error.response.status_code < 500:
+            raise
+    except _UNREACHABLE:
+        pass
+    folder = Path(api.snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[]))
+    return sorted(PurePosixPath(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+
+
+def _of_conversion(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[PurePath]:
+    parquet = [name for name in names if len(name.parts) == 3 and name.suffix == ".parquet"]
+    configs = sorted({name.parts[0] for name in parquet})
+    config = dataset.config or ("default" if "default" in configs or not configs else configs[0])
+    split = dataset.split or "train"
+    if config not in configs or (dataset.config is None and len(configs) > 1 and config != "default"):
+        raise UserError(f"{dataset.repo}: name one of its configurations: {listed(configs)}. For example {dataset.repo}/{config}:{split}.")
+    splits = sorted({name.parts[1] for name in parquet if name.parts[0] == config})
+    if f"partial-{split}" in splits:
+        remedy = f"Name a revision to read the repository's own files, for example {dataset.repo}@main:{split}."
+        raise UserError(f"{dataset.repo}: the hub converted only the first part of its split {split!r} to parquet. {remedy}")
+    if split not in splits:
+        raise UserError(f"{dataset.repo}: no split {split!r}, but {listed(splits)}. For example {dataset.repo}/{config}:{splits[0]}.")
+    return [name for name in parquet if name.parts[:2] == (config, split)]
+
+
+def _of_repository(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[PurePath]:
+    if dataset.config is not None and not any(dataset.config in name.parts for name in names):
+        raise UserError(f"{dataset.repo}: no folder {dataset.config!r} in it; its files are {listed(names)}. Correct or remove the folder.")
+    inside = [name for name in names if dataset.config is None or dataset.config in name.parts]
+    return choose_files(inside, dataset.repo, dataset.split or "train")
+
+
+@contextlib.contextmanager
+def _reporting(dataset: HubDataset) -> Iterator[None]:
+    """Turn what the hub's client raises into a UserError that says what to do."""
+    try:
+        yield
+    except UserError:
+        raise
+    except GatedRepoError as error:
+        remedy = "Accept its terms at its page on the hub, then run `hf auth login` or set HF_TOKEN."
+        raise UserError(f"{dataset.repo}: the hub gives this data set only to people who accepted its terms. {remedy}") from error
+    except RepositoryNotFoundError as error:
+        remedy = "Correct the name. For a private data set, run `hf auth login` or set HF_TOKEN; for a file or folder, give its path."
+        raise UserError(f"{dataset.repo}: no file or folder here, and no data set on the hub that you can read. {remedy}") from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{dataset.repo}: has no revision {dataset.revision!r}. Name a branch, a tag or a commit of it.") from error
+    except (*_UNREACHABLE, OSError) as error:
+        remedy = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or download the data set and give its folder."
+        raise UserError(
+            f"{dataset.repo}: cannot be read from the hub, and is not whole in its cache ({first_line(error)}). {remedy}"
+        ) from error
+    except ValueError as error:
+        raise UserError(f"{dataset.repo}: the hub's answer cannot be used ({first_line(error)}). Check HF_ENDPOINT.") from error

@@ -1,0 +1,179 @@
+"""Chat templates: reading a file with one, and writing conversations with one.
+
+A template comes with a model and is a program. jinja's sandbox keeps it away from the system, but not from running for ever.
+
+Enters: a tokenizer with its template, and messages. Leaves: the text that the template writes. Guaranteed: whatever the template does, the
+result is a text or a `UserError`. Its first conversation is written in a child process first, which the system ends after SECONDS of
+processor time, whatever it does; later ones are interrupted in the process itself, in any thread, as soon as Python's interpreter takes its
+next step. On Linux it may use BYTES more memory, except where a GPU is in use, whose driver reserves addresses at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from fulltilt.records import UserError
+from fulltilt.words import first_line, in_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SECONDS = 20.0  # for one conversation; usual templates take less than a millisecond
+BYTES = 4 * 2**30
+
+
+class TemplateOverdue(BaseException):
+    """Raised inside a template that runs for too long. Not an `Exception`, so that no code of a template's filters catches it."""
+
+
+def read_template(path: str, key: str) -> str:
+    """The text of a file with a chat template; `key` is the setting that names it."""
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{key}: {path} is not UTF-8 text ({error.reason} at byte {error.start}). Save the file as UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{key}: {path} cannot be read ({error.strerror}). Give a file with a chat template") from error
+    if not text.strip():
+        raise UserError(f"{key}: {path} is empty. Give a file with a chat template")
+    return text
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **options: Any
+) -> str:
+    """A conversation as the tokenizer's chat template writes it. The template writes its own special tokens."""
+    cannot = "the chat template cannot write this conversation"
+    given = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **options}
+    write: Callable[[], Any] = partial(tokenizer.apply_chat_template, list(messages), **given)
+    try:
+        with _rendering:
+            _try_first(str(tokenizer.chat_template), write)
+            with _memory.bounded(), _deadline.watched():
+                return str(write())
+    except TemplateOverdue as error:
+        raise UserError(f"{cannot}: it was stopped after {SECONDS:.0f} seconds, as it does not seem to end.") from error
+    except MemoryError as error:
+        raise UserError(f"{cannot}: it asked for more than {in_bytes(BYTES)} of memory.") from error
+    except RecursionError as error:
+        raise UserError(f"{cannot}: it calls itself without end.") from error
+    except Exception as error:  # a template can raise whatever Python can
+        raise UserError(f"{cannot}: {first_line(error).rstrip('.')}.") from error
+
+
+def _try_first(template: str, write: Callable[[], Any]) -> None:
+    """Use a template for the first time in a child process: an operation such as 9 ** 9 ** 9 never returns to the interpreter, and only
+    ending its process stops it. Whatever else goes wrong there goes wrong again here, where it is reported."""
+    if template in _tried:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child uses none of the other threads
+        child = os.fork()
+    if child == 0:
+        _write_and_exit(write)
+    ended, until = 0, time.monotonic() + 3 * SECONDS
+    while not ended and time.monotonic() < until:
+        time.sleep(0.002)
+        ended, status, used = os.wait4(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        _, status, used = os.wait4(child, 0)
+    # One that was ended here may have waited, which is no fault of the template.
+    if os.WIFSIGNALED(status) and used.ru_utime + used.ru_stime > SECONDS / 10:
+        raise TemplateOverdue
+    _tried.add(template)
+
+
+def _write_and_exit(write: Callable[[], Any]) -> NoReturn:
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(SECONDS), math.ceil(SECONDS) + 1))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        with _memory.bounded():
+            write()
+    finally:
+        os._exit(0)
+
+
+class _Deadline:
+    """Interrupts a template. Signals would reach the main thread only; an exception set by another thread reaches any."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._current: tuple[int, float, float] | None = None  # thread, time and processor time at which it began
+        self._watcher = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        with self._lock:
+            self._current = (threading.get_ident(), time.monotonic(), time.process_time())
+            if not self._watcher:
+                self._watcher = True
+                threading.Thread(target=self._watch, name="template-deadline", daemon=True).start()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._current = None
+                _set_exception(threading.get_ident(), None)  # one that was set just now must not arrive later
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(SECONDS / 20)
+            with self._lock:
+                if self._current is None:
+                    self._watcher = False
+                    return
+                thread, began, used = self._current
+                # Time alone would accuse a template of what a stopped or overloaded machine did.
+                if time.monotonic() - began > SECONDS and time.process_time() - used > SECONDS / 2:
+                    self._current = None  # once: the thread may be on its way out
+                    _set_exception(thread, TemplateOverdue)
+
+
+def _set_exception(thread: int, kind: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind))
+
+
+class _Memory:
+    """Lowers the limit on the address space of the process while a template runs."""
+
+    def __init__(self) -> None:
+        self._read = -1.0
+        self._most = 0
+
+    @contextlib.contextmanager
+    def bounded(self) -> Iterator[None]:
+        if not sys.platform.startswith("linux") or torch.cuda.is_initialized():
+            yield
+            return
+        now = time.monotonic()
+        if now - self._read > 1:  # a file of the system: too slow to be read for every row
+            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+            self._read, self._most = now, pages * resource.getpagesize() + BYTES
+        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+        least = self._most if soft == resource.RLIM_INFINITY else min(soft, self._most)
+        resource.setrlimit(resource.RLIMIT_AS, (least, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+_rendering, _deadline, _memory = threading.Lock(), _Deadline(), _Memory()
+_tried: set[str] = set()  # templates that came to an end once
