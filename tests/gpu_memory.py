@@ -39,9 +39,9 @@ from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, TrainConfig
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 
 BLOCK = 16
 

@@ -31,9 +31,9 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import HealthConfig, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 from fulltilt.words import in_bytes
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")

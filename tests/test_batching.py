@@ -29,9 +29,9 @@ from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.plan import make_plan
 from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Critic, Policy, Scorer, annotate_all
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Critic, Policy, Scorer, annotate_all
+from fulltilt.training.trainer import Trainer
 
 AGGREGATIONS = ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 lengths_and_budget = st.integers(1, 60).flatmap(lambda budget: st.tuples(st.lists(st.integers(1, 80), max_size=60), st.just(budget)))

@@ -30,8 +30,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from fulltilt.model import attention
 from fulltilt.model.load import export as export_model
 from fulltilt.records import UserError
-from fulltilt.train import checkpoint
-from fulltilt.train.checkpoint import Checkpoint, CheckpointStore, find_damage, write_trainer
+from fulltilt.training import checkpoint
+from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, find_damage, write_trainer
 
 
 def export(folder: Path) -> None:
@@ -138,7 +138,7 @@ MEMORY_OF_SAVES = """
 import gc, sys
 from pathlib import Path
 import torch
-from fulltilt.train.checkpoint import CheckpointStore, write_trainer
+from fulltilt.training.checkpoint import CheckpointStore, write_trainer
 
 def held():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 // 2**20
@@ -168,7 +168,7 @@ MEMORY_REFUSED = """
 import resource, sys
 from pathlib import Path
 import torch
-from fulltilt.train.checkpoint import CheckpointStore, copy_to_host, write_trainer
+from fulltilt.training.checkpoint import CheckpointStore, copy_to_host, write_trainer
 
 found = {str(number): torch.full((2**20,), float(number)) for number in range(64)}  # 256 MiB
 taken = int(Path("/proc/self/statm").read_text().split()[0]) * 4096

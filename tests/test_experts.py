@@ -40,7 +40,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
+from fulltilt.training.optim import Optimizer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 FAMILIES = ("qwen3-moe", "mixtral")

@@ -28,7 +28,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
+from fulltilt.training.optim import Optimizer
 
 CPU = torch.device("cpu")
 KNOWN = ("llama", "llama-tied", "qwen2", "qwen3", "mistral")

@@ -44,7 +44,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, ModelConfig
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.training.checkpoint import CheckpointStore
 
 ModelFolders = Callable[[str], Path]
 CPU = torch.device("cpu")

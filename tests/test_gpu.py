@@ -37,9 +37,9 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import AlgorithmConfig, Config, DataConfig, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Critic, Policy, annotate_all
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Critic, Policy, annotate_all
+from fulltilt.training.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

@@ -24,9 +24,9 @@ from fulltilt.model.scalar import load_scalar
 from fulltilt.presets import PRESETS
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Critic, Policy, annotate_all
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Critic, Policy, annotate_all
+from fulltilt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 

@@ -24,7 +24,7 @@ from fulltilt.rollout.engine import EngineContext, EngineLimits
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
+from fulltilt.training.optim import Optimizer
 
 CPU = torch.device("cpu")
 LIMITS = EngineLimits(blocks=60, block_tokens=4, max_seqs=9, max_batched_tokens=32)

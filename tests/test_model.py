@@ -13,16 +13,22 @@ import torch
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
     BloomConfig,
+    DeepseekV32Config,
+    DiffLlamaConfig,
     FalconConfig,
     Gemma3TextConfig,
     GptOssConfig,
     HyperCLOVAXConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MptConfig,
     Phi3Config,
     PreTrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
 )
@@ -32,7 +38,7 @@ from fulltilt.model.attention import Packed, Scoring, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, LogitShape, token_logprobs
 from fulltilt.model.load import check_vocabulary, end_tokens, export, load_model, load_tokenizer
-from fulltilt.model.verify import packed_hidden, packed_logprobs, run_packed, verify
+from fulltilt.model.verify import decoded_logprobs, packed_hidden, packed_logprobs, random_documents, run_packed, verify
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 
@@ -250,6 +256,77 @@ def test_a_layer_that_goes_around_us_is_found(model_folders) -> None:
     layer.forward = lambda hidden_states, **kwargs: (hidden_states * 0.5, None)
     with pytest.raises(UnsupportedModel, match="1 of 2 layers did not go through"):
         verify(model)
+
+
+def differential(tmp_path: Path) -> PreTrainedModel:
+    """Attends twice in each layer."""
+    AutoModelForCausalLM.from_config(DiffLlamaConfig(**models.SMALL)).save_pretrained(tmp_path)
+    return load_model(ModelConfig(path=str(tmp_path)), CPU)
+
+
+def looped(tmp_path: Path) -> PreTrainedModel:
+    """Runs each layer twice."""
+    model = load_model(ModelConfig(path=str(models.save("llama", tmp_path))), CPU)
+    for layer in model.model.layers:
+        once = layer.forward
+        layer.forward = lambda hidden, once=once, **options: once(once(hidden, **options), **options)
+    return model
+
+
+@pytest.mark.parametrize("make", [differential, looped])
+def test_attention_called_twice_under_one_index_is_refused_where_the_cache_would_be_overwritten(make, tmp_path: Path) -> None:
+    """Training computes such a model rightly; a cache by index does not."""
+    torch.manual_seed(0)
+    model = make(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"several times under the same layer index \(0, 1\)") as caught:
+        verify(model)
+    assert str(caught.value).startswith(f"model.path: {tmp_path}") and "\n" not in str(caught.value)
+    seen, documents = verify(model, decodes=False), random_documents(model)
+    with torch.no_grad():
+        whole, decoded = packed_logprobs(model, documents)[0], decoded_logprobs(model, documents, seen)
+    assert max(float((one[-4:] - other).abs().max()) for one, other in zip(whole, decoded, strict=True)) > 0.1
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_decoding_that_differs_from_training_is_refused(family: str, model_folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Break it for real: decoded tokens do not enter the cache."""
+    model = load_model(ModelConfig(path=str(model_folders(family))), CPU)
+    decode = attention.decode_bunches
+
+    def forgetful(q, k, v, *rest):
+        return decode(q, k * 0, v * 0, *rest)
+
+    monkeypatch.setattr(attention, "decode_bunches", forgetful)
+    with pytest.raises(UnsupportedModel, match=r"decoding one token at a time .* differ by"):
+        verify(model)
+
+
+REFUSALS = {
+    "sinks": (GptOssConfig(**models.SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1), "attention sinks"),
+    "chunks": (Llama4TextConfig(**models.SMALL, head_dim=8, num_local_experts=2, intermediate_size_mlp=32), "chunked_attention"),
+    "sparse": (
+        DeepseekV32Config(
+            **models.SMALL | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+        ),
+        "deepseek_sparse_attention",
+    ),
+    "more layers": (
+        BartConfig(
+            vocab_size=160, d_model=32, encoder_layers=1, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48,
+            max_position_embeddings=128, is_decoder=True, is_encoder_decoder=False,
+        ),
+        "1 layer by its configuration, but attention was called for layer 1 too",
+    ),
+    "not causal": (BertConfig(**models.SMALL, is_decoder=False), "not causal"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSALS.values(), ids=REFUSALS)
+def test_refusals_are_one_line_with_setting_reason_and_remedy(config, reason: str, tmp_path: Path) -> None:
+    message = refused(config, tmp_path)
+    assert reason in message and message.startswith(f"model.path: {tmp_path}") and "docs/models.md" in message
+    assert "\n" not in message and "tensor(" not in message and "TypeError" not in message and len(message) < 400
 
 
 def test_documents_that_mix_are_found(model_folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,9 @@ from fulltilt.model.verify import packed_logprobs
 from fulltilt.plan import OFFLOADS, STREAMED
 from fulltilt.records import Row, UserError
 from fulltilt.schema import ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer, learning_rate
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer, learning_rate
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30

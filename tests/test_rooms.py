@@ -10,8 +10,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
-GROUND = {"words", "user_code", "presets", "records", "schema", "settings", "knobs", "config", "observe", "shape", "footprint"}
-SIX = {"data", "rollout", "reward", "algo", "batching", "train"}
+GROUND = {"words", "user_code", "callables", "presets", "records", "schema", "settings", "knobs", "config", "observe", "shape", "footprint"}
+GROUND |= {"folders"}
+SIX = {"data", "rollout", "reward", "algo", "batching", "training"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
 
@@ -19,15 +20,17 @@ BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
 MAY_IMPORT: dict[str, set[str]] = {
     "words": set(),
     "user_code": {"words"},
+    "callables": {"words", "user_code"},
     "presets": set(),
     "records": {"words"},
     "footprint": set(),
+    "folders": {"words", "records"},
     "shape": {"words", "records"},
     "schema": {"words", "presets", "records"},
     "settings": {"words", "user_code", "presets", "records", "schema"},
     "knobs": {"words", "records", "schema"},
-    "config": {"words", "presets", "records", "schema", "settings", "knobs"},
-    "observe": {"words", "records", "schema", "knobs", "config"},
+    "config": {"words", "user_code", "presets", "records", "schema", "settings", "knobs"},
+    "observe": {"words", "records", "schema", "knobs", "config", "folders"},
     "kernels": GROUND,
     "model": GROUND | {"kernels"},
     "parallel": GROUND | {"kernels", "model"},
@@ -38,14 +41,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BELOW_SIX | SIX | {"plan"},
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,
-    "doctor": GROUND | {"memory.host"},
+    "doctor": GROUND | {"memory.host", "reward.confine"},
     "reference": {"words", "schema", "knobs"},
+    "starter": {"words", "records", "schema"},
     "bench": BELOW_LOOP | {"loop"},
     "proofs": BELOW_LOOP | {"loop", "bench", "demo"},
     "demo": BELOW_LOOP | {"loop"},
-    "cli": BELOW_LOOP | {"tune", "loop", "compat", "doctor", "reference", "bench", "proofs", "demo"},
+    "api": BELOW_LOOP | {"loop"},
+    "chat": GROUND | {"loop", "api"},
+    "cli": BELOW_LOOP | {"api", "chat", "tune", "loop", "compat", "doctor", "reference", "starter", "bench", "proofs", "demo"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": {"api", "records"},
 }
 
 
@@ -124,7 +130,7 @@ def test_the_table_has_no_circle() -> None:
         ("config", "def f():\n    from fulltilt.algo import build", ["config may not import fulltilt.algo.build"]),
         ("config", "from fulltilt import algo", ["config may not import fulltilt.algo"]),
         ("data/files", "from ..rollout import engine", ["data may not import fulltilt.rollout.engine"]),
-        ("train/trainer", "import fulltilt.batching.pack", ["train may not import fulltilt.batching.pack"]),
+        ("training/trainer", "import fulltilt.batching.pack", ["training may not import fulltilt.batching.pack"]),
         ("plan", "from fulltilt.batching.pack import pack", ["plan may not import fulltilt.batching.pack.pack"]),
         ("plan", "from fulltilt.batching.cost import cost", []),
         ("model/load", "import importlib\nimportlib.import_module('fulltilt.data')", ["model may not import fulltilt.data"]),

@@ -21,7 +21,7 @@ from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify
 from fulltilt.records import UserError
 from fulltilt.schema import LoraConfig, ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer
+from fulltilt.training.optim import Optimizer
 
 CPU = torch.device("cpu")
 RANDOM = np.random.default_rng(0)

@@ -35,9 +35,9 @@ from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.shape import Recompute
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 
 ModelFolders = Callable[[str], Path]
 CPU = torch.device("cpu")

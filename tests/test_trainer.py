@@ -15,9 +15,9 @@ from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
 from fulltilt.model.load import load_model
 from fulltilt.records import LossParts, MiniBatch, Row, TokenTerms
 from fulltilt.schema import ModelConfig, TrainConfig
-from fulltilt.train.optim import Optimizer, learning_rate
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.optim import Optimizer, learning_rate
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 
 CPU = torch.device("cpu")
 CLIPPED = partial(clipped_surrogate, clip_low=0.2, clip_high=0.28, dual_clip=3.0)

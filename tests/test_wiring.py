@@ -44,9 +44,9 @@ from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.schema import Config, keys
-from fulltilt.train.checkpoint import CheckpointStore
-from fulltilt.train.roles import Policy
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import CheckpointStore
+from fulltilt.training.roles import Policy
+from fulltilt.training.trainer import Trainer
 
 ModelFolders = Callable[[str], Path]
 ONE = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0", "run.steps=1")
@@ -490,6 +490,15 @@ def test_a_full_device_names_the_keys_of_its_phase() -> None:
             out_of_memory()
         named = re.findall(r"\b[a-z_]+\.[a-z_]+\b", str(caught.value))
         assert named and set(named) <= keys().keys(), phase
+
+
+def test_a_full_host_is_told_too() -> None:
+    told = r"^out of memory in rollout: .*(memory: you tried|MemoryError).* Set a smaller rollout\.kv_bytes"
+    for ask in (lambda: torch.empty(2**58, dtype=torch.uint8), lambda: [None] * 2**58):
+        with pytest.raises(UserError, match=told), worker.enough_memory("rollout"):
+            ask()
+    with pytest.raises(RuntimeError, match="shape"), worker.enough_memory("rollout"):
+        torch.zeros(2).reshape(3)
 
 
 # -- stop and go on ---------------------------------------------------------------------------------------------------------------------

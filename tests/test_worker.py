@@ -125,8 +125,8 @@ def test_a_run_is_the_same_when_everything_crosses_the_line_as_bytes(
 
 
 def test_the_loop_imports_nothing_that_knows_a_device() -> None:
-    device = {"torch", "transformers", "fulltilt.model", "fulltilt.kernels", "fulltilt.memory", "fulltilt.train.optim"}
-    device |= {"fulltilt.train.roles", "fulltilt.train.trainer", "fulltilt.rollout.engine", "fulltilt.batching"}
+    device = {"torch", "transformers", "fulltilt.model", "fulltilt.kernels", "fulltilt.memory", "fulltilt.training.optim"}
+    device |= {"fulltilt.training.roles", "fulltilt.training.trainer", "fulltilt.rollout.engine", "fulltilt.batching"}
     files = sorted(LOOP.glob("*.py"))
     assert len(files) >= 5
     for file in files:

@@ -1,22 +1,29 @@
-"""Functions of the user's own: `FILE.py:NAME` enters, the file's source and then the function leave.
+"""Functions of the user's own: `FILE.py:NAME`, or the name of a function that a Python program gave, enters; the function leaves.
 
 `locate` reads the file once, where the run starts, and executes nothing; what it returns can travel to other processes, so that a file
-edited during the run changes nothing. `function` executes the file, once in a process. Whatever is wrong with the name, the file or the
-function is a `UserCodeError` that says what and gives the remedy; the caller adds which key of the configuration named the function.
-Imports only the standard library: reward processes start from here and must start fast.
+edited during the run changes nothing. `function` executes the file, once in a process and run. A function from Python has a name only while
+`known_functions` lasts; in its own process it is that very function, and `callables` sends it to others. Whatever is wrong with the name,
+the file or the function is a `UserCodeError` that says what and gives the remedy; the caller adds which key of the configuration named the
+function. Imports only the standard library: reward processes start from here and must start fast.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
+import pickle
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
+
+FROM_PYTHON = "python:"  # begins the name of a function that is in no file of the configuration
 
 
 class UserCodeError(Exception):
@@ -25,15 +32,43 @@ class UserCodeError(Exception):
 
 @dataclass(frozen=True)
 class UserCode:
-    """A function by its file, and the file's content when it was read."""
+    """A function by its file, and the file's content when it was read; or a function from Python."""
 
     name: str  # as configured
     path: str = ""  # empty for a function that fulltilt itself has
     attribute: str = ""
     source: bytes = b""
+    given: Callable[..., Any] | None = None  # the function from Python, in its own process
+    pickled: bytes = b""  # the same for another process: a pickle of the folders that it imports from, and of its own pickle
+
+    @property
+    def digest(self) -> str:
+        """Identifies the file's content."""
+        return hashlib.sha256(self.source).hexdigest()
+
+
+_known: ContextVar[Mapping[str, UserCode]] = ContextVar("known", default=MappingProxyType({}))  # functions from Python, by their names
+
+
+@contextlib.contextmanager
+def known_functions(codes: Mapping[str, UserCode]) -> Iterator[None]:
+    """`locate` finds these functions too. Files are executed again: a second run in a process does not see what the first left in them."""
+    _execute.cache_clear()
+    token = _known.set(codes)
+    try:
+        yield
+    finally:
+        _known.reset(token)
 
 
 def locate(name: str) -> UserCode:
+    if name.startswith(FROM_PYTHON):
+        if name not in _known.get():
+            raise UserCodeError(
+                "it stands for a function that a Python program gave to fulltilt.train. Start that program again, or write the function "
+                "into a file and give FILE.py:NAME"
+            )
+        return _known.get()[name]
     file, _, attribute = name.rpartition(":")
     if not file.endswith(".py") or not attribute.isidentifier():
         raise UserCodeError("not of the form FILE.py:NAME")
@@ -47,6 +82,10 @@ def locate(name: str) -> UserCode:
 def function(code: UserCode, *, as_script: bool = False) -> Callable[..., Any]:
     """The function itself. `as_script`: the file runs as `python FILE.py` would run it, under its own name and with its folder first on
     the path; otherwise neither can hide an installed package from this process."""
+    if code.given is not None:
+        return code.given
+    if code.pickled:
+        return _unpickled(code)
     module = _execute(code.path, code.source, as_script)
     found = getattr(module, code.attribute, None)
     if found is None:
@@ -67,12 +106,23 @@ def parameters(called: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def describe(error: BaseException, path: str) -> str:
     """One line: the exception, and the line of the user's file that it came from."""
     own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    place = f" ({Path(path).name}:{own[-1].lineno})" if own else ""
+    file = f"{Path(path).name}:" if Path(path).is_file() else "line "  # a cell of a notebook has no file
+    place = f" ({file}{own[-1].lineno})" if own else ""
     try:
         text = " ".join(str(error).split())
     except Exception:
         text = "its message cannot be shown"
     return f"{type(error).__name__}{': ' if text else ''}{text[:300]}{place}"
+
+
+def _unpickled(code: UserCode) -> Callable[..., Any]:
+    try:
+        folders, function = pickle.loads(code.pickled)
+        sys.path += [folder for folder in folders if folder not in sys.path]
+        return pickle.loads(function)  # type: ignore[no-any-return]
+    except Exception as error:
+        why = f"{describe(error, code.path)}"
+        raise UserCodeError(f"it cannot be loaded in another process: {why}. Write it into a file and give FILE.py:NAME") from error
 
 
 @lru_cache

@@ -37,7 +37,7 @@ from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import TIMING_NAMES
 from fulltilt.records import UserError
 from fulltilt.rollout.engines.native import NativeEngine
-from fulltilt.train.checkpoint import CheckpointStore
+from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.words import many
 
 STEPS = {"cuda": 3, "cpu": 2}

@@ -1,4 +1,4 @@
-"""Assembly of a run on one device: training, with rewards or supervised, or evaluation.
+"""Assembly of a run on one device: training, with rewards or supervised, evaluation, or generation alone.
 
 Enters: a configuration, and the checkpoint to resume from if any. Leaves: `RunParts`, loaded, verified and planned, with the worker that
 has everything that knows a device. Guaranteed: mistakes in reward, data and model are found in that order (cheapest first) before anything
@@ -16,18 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
 from fulltilt.cluster.checks import (
     RunData,
     TextFacts,
+    check_lengths,
     choose_device,
+    model_paths,
     read_training_data,
     read_validation_data,
     refuse,
     settings_without_effect,
+    wrong_models,
     wrong_rollout,
     wrong_settings,
 )
@@ -43,6 +46,7 @@ from fulltilt.memory.activations import ActivationOffload, offload_activations
 from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
+from fulltilt.model.load import end_tokens
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
 from fulltilt.plan import Plan, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
@@ -52,10 +56,11 @@ from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.schema import Config, TrainConfig
 from fulltilt.shape import Recompute
-from fulltilt.train.checkpoint import Checkpoint
-from fulltilt.train.optim import Optimizer, restore_parameters
-from fulltilt.train.roles import Critic, Policy, Role, Scorer
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import Checkpoint
+from fulltilt.training.optim import Optimizer, restore_parameters
+from fulltilt.training.roles import Critic, Policy, Role, Scorer
+from fulltilt.training.trainer import Trainer
+from fulltilt.words import joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,21 +89,46 @@ def be_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
 
 
+@contextlib.contextmanager
+def torch_as_it_was() -> Iterator[None]:
+    """Undo what a run changes in torch's own settings, so that neither the next run of the process nor its own code computes differently:
+    the number of threads, deterministic kernels, and oneDNN, which torch turns off for good where it has no kernel for a dtype."""
+    threads, debug_mode, onednn = torch.get_num_threads(), torch.get_deterministic_debug_mode(), torch.backends.mkldnn.enabled
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(debug_mode)
+        torch.backends.mkldnn.set_flags(onednn)
+
+
 def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None) -> RunParts:
     """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits."""
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, Path(config.run.dir), resume, kept)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
     """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
     algorithm = build(config)
     device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
-    parts = put_together(config, algorithm, device, read_validation_data, (), None, resume, None)
+    parts = put_together(config, algorithm, device, read_validation_data, (), resume, None)
     refused = (f"a training run would be refused: {text}" for text in settings_without_effect(config, algorithm, device.type))
     return replace(parts, notes=(*parts.notes, *refused))
+
+
+def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, resume: Checkpoint | None = None) -> Worker:
+    """A worker that only samples, from prompts of at most `longest` tokens: no data, no reward, no role that learns."""
+    algorithm = build(config)
+    device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
+    check_lengths(config, algorithm, longest)
+    if config.lora.rank:
+        lora.require_peft()
+    models = load_models(config, (), tokenizer, device, None, resume, sampled=True)
+    texts = TextFacts(tokenizer, end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
+    return make_worker(config, algorithm, device, models, texts, (), resume)[0]
 
 
 def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
@@ -112,17 +142,18 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
-    errors_folder: Path | None, resume: Checkpoint | None, kept: dict[str, Any] | None,
+    resume: Checkpoint | None, kept: dict[str, Any] | None,
 ) -> RunParts:  # fmt: skip
-    """The parts of a run. `roles`: those of a training run, none if nothing learns. `errors_folder`: where failed rewards are recorded."""
+    """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     with contextlib.ExitStack() as on_error:
-        reward = RewardPool(config.reward, errors_folder) if "rollout" in algorithm.needs else None
+        reward = RewardPool(config.reward, Path(config.run.dir), write_errors=bool(roles)) if "rollout" in algorithm.needs else None
         if reward:
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
+        refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
         data = read(config, algorithm)
-        models = load_models(config, roles, data.tokenizer, device, data.encoder, resume)
+        models = load_models(config, roles, data.tokenizer, device, data.encoder, resume, sampled=reward is not None)
         worker, lacking = make_worker(config, algorithm, device, models, data, roles, resume, kept)
         notes = (*data.notes, *describe(config, reward, models), *lacking)
         parts = RunParts(algorithm, worker.plan, data.train, data.val, data.train.digest(), reward, data.encoder, worker, notes)
@@ -133,6 +164,8 @@ def put_together(
 def describe(config: Config, reward: RewardPool | None, models: Models) -> Iterator[str]:
     if reward and not reward.memory_limited:
         yield "this system does not limit the memory of reward processes: reward.memory_gb has no effect"
+    if reward and reward.lacking:
+        yield f"this kernel does not keep reward functions from what reward.sandbox forbids: they could {joined(reward.lacking, 'and')}"
     if config.lora.rank:
         parameters = list(models.actor.parameters())
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

@@ -24,7 +24,7 @@ from fulltilt.model.verify import verify
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.schema import Config, LoraConfig, uses_reward_model
-from fulltilt.train.checkpoint import Checkpoint
+from fulltilt.training.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,14 +44,15 @@ class Models:
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
-    resume: Checkpoint | None,
+    resume: Checkpoint | None, *, sampled: bool,
 ) -> Models:  # fmt: skip
-    """The actor, and those of `roles` that have a model of their own; with an `encoder`, the reward model too."""
+    """The actor, and those of `roles` that have a model of their own; with an `encoder`, the reward model too. `sampled`: whether the run
+    samples from the actor."""
     fusing = Fusing(config, device)
     own: dict[str, torch.nn.Module] = {}
     if encoder is not None:
         own["reward_model"] = load_reward_model(config, device, encoder, fusing)
-    own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing)
+    own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing, decodes=sampled and config.rollout.engine == "native")
     if "critic" in roles:
         own["critic"] = load_critic(config, tokenizer, device, fusing)
     if "ref" in roles and not shares_model(config):
@@ -113,13 +114,13 @@ class Fusing:
 
 
 def load_actor(
-    config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing
+    config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, resume: Checkpoint | None, fusing: Fusing, *, decodes: bool
 ) -> tuple[PreTrainedModel, dict[int, LayerShape]]:
     """The model that is trained and sampled from. With adapters the base stays that of the run's start: the checkpoint has only them."""
     adapters = config.lora.rank > 0
     model = load.load_model(config.model, device, path=resume.model_folder if resume and not adapters else None)
     load.check_vocabulary(model, tokenizer)
-    layers = verify(model)
+    layers = verify(model, decodes=decodes)
     if adapters:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)
     fusing.fuse("actor", model)
@@ -128,8 +129,8 @@ def load_actor(
 
 def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> ScalarModel:
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
-    model = load_scalar(config.model, device, config.critic.path, key="critic.path" if config.critic.path else "model.path", head="new")
-    verify(model.body)
+    key = "critic.path" if config.critic.path else "model.path"
+    model = load_scalar(config.model, device, config.critic.path, key=key, head="new")
     check_tokens(config, model.body, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
@@ -161,7 +162,6 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
     path = config.reward_model.path
     assert path is not None
     model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
-    verify(model.body)
     load.check_vocabulary(model.body, encoder.tokenizer)
     model.requires_grad_(False)
     fusing.fuse("reward_model", model.body)
@@ -170,8 +170,9 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
 
 def load_ref(config: Config, tokenizer: PreTrainedTokenizerBase, device: torch.device, fusing: Fusing) -> PreTrainedModel:
     """The reference stays what the run started from, also after a resume: it is never loaded from a checkpoint."""
-    model = load.load_model(config.model, device, path=config.ref.path, key="ref.path" if config.ref.path else "model.path")
-    verify(model)
+    key = "ref.path" if config.ref.path else "model.path"
+    model = load.load_model(config.model, device, path=config.ref.path, key=key)
+    verify(model, key, decodes=False)
     check_tokens(config, model, tokenizer, "ref.path", config.ref.path)
     if config.lora.path and not config.ref.path:
         lora.add_adapters(model, config.lora, config.run.seed, config.lora.path)

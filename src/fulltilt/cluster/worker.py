@@ -26,13 +26,14 @@ from fulltilt.memory.account import Account
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine
+from fulltilt.rollout.engine import Engine, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import write_trainer
-from fulltilt.train.roles import Policy, Role, annotate_all
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import write_trainer
+from fulltilt.training.roles import Policy, Role, annotate_all
+from fulltilt.training.trainer import Trainer
+from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
@@ -98,9 +99,12 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
     """Turn an out-of-memory error inside a phase into one that names the settings that would help."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch raises a plain RuntimeError.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
         remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
-        what = str(error).splitlines()[0]
+        what = first_line(error)
         # Without its traceback, which would keep alive everything that filled the memory.
         raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
 
@@ -151,6 +155,11 @@ class Worker:
         """Have the engine describe its progress after every `interval` seconds of generating."""
         if self.engine and self.config.rollout.log_stats:
             self.engine.report(say, interval)
+
+    def listen(self, listen: Listener | None) -> None:
+        """Have the engine tell of the tokens of each sample as they come, until told otherwise."""
+        assert self.engine
+        self.engine.listener = listen
 
     def sync(self, version: int) -> None:
         """Bring the engine to the trainer's weights, which have changed."""
@@ -227,6 +236,13 @@ class Worker:
         """Memory, measured since the last call."""
         peak = self.account.peak_bytes
         return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
+
+    def pending_memory(self) -> dict[str, dict[str, Any]]:
+        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
+        return self.account.pending()
+
+    def restore_memory(self, pending: Mapping[str, Mapping[str, Any]]) -> None:
+        self.account.restore(pending)
 
     # -- weights and checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -1,27 +1,33 @@
 """Checks on a loaded model before a run starts.
 
 Enters: a loaded model, with a language head or without one (critic, reward model). Leaves: the shapes of its attention layers.
-Guaranteed, or the run is refused with the architecture's name: every layer went through our attention function; changing one packed
-document does not change the others' log-probs (hidden states); a document packed among others equals the document alone, within twice the
-rounding that reordering the pack causes; our head equals the model's own.
+Guaranteed, or the run is refused with the setting, the architecture's name and the reason: every layer went through our attention
+function; changing one packed document does not change the others' log-probs (hidden states); a document packed among others equals the
+document alone, within twice the rounding that reordering the pack causes; our head equals the model's own; where the model decodes, each
+layer has a cache of its own, and tokens decoded over the paged cache have the log-probs of the packed documents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from fulltilt.model.attention import LayerShape, Packed, UnsupportedModel
+from fulltilt.model.arrays import to_device
+from fulltilt.model.attention import Context, Decode, LayerShape, Packed, Paged, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, token_logprobs
+from fulltilt.records import UserError
+from fulltilt.words import first_line, listed, many
 
 LENGTHS = (9, 33, 17, 24)
+DECODED = 4  # tokens of each document that are decoded one by one
+BLOCK = 16  # tokens of a block of the cache that they are decoded over: the longer documents have several
 
 # Mean absolute difference of log-probs, or of hidden states relative to their mean size, that always counts as rounding, even where
 # reordering the pack happens to change nothing. In bfloat16 a document alone, whose few rows are added in another order, is off by 0.008 at
@@ -34,13 +40,49 @@ KINDS = ("full_attention", "sliding_attention")
 # Rotary frequencies that are fixed when the model is built.
 FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
-Measure = Callable[[list[np.ndarray]], tuple[list[torch.Tensor], dict[int, LayerShape]]]  # numbers of each document, layers passed
+REMEDY = "Use a model of another architecture: docs/models.md lists those that run"
+
+
+class PassedLayers(dict[int, LayerShape]):
+    """The shapes of the layers that a pass went through, by index, and the indices that came more than once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.repeated: set[int] = set()
+
+    def __setitem__(self, layer: int, shape: LayerShape) -> None:
+        if layer in self:
+            self.repeated.add(layer)
+        super().__setitem__(layer, shape)
+
+
+Measure = Callable[[list[np.ndarray]], tuple[list[torch.Tensor], PassedLayers]]  # numbers of each document, layers passed
+
+
+def verify(model: PreTrainedModel, key: str = "model.path", *, decodes: bool = True) -> dict[int, LayerShape]:
+    """The shapes of the model's attention layers. `key` is the setting that names the model, for messages; `decodes`: whether a rollout
+    engine keeps its keys and values in a paged cache."""
+    where = f"{key}: {model.name_or_path or 'this model'} cannot be run here"
+    try:
+        return verify_model(model, decodes=decodes)
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except UserError as error:
+        raise UnsupportedModel(f"{where}: {str(error).rstrip('.')}. {REMEDY}") from error
+    except Exception as error:  # from the model's code, which expects a mask, a cache, or arguments of its own
+        reason = f"its code does not run without an attention mask and a cache ({type(error).__name__}: {first_line(error).rstrip('.')})"
+        raise UnsupportedModel(f"{where}: {name_of(model)}: {reason}. {REMEDY}") from error
 
 
 @torch.no_grad()
-def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
+def verify_model(model: PreTrainedModel, *, decodes: bool) -> dict[int, LayerShape]:
+    refuse_by_configuration(model)
     documents = random_documents(model)
     if model.base_model is model:  # a body without a language head
+        if model.get_output_embeddings() is not None:
+            raise UnsupportedModel(
+                f"{name_of(model)}: transformers does not name its body apart from its head, whose input would be needed"
+            )
         return verify_packing(model, documents, partial(packed_hidden, model), "hidden states")[2]
     alone, allowed, seen = verify_packing(model, documents, partial(packed_logprobs, model), "log-probs")
     own, rounded = own_logprobs(model, documents[1])
@@ -50,23 +92,27 @@ def verify(model: PreTrainedModel) -> dict[int, LayerShape]:
             f"{name_of(model)}: its own logits differ by {gap:.2g} in log-prob from the ones computed here ({Head.of(model).shape}): "
             "its output layer does something to them that is not supported"
         )
+    if decodes:
+        verify_decoding(model, documents, alone, allowed, seen)
     return seen
 
 
 def verify_packing(
     model: PreTrainedModel, documents: list[np.ndarray], measure: Measure, what: str
-) -> tuple[list[torch.Tensor], float, dict[int, LayerShape]]:
+) -> tuple[list[torch.Tensor], float, PassedLayers]:
     """The numbers of each document alone, the difference that rounding explains, and the layers."""
     name = name_of(model)
-    try:
-        together, seen = measure(documents)
-    except (AttributeError, KeyError, TypeError) as error:  # from code that expects a mask, or arguments of its own
-        raise UnsupportedModel(f"{name} does not run on packed documents: {type(error).__name__}: {error}") from error
+    together, seen = measure(documents)
     layers = model.config.get_text_config().num_hidden_layers
-    if set(seen) != set(range(layers)):
+    if missing := sorted(set(range(layers)) - set(seen)):
+        repeated = ", while others did several times" if seen.repeated else ""
         raise UnsupportedModel(
-            f"{name}: {layers - len(seen)} of {layers} layers did not go through fulltilt's attention function, "
-            "so packed documents would mix there. This architecture cannot be trained here"
+            f"{name}: {len(missing)} of {layers} layers did not go through fulltilt's attention function{repeated}: packed documents would "
+            "mix there"
+        )
+    if extra := sorted(set(seen) - set(range(layers))):
+        raise UnsupportedModel(
+            f"{name}: it has {many(layers, 'layer')} by its configuration, but attention was called for layer {listed(extra)} too"
         )
 
     # This check comes first: where documents mix, reordering them changes much, which the second check would take for rounding.
@@ -76,7 +122,7 @@ def verify_packing(
     if not gap_others <= rounding_of_equal_shapes(model):
         raise UnsupportedModel(f"{name}: changing one packed document moved the others' {what} by {gap_others:.2g}: documents mix")
 
-    refuse_what_short_documents_hide(model, seen)
+    refuse_lost_windows(model, seen)
     # Rounding grows with the numbers: bad training can leave a model with log-probs in the hundreds. It is not refused for that.
     size = max(1.0, float(torch.cat([numbers.flatten() for numbers in together]).abs().mean()) / USUAL_SIZE)
     order = [2, 0, 3, 1]
@@ -89,30 +135,75 @@ def verify_packing(
     return alone, allowed, seen
 
 
+def verify_decoding(
+    model: PreTrainedModel, documents: list[np.ndarray], alone: list[torch.Tensor], allowed: float, seen: PassedLayers
+) -> None:
+    """Compare with a rollout in small: all but the last tokens of each document at once, those one by one, over a paged cache."""
+    if seen.repeated:
+        raise UnsupportedModel(
+            f"{name_of(model)}: one pass calls attention several times under the same layer index ({listed(sorted(seen.repeated), 3)}), "
+            'which would overwrite keys and values in the KV cache of the native engine (rollout.engine = "hf" has another cache)'
+        )
+    decoded = decoded_logprobs(model, documents, seen)
+    gap = mean_gap(decoded, [numbers[-DECODED:] for numbers in alone])
+    if not gap <= allowed:
+        raise UnsupportedModel(
+            f"{name_of(model)}: decoding one token at a time over a cache gives log-probs that differ by {gap:.2g} from those of whole "
+            f"documents, where {allowed:.2g} is rounding"
+        )
+
+
+def decoded_logprobs(model: PreTrainedModel, documents: list[np.ndarray], layers: dict[int, LayerShape]) -> list[torch.Tensor]:
+    """Log-probs of the last tokens of each document, with keys and values in scattered blocks of a cache, as the native engine has them."""
+    device, count, blocks = model.device, len(documents), -(-max(LENGTHS) // BLOCK)
+    table = np.random.default_rng(0).permutation(count * blocks).reshape(count, blocks)
+    slots = (table[:, :, None] * BLOCK + np.arange(BLOCK)).reshape(count, -1)  # slot of each token of each document
+    shapes = [(slots.size, layers[index].key_heads, layers[index].head_width) for index in sorted(layers)]
+    caches = [[torch.zeros(shape, dtype=model.dtype, device=device) for _ in range(2)] for shape in shapes]
+    known = [document[: -1 - DECODED] for document in documents]
+    used, new = np.concatenate([row[: len(ids)] for row, ids in zip(slots, known, strict=True)]), packed_context(known, device)
+    read = to_device(used, device)
+    run_stream(model, known, Paged([keys for keys, _ in caches], [values for _, values in caches], read, new, new, read))
+    addressed = [(keys, values, *(torch.tensor([cache.data_ptr()], device=device) for cache in (keys, values))) for keys, values in caches]
+    columns = []
+    for step in range(DECODED):
+        positions = np.array([len(ids) + step for ids in known])
+        ids, targets = (np.array([ids[at] for ids, at in zip(documents, positions + after, strict=True)]) for after in (0, 1))
+        here, lengths = slots[np.arange(count), positions], (positions + 1).astype(np.int32)
+        context = Decode(addressed, *(to_device(numbers, device) for numbers in (here, table.astype(np.int32), lengths)), BLOCK)
+        hidden = hidden_states(model, to_device(ids, device), to_device(positions, device), context)
+        columns.append(token_logprobs(hidden, Head.of(model), to_device(targets, device), 1.0)[0])
+    return list(torch.stack(columns, 1))
+
+
 def rounding_of_equal_shapes(model: PreTrainedModel) -> float:
     """Equal shapes round equally, except where experts get other numbers of tokens and their products other sizes."""
     experts = any(hasattr(module, "num_experts") for module in model.modules())
     return ROUNDING[model.dtype] if experts else ROUNDING[model.dtype] / 80
 
 
-def refuse_what_short_documents_hide(model: PreTrainedModel, seen: dict[int, LayerShape]) -> None:
-    """Refuse by configuration what would go wrong only beyond the length of the documents tried here."""
+def refuse_by_configuration(model: PreTrainedModel) -> None:
+    """Refuse kinds of layers that are not known, and what would go wrong only beyond the length of the documents tried here."""
     name, text = name_of(model), model.config.get_text_config()
+    for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
+        if kind not in KINDS:
+            raise UnsupportedModel(f"{name}: layer {layer} is of type {kind}, which is not supported")
     for rope in rope_types(getattr(text, "rope_parameters", None)) - FIXED_ROPES:
         raise UnsupportedModel(
             f"{name}: its rotary frequencies ({rope}) are not known to be fixed: where they depend on the longest position of a pass, a "
             "document's log-probs would change with what is packed beside it"
         )
-    kinds = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
+
+
+def refuse_lost_windows(model: PreTrainedModel, seen: dict[int, LayerShape]) -> None:
+    text = model.config.get_text_config()
+    kinds, window = getattr(text, "layer_types", None), getattr(text, "sliding_window", None)
     for layer, shape in seen.items():
-        kind = kinds[layer] if kinds else "sliding_attention" if window else "full_attention"
-        if kind not in KINDS:
-            raise UnsupportedModel(f"{name}: layer {layer} is of type {kind}, which is not supported")
-        configured = window if kind == "sliding_attention" else None
+        windowed = kinds[layer] == "sliding_attention" if kinds else bool(window)
+        configured = window if windowed else None
         if shape.window != configured:
             raise UnsupportedModel(
-                f"{name}: layer {layer} has a window of {configured} tokens by its configuration, but its attention asks for "
+                f"{name_of(model)}: layer {layer} has a window of {configured} tokens by its configuration, but its attention asks for "
                 f"{shape.window}: the window would be lost"
             )
 
@@ -125,7 +216,7 @@ def rope_types(parameters: Any) -> set[str]:
     return {*nested, *([str(parameters["rope_type"])] if "rope_type" in parameters else [])}
 
 
-def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
+def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], PassedLayers]:
     hidden, seen = run_packed(model, documents)
     results = []
     for states, document in zip(hidden, documents, strict=True):
@@ -134,20 +225,29 @@ def packed_logprobs(model: PreTrainedModel, documents: list[np.ndarray]) -> tupl
     return results, seen
 
 
-def packed_hidden(body: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
+def packed_hidden(body: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], PassedLayers]:
     """Hidden states divided by their mean size, so that one limit of rounding serves every model."""
     hidden, seen = run_packed(body, documents)
     wide = [states.to(torch.promote_types(states.dtype, torch.float32)) for states in hidden]
     return [states / states.abs().mean() for states in wide], seen
 
 
-def run_packed(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], dict[int, LayerShape]]:
+def run_packed(model: PreTrainedModel, documents: list[np.ndarray]) -> tuple[list[torch.Tensor], PassedLayers]:
+    seen = PassedLayers()
+    context = replace(packed_context(documents, model.device), seen=seen)
+    hidden = run_stream(model, documents, context)
+    return list(hidden.split([len(document) for document in documents])), seen
+
+
+def packed_context(documents: list[np.ndarray], device: torch.device) -> Packed:
+    return Packed.of(np.cumsum([0, *(len(document) for document in documents)]), device)
+
+
+def run_stream(model: PreTrainedModel, documents: list[np.ndarray], context: Context) -> torch.Tensor:
+    """Hidden states of documents side by side, each from its first token."""
     ids = torch.from_numpy(np.concatenate(documents)).to(model.device)
     positions = torch.from_numpy(np.concatenate([np.arange(len(document)) for document in documents])).to(model.device)
-    bounds = np.cumsum([0, *(len(document) for document in documents)])
-    context = Packed.of(bounds, model.device)
-    hidden = hidden_states(model, ids, positions, context)
-    return [hidden[start:stop] for start, stop in pairwise(bounds)], context.seen
+    return hidden_states(model, ids, positions, context)
 
 
 def own_logprobs(model: PreTrainedModel, document: np.ndarray) -> tuple[torch.Tensor, float]:
@@ -176,4 +276,5 @@ def vocabulary(model: PreTrainedModel) -> int:
 
 
 def name_of(model: PreTrainedModel) -> str:
-    return f"{type(model).__name__} ({model.config.model_type})"
+    several = "" if model.config.get_text_config() is model.config else ", a model of text and other inputs"
+    return f"{type(model).__name__} ({model.config.model_type}{several})"

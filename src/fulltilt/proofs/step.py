@@ -32,8 +32,8 @@ from fulltilt.records import Group, MicroBatch, Prompt, Sample
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
-from fulltilt.train.checkpoint import CheckpointStore
-from fulltilt.train.trainer import Trainer
+from fulltilt.training.checkpoint import CheckpointStore
+from fulltilt.training.trainer import Trainer
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Weights = Iterable[tuple[str, torch.Tensor]]  # parameters by name, each valid until the next is asked for
 Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the sample) -> tokens of the response
+Listener = Callable[[int, Sequence[int]], None]  # gets the place of a prompt and all tokens of one of its samples so far
 
 
 class Engine(ABC):
@@ -38,6 +39,7 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.recorder = Recorder()
+        self.listener: Listener | None = None  # told of tokens as they come, by engines that see them
 
     @abstractmethod
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:

@@ -86,6 +86,8 @@ class NativeEngine(Engine):
             for sequence, (tokens, logprobs) in flight.arrive():
                 if not sequence.finish:
                     self._take(sequence, tokens, logprobs, sampling, stops)
+                    if self.listener:
+                        self.listener(sequence.family.place, sequence.tokens)
             plan.ran(flight.step)
             begin, end = end, time.perf_counter()
             self.recorder.passed(plan, flight.step, begin, end)

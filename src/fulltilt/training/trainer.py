@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from fulltilt.records import LossParts, MiniBatch
-from fulltilt.train.optim import Optimizer
-from fulltilt.train.roles import Role
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Role
 
 
 class Trainer:

@@ -24,7 +24,7 @@ from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
-from fulltilt.train.optim import Optimizer
+from fulltilt.training.optim import Optimizer
 
 
 class Role(ABC):

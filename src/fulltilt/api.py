@@ -1,0 +1,308 @@
+"""fulltilt from Python: `train`, `evaluate`, `generate` and `check`, which the command line calls too.
+
+Enters: a run file or its tables, keywords in place of keys, rows and functions in place of files. Leaves: plain records and dictionaries.
+Guaranteed: the checks and texts of the command line, as one `UserError` with every mistake; nothing ends the process; a call leaves no
+setting, signal handler or model behind, so that a second one in the same process is as good as the first. torch is imported only once the
+configuration is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from fulltilt import config as configuration
+from fulltilt.callables import Callables
+from fulltilt.config import ConfigRule
+from fulltilt.data.files import rows_in_memory
+from fulltilt.observe import loggers
+from fulltilt.observe.console import Console
+from fulltilt.observe.metrics import read_lines, read_samples
+from fulltilt.records import UserError
+from fulltilt.schema import REWARDS, Config, keys, sections
+from fulltilt.user_code import known_functions
+from fulltilt.words import either
+
+if TYPE_CHECKING:
+    from fulltilt.data.template import Encoded
+    from fulltilt.loop import OnStep
+    from fulltilt.loop.generation import Texts
+    from fulltilt.training.checkpoint import Checkpoint
+
+__all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "generate", "train"]
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Source = str | os.PathLike[str] | Mapping[str, Any] | None
+# The key that is meant where a section is given one value in place of its keys.
+NATURAL = {"model": "path", "data": "train", "reward": "function", "algorithm": "name"}
+# Sections with keys that others have too: their keys need the name of the section.
+REPEATING = ("eval", "ref", "critic", "reward_model", "health")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run achieved, and where it is."""
+
+    folder: Path
+    model: Path | None  # folder of the newest checkpoint's model, which transformers loads; None: nothing was saved
+    steps: int
+    seconds: float  # of this call, set-up left out
+    tokens_per_s: float
+    reward_first: float | None  # mean reward of the first step
+    reward_last: float | None
+    interrupted: bool  # by Ctrl-C or by `on_step` before the last step; the same call resumes the run
+    metrics: list[dict[str, Any]] = field(repr=False)  # the lines of metrics.jsonl, one for each step, those before a resume included
+
+    @cached_property
+    def samples(self) -> list[dict[str, Any]]:
+        """Samples that the run wrote down, `run.save_rollouts` of each step: step, prompt, response, reward and more."""
+        files = sorted((self.folder / "rollouts").glob("step-*.jsonl"))
+        return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_samples(file)]
+
+
+def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, made to free its models when it ends, also by the user's mistake: a notebook keeps the last error, and with the frames
+    of its traceback would keep everything that they hold."""
+
+    @wraps(function)
+    def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except UserError as error:
+            error.__context__ = None
+            raise error.with_traceback(None) from None
+        finally:
+            if torch := sys.modules.get("torch"):
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+
+    return called
+
+
+@leaving_nothing
+def train(
+    run: Source = None, /, *, model: Any = None, data: Any = None, reward: Any = None, algorithm: Any = None,
+    overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = False, console: Console | None = None, **settings: Any,
+) -> TrainResult:  # fmt: skip
+    """Train a model. If `run.dir` holds an interrupted run with these settings, it is resumed.
+
+    `run`: a run file, or its tables as dictionaries. `model`: a folder or hub name. `data`: files, a list of dictionaries or a
+    `datasets.Dataset`. `reward`: a function, the name of a built-in one, FILE.py:NAME, or several of them with their weights. `algorithm`:
+    its name. Every other section of a run file is a keyword that takes a dictionary, and every key is one that takes its value, as
+    `samples_per_prompt=4` or, with its section, `eval_temperature=0.5`. `overrides`: as on the command line, applied last.
+
+    `on_step(step, metrics)` is called after each step; if it returns False, the run is saved and stops.
+    """
+    keywords = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, **settings}
+    with configured("fulltilt.train", run, keywords, overrides, logged=True) as config:
+        from fulltilt import loop
+
+        done = loop.train(config, console or Console(quiet=quiet), on_step, Path(run) if isinstance(run, str | os.PathLike) else None)
+        folder = Path(config.run.dir).absolute()
+        return TrainResult(
+            folder, done.model and done.model.absolute(), done.steps, done.seconds, done.tokens_per_s, done.reward_first, done.reward_last,
+            done.interrupted, list(read_lines(folder / "metrics.jsonl").steps),
+        )  # fmt: skip
+
+
+@leaving_nothing
+def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: Any) -> None:
+    """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake."""
+    with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
+        from fulltilt.cluster.checks import find_mistakes
+
+        if mistakes := find_mistakes(config):
+            raise UserError(configuration.report(origin_of(run, "fulltilt.check"), mistakes))
+
+
+@leaving_nothing
+def evaluate(
+    run: Source = None, /, *, data: Any = None, latest: bool = False, best: bool = False, checkpoint: int | None = None,
+    overrides: Sequence[str] = (), quiet: bool = True, console: Console | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Score a model on validation data, as `train` would between its steps. Returns metrics by name, and the model's folder and step.
+
+    `data`: the validation data (`data.val`). `latest`: score the newest checkpoint in `run.dir` in place of the model; `best`: the one of
+    `run.keep_best`; `checkpoint`: that of this step. All else is as for `train`.
+    """
+    if data is not None:
+        settings["data"] = data if isinstance(data, Mapping) else {"val": data}
+    if run is None:  # an evaluation reads neither, but a run file has them
+        settings["data"] = {"train": settings.get("data", {}).get("val"), **settings.get("data", {})}
+        settings.setdefault("steps", 1)
+    with configured("fulltilt.evaluate", run, settings, overrides, logged=False) as config:
+        from fulltilt import loop
+
+        return loop.evaluate(config, console or Console(quiet=quiet), latest=latest, best=best, step=checkpoint)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample of a prompt."""
+
+    text: str
+    tokens: list[int] = field(repr=False)
+    logprobs: list[float] = field(repr=False)  # of each token, at the sampling temperature
+    finish: str  # "stop", or "length" if max_new_tokens cut it off
+
+
+@leaving_nothing
+def generate(
+    model: str | os.PathLike[str], prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, samples: int | None = None,
+    max_new_tokens: int = 256, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
+    step: int | None = None, details: bool = False, **settings: Any,
+) -> list[Any]:  # fmt: skip
+    """Continue prompts through the rollout engine: one text for each prompt, or with `samples` a list of so many texts for each.
+
+    `model`: the folder or hub name of a model, or the folder of a run, whose newest checkpoint is used, or that of `step`. `prompts`:
+    strings, or conversations as lists of messages, which go through the chat template. `details`: a `Completion` in place of each text.
+    Further keywords are keys of a run file, such as `stop=["\\n"]`, `system="..."`, `device="cpu"` or `dtype="float32"`.
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        raise UserError("prompts: give a list of strings or of conversations, also for one prompt: [prompt]")
+    sampled = {"samples_per_prompt": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
+    with opened_model("fulltilt.generate", model, step, {**settings, "seed": seed}, sampled, len(prompts)) as (config, found):
+        from fulltilt.loop import generation
+
+        texts = generation.Texts.of(config)
+        encoded = [encode(texts, number, prompt) for number, prompt in enumerate(prompts)]
+        if not encoded:
+            return []
+        with generation.open_generation(config, texts, max(len(each.ids) for each in encoded), found) as opened:
+            groups = opened.groups(encoded, seed)
+    made = [[Completion(each.text, each.ids.tolist(), each.logprobs.tolist(), each.finish) for each in group.samples] for group in groups]
+    found_texts = [[each if details else each.text for each in group] for group in made]
+    return [group[0] for group in found_texts] if samples is None else found_texts
+
+
+def encode(texts: Texts, number: int, prompt: Any) -> Encoded:
+    try:
+        return texts.encoder.encode(prompt)
+    except UserError as error:
+        raise UserError(f"prompts[{number}]: {error}") from None
+
+
+@contextlib.contextmanager
+def opened_model(
+    who: str, model: str | os.PathLike[str], step: int | None, settings: Mapping[str, Any], sampled: Mapping[str, Any], prompts: int
+) -> Iterator[tuple[Config, Checkpoint | None]]:
+    """The configuration that generates with a model, and the checkpoint that it comes from, if any. `sampled`: keys of [eval]."""
+    from fulltilt.loop import generation
+
+    found = generation.find_checkpoint(os.fspath(model), step)
+    tables = generation.tables_for(os.fspath(model), found)
+    tables["eval"] = {key: value for key, value in sampled.items() if value is not None}
+    most = max(1, min(256, prompts * (sampled.get("samples_per_prompt") or 1)))
+    tables["rollout"] = tables.get("rollout", {}) | {"max_new_tokens": 1, "max_seqs": most}
+    with configured(who, tables, settings, (), logged=False) as config:
+        yield config, found
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def configured(who: str, run: Source, keywords: Mapping[str, Any], overrides: Sequence[str], *, logged: bool) -> Iterator[Config]:
+    """The configuration, while its functions have names, and a process that is left as it was. `who`: names tables without a file in
+    errors. `logged`: the run's loggers are used, so they must be able to start."""
+    functions = Callables()
+    tables = configuration.read_toml(Path(run)) if isinstance(run, str | os.PathLike) else dict(run or {})
+    mistakes = [*add_keywords(tables, keywords), *name_rows(tables)]
+    tables = plain(tables, functions)
+    rules = [ConfigRule((), lambda _: mistakes), *([ConfigRule(("log.to",), lambda given: loggers.check(given.log))] if logged else [])]
+    with known_functions(functions.codes):
+        config = configuration.parse(tables, overrides, origin_of(run, who), rules)
+        from fulltilt.cluster.assembly import torch_as_it_was
+
+        with torch_as_it_was():
+            yield config
+
+
+def origin_of(run: Source, who: str) -> str:
+    return str(run) if isinstance(run, str | os.PathLike) else who
+
+
+def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any]) -> Iterator[str]:
+    """Put keywords into the tables of a run file, and say which are ambiguous. An unknown one becomes an unknown key, and is reported
+    with the nearest known one."""
+    given = {name: value for name, value in keywords.items() if value is not None}
+    set_here: dict[str, str] = {}
+    for name, value in sorted(given.items(), key=lambda entry: entry[0] not in sections()):
+        meant = meanings(name)
+        if name in sections():
+            value = dict.fromkeys(value, 1.0) if name == "reward" and isinstance(value, list | tuple) else value
+            section = {NATURAL[name]: value} if name in NATURAL and not is_section(name, value) else value
+            if not isinstance(section, Mapping):
+                tables[name] = section  # reported as a value that should be a table
+                continue
+            tables[name] = {**as_table(tables.get(name)), **section}
+            set_here |= {f"{name}.{key}": name for key in section}
+        elif len(meant) > 1:
+            spelled = [f"{key.replace('.', '_')}=" for key in meant]
+            yield f"{name}: may be {either(meant)}. Write {either(spelled)}"
+        elif meant and meant[0] in set_here:
+            yield f"{name}: {meant[0]} is also set by {set_here[meant[0]]}. Give it once"
+        elif meant:
+            section, _, key = meant[0].partition(".")
+            tables[section] = {**as_table(tables.get(section)), key: value}
+            set_here[meant[0]] = name
+        else:
+            tables[name] = value
+
+
+def as_table(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def meanings(keyword: str) -> list[str]:
+    """The dotted keys that a keyword may mean: with its section in front, or alone, where it is the main one of its name."""
+    whole = [key for key in keys() if key.replace(".", "_") == keyword]
+    named = [key for key in keys() if key.partition(".")[2] == keyword]
+    return whole or [key for key in named if key.partition(".")[0] not in REPEATING] or named
+
+
+def is_section(name: str, value: Any) -> bool:
+    """Whether a value holds keys of the section, and is not the one value that the section may be given: rewards may have weights."""
+    if not isinstance(value, Mapping):
+        return False
+    return name != "reward" or not any(callable(key) or key in REWARDS or ":" in key for key in value)
+
+
+def name_rows(tables: dict[str, Any]) -> Iterator[str]:
+    """Replace rows by the name under which the run finds them, and say what is wrong with them."""
+    for key, value in as_table(tables.get("data")).items():
+        if key in ("train", "val") and is_rows(value):
+            try:
+                name = rows_in_memory(value)
+            except UserError as error:
+                yield f"data.{key}: {error}"
+                name = "."  # reported already
+            tables["data"] = {**tables["data"], key: name}
+
+
+def is_rows(value: Any) -> bool:
+    if isinstance(value, str | os.PathLike | Mapping) or not isinstance(value, Iterable):
+        return False
+    return not isinstance(value, list | tuple) or not all(isinstance(entry, str | os.PathLike) for entry in value)
+
+
+def plain(value: Any, functions: Callables) -> Any:
+    """The value in TOML's types: functions by their names, paths as text, numbers of numpy and torch as Python's."""
+    if isinstance(value, Mapping):
+        return {functions.name(key) if callable(key) else str(key): plain(entry, functions) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(entry, functions) for entry in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(value):
+        return functions.name(value)
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value

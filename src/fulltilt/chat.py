@@ -1,0 +1,125 @@
+"""A conversation with a model, on a terminal or through pipes: `fulltilt chat`.
+
+Enters: a model or run folder, how to sample, and lines. Leaves: the model's answers on the output, as their tokens come, and notes about
+them elsewhere. Guaranteed: answers come from the rollout engine; with a chat template a line is the next turn of one conversation, whose
+oldest turns are left out, with a note, once it no longer fits; without one a line is a text of its own that the model continues. Ctrl-C
+ends an answer, not the conversation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from fulltilt import api
+from fulltilt.loop.generation import Generation, Texts, open_generation
+from fulltilt.records import UserError
+from fulltilt.words import many, printable
+
+MOST_TOKENS = 8192  # of a conversation: the KV cache is made for them, also where the model has positions for more
+HELP = "/reset begins a new conversation, /exit or the end of the input ends, Ctrl-C ends an answer"
+UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    model: str
+    step: int | None = None
+    system: str | None = None
+    plain: bool = False  # never use the chat template
+    max_new_tokens: int = 512
+    temperature: float = 0.7
+    seed: int = 0
+
+
+def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable[[str], None]) -> None:
+    """Answer every line until they end or one says so."""
+    sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
+    settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
+    with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, prompts=1) as (config, found):
+        texts = Texts.of(config)
+        templated = texts.tokenizer.chat_template is not None and config.data.apply_template != "never"
+        if not templated and options.system is not None:
+            raise UserError("--system: there is no chat template to write it with. Leave it out")
+        longest = min(texts.limit or MOST_TOKENS, MOST_TOKENS) - options.max_new_tokens
+        if longest < 1:
+            raise UserError(f"--max-new-tokens: the model has {texts.limit} positions, which leaves none for a prompt. Lower it")
+        with open_generation(config, texts, longest, found) as generation:
+            step = f", step {found.step}" if found else ""
+            how = "each line is a turn of the conversation" if templated else "no chat template: it continues each line, without the others"
+            note(f"{config.model.path}{step}; {how}. {HELP}")
+            Conversation(generation, texts, templated, longest, options.seed, out, note).run(lines)
+
+
+@dataclass(eq=False)
+class Conversation:
+    generation: Generation
+    texts: Texts
+    templated: bool
+    longest: int  # tokens that a prompt may have
+    seed: int
+    out: TextIO
+    note: Callable[[str], None]
+    turns: list[dict[str, Any]] = field(default_factory=list)
+
+    def run(self, lines: Iterable[str]) -> None:
+        for line in (line.strip("\r\n") for line in lines):
+            if line.strip() == "/exit":
+                return
+            if line.strip() == "/reset":
+                self.turns.clear()
+                self.note("a new conversation")
+            elif line.strip():
+                try:
+                    self.answer(line)
+                except UserError as error:
+                    self.turns.clear()
+                    self.note(f"{error} The conversation begins anew")
+
+    def answer(self, line: str) -> None:
+        prompt = self.next_prompt(line)
+        if len(prompt.ids) > self.longest:
+            raise UserError(f"this has {many(len(prompt.ids), 'token')}; there is room for {self.longest}. Shorten it.")
+        shown = Printed(self.texts, self.generation.sampling.stop, self.out)
+        try:
+            (group,) = self.generation.groups([prompt], self.seed, shown.listen)
+            shown.finish(group.samples[0].text)
+        except KeyboardInterrupt:
+            self.note("\nstopped")
+        self.out.write("\n")
+        self.out.flush()
+        self.seed += 1
+        if self.templated:
+            self.turns.append({"role": "assistant", "content": shown.text or " "})
+
+    def next_prompt(self, line: str) -> Any:
+        """The line as the model reads it, after as many of the turns before it as there is room for."""
+        if not self.templated:
+            return self.texts.encoder.encode(line)
+        self.turns.append({"role": "user", "content": line})
+        dropped = 0
+        while len((prompt := self.texts.encoder.encode(self.turns)).ids) > self.longest and len(self.turns) > 1:
+            del self.turns[:2]
+            dropped += 1
+        if dropped:
+            self.note(f"the conversation has become too long: the oldest {many(dropped, 'turn')} left out")
+        return prompt
+
+
+class Printed:
+    """An answer as far as it is printed: neither half a character nor what may be the beginning of a stop string is."""
+
+    def __init__(self, texts: Texts, stop: Sequence[str], out: TextIO) -> None:
+        self.text = ""
+        self._decode, self._held, self._out = texts.tokenizer.decode, max(map(len, stop), default=0), out
+
+    def listen(self, place: int, tokens: Sequence[int]) -> None:
+        text = str(self._decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)).rstrip(UNFINISHED)
+        self.finish(text[: len(text) - self._held])
+
+    def finish(self, text: str) -> None:
+        if text.startswith(self.text):
+            self._out.write(printable(text[len(self.text) :]))
+            self._out.flush()
+            self.text = text

@@ -1,0 +1,109 @@
+"""Generation without a run: the model of a folder, or of a run's checkpoint, continues prompts through the rollout engine.
+
+Enters: a model or run folder, settings of [eval], prompts. Leaves: groups in prompt order. Guaranteed: a run's checkpoint is used with what
+the run says about its model, its adapters and the form of its prompts, so that samples are those that validation would see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fulltilt.cluster.assembly import assemble_generation
+from fulltilt.cluster.worker import Worker, enough_memory
+from fulltilt.data.template import Encoded, PromptEncoder
+from fulltilt.loop.experience import sampling_of
+from fulltilt.model.load import context_limit, load_tokenizer, read_config
+from fulltilt.records import Group, Prompt, UserError
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.engine import Listener
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.schema import Config
+from fulltilt.training.checkpoint import FINISHED, STATE, Checkpoint, CheckpointStore
+
+PROMPT_KEYS = ("system", "template_args", "apply_template")  # keys of [data] that say how prompts are written
+
+
+def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
+    """The checkpoint that a path names: the newest one of a run folder, or that of `step`, or the one whose folder or model it is. None for
+    any other path, which is a model's."""
+    folder = Path(path).expanduser()
+    if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file():
+        store = CheckpointStore(folder / "checkpoints", keep=1)
+        found = store.latest() if step is None else store.at(step)
+        for text in store.skipped if found else ():
+            warnings.warn(f"skipped a damaged checkpoint: {text}", stacklevel=2)
+        if found is None:
+            raise UserError(f"{folder} holds no intact checkpoint{''.join(f'; {text}' for text in store.skipped)}. Give another folder")
+        return found
+    if step is not None:
+        raise UserError(
+            f"{path} is not the folder of a run, so it has no checkpoint of step {step}. Give a run folder, or leave the step out"
+        )
+    for candidate in (folder.resolve(), folder.resolve().parent):  # the link `best` is a checkpoint too
+        if (named := FINISHED.fullmatch(candidate.name)) and (candidate / STATE).is_file():
+            return CheckpointStore(candidate.parent, keep=1).at(int(named[1]))
+    return None
+
+
+def tables_for(path: str, found: Checkpoint | None) -> dict[str, dict[str, Any]]:
+    """The tables of a configuration that generates with a model. Its data is never read, but a configuration has some."""
+    tables: dict[str, dict[str, Any]] = {"model": {"path": path}, "data": {"train": ".", "val": "."}, "run": {"steps": 1}}
+    if found is None:
+        return tables
+    saved = {key: value for key, value in found.state()["config"].items() if value is not None}
+    tables["data"] |= {key: saved[f"data.{key}"] for key in PROMPT_KEYS if f"data.{key}" in saved}
+    tables |= {"model": {"path": str(found.model_folder)}, "rollout": {"stop": saved["rollout.stop"]}}
+    if needs_base(found):
+        of_model = {key.removeprefix("model."): value for key, value in saved.items() if key.startswith("model.")}
+        of_lora = {key.removeprefix("lora."): value for key, value in saved.items() if key.startswith("lora.") and key != "lora.critic"}
+        tables |= {"model": of_model, "lora": of_lora}
+    return tables
+
+
+def needs_base(found: Checkpoint) -> bool:
+    """Whether the checkpoint holds adapters, and not a whole model."""
+    return not (found.model_folder / "config.json").is_file()
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """A loaded model that continues prompts."""
+
+    worker: Worker
+    sampling: Sampling
+
+    def groups(self, prompts: Sequence[Encoded], seed: int, listen: Listener | None = None) -> tuple[Group, ...]:
+        """One group for each prompt. `listen` gets the place of a prompt and the tokens of its sample so far, as they come."""
+        made = [Prompt(uid, each.ids, each.text) for uid, each in enumerate(prompts)]
+        self.worker.listen(listen)
+        with self.worker.phase("rollout"):
+            return collect(self.worker.generate, made, self.sampling, seed, lambda group: None)
+
+
+@dataclass(frozen=True, eq=False)
+class Texts:
+    """What turns a configuration's prompts into tokens and back."""
+
+    tokenizer: Any
+    encoder: PromptEncoder
+    limit: int | None  # positions that the model was made for
+
+    @classmethod
+    def of(cls, config: Config) -> Texts:
+        tokenizer = load_tokenizer(config.model)
+        return cls(tokenizer, PromptEncoder(tokenizer, config.data), context_limit(read_config(config.model)))
+
+
+@contextlib.contextmanager
+def open_generation(config: Config, texts: Texts, longest: int, found: Checkpoint | None) -> Iterator[Generation]:
+    """Load the model for prompts of at most `longest` tokens."""
+    resume = found if found and needs_base(found) else None
+    with enough_memory("set-up"):
+        worker = assemble_generation(config, texts.tokenizer, longest, resume)
+    with contextlib.closing(worker):
+        yield Generation(worker, sampling_of(config, config.eval, config.eval.samples_per_prompt))

@@ -1,0 +1,424 @@
+"""fulltilt from Python: the same runs, checks and files as the command line; functions and rows in place of files; nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import fulltilt
+from fulltilt import callables, user_code
+from fulltilt.callables import Callables, travelling
+from fulltilt.observe.console import Console
+from fulltilt.user_code import UserCodeError
+
+ModelFolders = Callable[[str], Path]
+ROWS = [{"prompt": f"{number}+{number}=", "ground_truth": str(number), "data_source": "sums"} for number in range(18)]
+SMALL: dict[str, Any] = {
+    "data": ROWS, "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4}, "steps": 2, "max_new_tokens": 12,
+    "lr": 1e-3, "device": "cpu", "seed": 3, "health": {"ignore": ["all-clipped"]},
+}  # fmt: skip
+
+
+def letters(solution_str: str, ground_truth: str) -> dict[str, float]:
+    count = sum(map(str.islower, solution_str))
+    return {"score": count / 24, "letters": count, "truth": float(ground_truth)}
+
+
+@pytest.fixture
+def small(tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    return {**SMALL, "model": model_folders("qwen2"), "reward": letters, "run_dir": "run"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
+    return runs.make(tmp_path / "folder", model_folders("qwen2"))
+
+
+# -- a run ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_six_lines_train_a_model(small: dict[str, Any]) -> None:
+    told: list[tuple[int, dict[str, Any]]] = []
+    result = fulltilt.train(**small, on_step=lambda step, metrics: told.append((step, metrics)))
+    assert (result.steps, result.interrupted, result.folder) == (2, False, Path("run").absolute())
+    assert [line["step"] for line in result.metrics] == [1, 2] and told == [(line["step"], line) for line in result.metrics]
+    assert result.metrics[0]["reward/parts/truth"] >= 0 and result.reward_last == result.metrics[-1]["critic/score/mean"]
+    assert [sample["step"] for sample in result.samples] == [1] * 16 + [2] * 16
+    assert all(sample["reward"] == letters(sample["response"], sample["ground_truth"])["score"] for sample in result.samples)
+    assert result.model is not None and AutoModelForCausalLM.from_pretrained(result.model).num_parameters() > 0
+    assert str(result.folder) in repr(result) and len(repr(result)) < 500
+    # What was asked for is done: the same call resumes, and has nothing to do.
+    assert fulltilt.train(**small).metrics == result.metrics
+
+
+def test_runs_of_one_process_and_of_the_command_line_are_the_same_to_the_bit(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """Also after a run that failed, one in another dtype, and one with other threads."""
+    command, first, other, second = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("command", "first", "other", "second"))
+    assert runs.command_forked(command, "train", "run.toml", "run.steps=2").code == 0
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode(), signal.getsignal(signal.SIGINT)
+    with contextlib.chdir(first):
+        fulltilt.train("run.toml", steps=2)
+    with contextlib.chdir(other):
+        with pytest.raises(fulltilt.UserError, match="not_a_number"):
+            fulltilt.train("run.toml", reward="reward.py:not_a_number", run_dir="failed")
+        fulltilt.train("run.toml", overrides=["model.dtype=float64", "run.threads=2", "run.steps=1"])
+    with contextlib.chdir(second):
+        fulltilt.train("run.toml", steps=2)
+    assert (torch.get_num_threads(), torch.get_deterministic_debug_mode(), signal.getsignal(signal.SIGINT)) == before
+    for folder in (first, second):
+        runs.assert_equal_runs(folder, command)
+
+
+def test_nothing_of_a_run_stays_in_memory(small: dict[str, Any]) -> None:
+    def tensors() -> int:
+        return sum(type(found) is torch.nn.Parameter for found in gc.get_objects())
+
+    gc.collect()
+    before = tensors()
+    fulltilt.train(**small)
+    assert tensors() == before
+    with pytest.raises(fulltilt.UserError, match="returned nan") as kept:  # a notebook keeps the last error
+        fulltilt.train(**{**small, "run_dir": "other", "reward": lambda solution_str: float("nan")})
+    assert tensors() == before and kept.value.__traceback__ is not None
+    fulltilt.generate("run", ["1+1="], max_new_tokens=4)
+    assert tensors() == before
+
+
+def test_a_run_in_another_thread(small: dict[str, Any]) -> None:
+    found: list[fulltilt.TrainResult] = []
+    thread = threading.Thread(target=lambda: found.append(fulltilt.train(**small)))
+    thread.start()
+    thread.join()
+    assert found[0].steps == 2
+
+
+def test_ctrl_c_saves_and_returns(small: dict[str, Any]) -> None:
+    def interrupt(step: int, metrics: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    result = fulltilt.train(**small, on_step=interrupt)
+    assert result.interrupted and result.steps == 1 and result.model is not None
+    assert fulltilt.train(**small).steps == 2
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_callback_ends_a_run_after_it_is_saved(small: dict[str, Any], raises: bool) -> None:
+    def stop(step: int, metrics: dict[str, Any]) -> bool:
+        if raises:
+            raise RuntimeError("enough")
+        return False
+
+    if raises:
+        with pytest.raises(RuntimeError, match="enough"):
+            fulltilt.train(**small, on_step=stop)
+    else:
+        assert fulltilt.train(**small, on_step=stop).interrupted
+    assert list(runs.checkpoints(Path())) == [1]
+    assert fulltilt.train(**small).steps == 2
+
+
+# -- what is given ----------------------------------------------------------------------------------------------------------------------
+
+
+def mistakes(**given: Any) -> list[str]:
+    with pytest.raises(fulltilt.UserError) as raised:
+        fulltilt.check(**given)
+    first, *others = str(raised.value).splitlines()
+    assert first == f"fulltilt.check: {len(others)} mistake{'s' * (len(others) > 1)}"
+    return [text.partition(". ")[2] for text in others]
+
+
+def test_every_mistake_at_once(small: dict[str, Any]) -> None:
+    assert issubclass(fulltilt.UserError, ValueError)
+    wrong = {**small, "stesp": 3, "epochs": 2, "train": {"lr": 1}, "reward": "mtah", "data": [{"prompt": object()}], "rollout": 3}
+    del wrong["max_new_tokens"]
+    found = mistakes(**wrong, eval_temperature="hot")
+    expected = [
+        "stesp: unknown key; the nearest is run.steps",
+        "rollout: must be a table, got 3",
+        "eval.temperature: must be a number",
+        "lr: train.lr is also set by train. Give it once",
+        "epochs: may be algorithm.epochs or run.epochs. Write algorithm_epochs= or run_epochs=",
+        "data.train: rows given from Python, row 0",
+        'reward.function: "mtah" is not a reward',
+    ]
+    assert [text for text in expected if not any(line.startswith(text) for line in found)] == [], found
+
+
+def test_nothing_is_written_where_something_is_wrong(small: dict[str, Any]) -> None:
+    with pytest.raises(fulltilt.UserError, match=r"rollout\.max_new_tokens"):
+        fulltilt.train(**{**small, "max_new_tokens": 5000})
+    assert list(Path().iterdir()) == []
+
+
+def test_ways_to_give_the_same(small: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables, keywords and a file with overrides are one configuration."""
+    from fulltilt.api import configured
+
+    tables = {
+        "model": {"path": str(small["model"])}, "data": {"train": tuple(ROWS)}, "reward": {"function": letters},
+        "algorithm": small["algorithm"],
+        "run": {"steps": 2, "device": "cpu", "seed": 3, "dir": Path("run")}, "rollout": {"max_new_tokens": 12}, "train": {"lr": 1e-3},
+        "health": {"ignore": ("all-clipped",)},
+    }  # fmt: skip
+    with configured("x", None, small, (), logged=True) as one, configured("x", tables, {}, (), logged=True) as other:
+        assert one == other and one.reward.function == "python:letters"
+    monkeypatch.chdir(folder)
+    with configured("x", "run.toml", {"steps": 7, "eval_temperature": 0.5, "val": ROWS}, ["run.steps=9"], logged=True) as read:
+        assert (read.run.steps, read.eval.temperature, read.data.val[:7]) == (9, 0.5, "memory:")
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        ("gsm8k", "gsm8k"),
+        (letters, "python:letters"),
+        ([letters, "gsm8k"], {"python:letters": 1.0, "gsm8k": 1.0}),
+        ({letters: 0.5, "math": 1.0}, {"python:letters": 0.5, "math": 1.0}),
+        ({"function": {letters: 1.0}, "timeout_s": 3}, {"python:letters": 1.0}),
+        ({"sources": {"sums": letters}}, "gsm8k"),
+    ],
+    ids=lambda given: str(type(given).__name__),
+)
+def test_rewards_in_every_form(small: dict[str, Any], reward: Any, expected: Any) -> None:
+    from fulltilt.api import configured
+
+    with configured("x", None, {**small, "reward": reward}, (), logged=True) as config:
+        assert config.reward.function == expected
+        assert config.reward.sources in ({}, {"sums": "python:letters"})
+
+
+def test_a_dataset_is_data(small: dict[str, Any]) -> None:
+    datasets = pytest.importorskip("datasets")
+    one = fulltilt.train(**{**small, "data": datasets.Dataset.from_list(ROWS), "steps": 1})
+    other = fulltilt.train(**{**small, "run_dir": "other", "steps": 1})
+    assert runs.without_clock(one.metrics) == runs.without_clock(other.metrics)
+
+
+# -- functions --------------------------------------------------------------------------------------------------------------------------
+
+
+def sent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as a reward process loads it."""
+    made = Callables()
+    code = travelling(made.codes[made.name(function)])
+    assert code.given is None and code.pickled
+    return user_code.function(code, as_script=True)
+
+
+def make_scorer(weight: float) -> Callable[..., float]:
+    def scorer(solution_str: str) -> float:
+        return weight * len(solution_str)
+
+    return scorer
+
+
+class Scorer:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, solution_str: str) -> float:
+        return self.weight * len(solution_str)
+
+    def method(self, solution_str: str) -> float:
+        return self(solution_str)
+
+
+FORMS: dict[str, tuple[str, Callable[..., float]]] = {
+    "closure": ("scorer", make_scorer(2)),
+    "lambda": ("lambda", lambda solution_str: 2 * len(solution_str)),
+    "partial": ("scorer", functools.partial(make_scorer(2))),
+    "object": ("Scorer", Scorer(2)),
+    "method": ("method", Scorer(2).method),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_functions_of_every_form_travel(form: str) -> None:
+    name, function = FORMS[form]
+    made = Callables()
+    assert made.name(function) == made.name(function) == f"python:{name}"
+    assert sent(function)(solution_str="abc") == 6
+
+
+def test_functions_of_the_same_name_stay_apart() -> None:
+    made = Callables()
+    assert [made.name(make_scorer(weight)) for weight in (1, 2)] == ["python:scorer", "python:scorer-2"]
+
+
+def test_a_module_that_another_process_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: dict[str, Any]) -> None:
+    """The function's module travels with it; modules beside it are found where the program finds them."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "mine.py").write_text("import beside\nWEIGHT = 3\ndef score(solution_str):\n    return WEIGHT * beside.one()\n")
+    (tmp_path / "lib" / "beside.py").write_text("def one():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    try:
+        result = fulltilt.train(**{**small, "reward": importlib.import_module("mine").score, "steps": 1})
+    finally:
+        del sys.modules["mine"], sys.modules["beside"]
+    assert (result.reward_first, result.metrics[0]["reward/errors"]) == (3.0, 0)
+
+
+LOCK, FILE = threading.Lock(), open(os.devnull, "w")  # noqa: SIM115
+
+
+def locked(solution_str: str) -> float:
+    with LOCK:
+        return 1.0
+
+
+def writes(solution_str: str) -> float:
+    return float(FILE.write(solution_str))
+
+
+@pytest.mark.parametrize(("function", "words"), [(locked, ["'LOCK'", "lock"]), (writes, ["'FILE'"])], ids=["lock", "file"])
+def test_a_function_that_cannot_travel_is_refused_by_name(small: dict[str, Any], function: Callable[..., float], words: list[str]) -> None:
+    with pytest.raises(
+        fulltilt.UserError, match=f"reward function '{function.__name__}' cannot be sent to the reward processes"
+    ) as refused:
+        fulltilt.check(**{key: value for key, value in small.items() if key != "quiet"} | {"reward": function})
+    assert [word for word in (*words, "FILE.py:NAME") if word not in str(refused.value)] == []
+
+
+@pytest.mark.gpu
+def test_a_tensor_on_a_gpu_does_not_travel() -> None:
+    weight = torch.ones(1, device="cuda")
+    with pytest.raises(UserCodeError, match=r"cannot pickle a tensor on cuda:0 \(it uses 'weight'\)"):
+        sent(lambda solution_str: float(weight))
+
+
+def test_what_a_function_raises_names_it_and_its_line(small: dict[str, Any]) -> None:
+    def fails(solution_str: str) -> float:
+        raise KeyError("no opinion")
+
+    warned: list[str] = []
+    fulltilt.train(**{**small, "reward": {fails: 1.0}, "steps": 1, "reward_on_error": "score"} | {"console": Warned(warned)})
+    line = fails.__code__.co_firstlineno + 1
+    assert any(f"python:fails raised KeyError: 'no opinion' (test_api.py:{line})" in text for text in warned), warned
+
+
+class Warned(Console):
+    def __init__(self, kept: list[str]) -> None:
+        super().__init__(quiet=True)
+        self.kept = kept
+
+    def warn(self, text: str) -> None:
+        self.kept.append(text)
+
+
+def test_an_advantage_and_a_loss_from_python(small: dict[str, Any]) -> None:
+    seen = []
+
+    def advantage(rewards: Any, groups: Any, gamma: float = 1.0) -> Any:
+        seen.append(len(rewards))
+        return rewards - rewards.mean()
+
+    result = fulltilt.train(**{**small, "steps": 1}, advantage=advantage, loss=lambda terms: -terms.logprobs * terms.advantages)
+    assert result.steps == 1 and seen[-1] == 16
+    with pytest.raises(fulltilt.UserError, match=r"python:lambda.*it takes none of rewards, groups"):
+        fulltilt.train(**small, advantage=lambda x: x)
+
+
+def test_the_command_line_cannot_start_what_python_gave(small: dict[str, Any]) -> None:
+    fulltilt.train(**{**small, "data": str(written_rows()), "steps": 1})
+    ended = runs.command_here(Path.cwd(), "train", "run/run.toml", "run.dir=again")
+    assert ended.code == 2 and 'reward.function: "python:letters": it stands for a function that a Python program gave' in ended.error
+
+
+def written_rows() -> Path:
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return Path("rows.jsonl")
+
+
+def test_source_is_the_same_in_every_process() -> None:
+    assert b"return weight * len(solution_str)" in callables.source_of(make_scorer(1))
+    typed: dict[str, Any] = {}
+    exec("def score(solution_str): return len(solution_str)", typed)
+    assert callables.source_of(typed["score"]) == callables.source_of(typed["score"]) != callables.source_of(len)
+
+
+# -- evaluation and generation ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    place = tmp_path_factory.mktemp("trained")
+    given = {**SMALL, "model": model_folders("qwen2"), "reward": letters, "steps": 2, "save_every": 1}
+    fulltilt.train(**given, run_dir=place / "whole")
+    fulltilt.train(**given, run_dir=place / "adapters", lora={"rank": 2}, overrides=["train.lr=0.05"])
+    return place
+
+
+def test_evaluate(trained: Path, small: dict[str, Any], model_folders: ModelFolders) -> None:
+    given = {"data": ROWS, "reward": letters, "max_new_tokens": 8, "device": "cpu"}
+    found = fulltilt.evaluate(model=model_folders("qwen2"), **given)
+    assert found["step"] == 0 and found["val/reward/mean"] >= 0
+    same = {key: value for key, value in small.items() if key != "data"} | {
+        "run_dir": trained / "whole",
+        "data": {"train": ROWS, "val": ROWS},
+    }
+    newest, first = fulltilt.evaluate(**same, latest=True), fulltilt.evaluate(**same, checkpoint=1)
+    assert (newest["step"], first["step"]) == (2, 1)
+    assert newest["val/reward/mean"] == fulltilt.evaluate(model=newest["model"], **{**given, "max_new_tokens": 12})["val/reward/mean"]
+    with pytest.raises(fulltilt.UserError, match="no checkpoint of step 7; it has those of steps 1, 2"):
+        fulltilt.evaluate(**same, checkpoint=7)
+
+
+def test_generate_is_what_transformers_would(trained: Path) -> None:
+    prompts = ["1+1=", [{"role": "user", "content": "hi"}]]
+    found = fulltilt.generate(trained / "whole", prompts, temperature=0, max_new_tokens=8, details=True, device="cpu")
+    folder = runs_model(trained / "whole", 2)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    for prompt, completion in zip(["1+1=", "<s>u:hi\na:"], found, strict=True):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+        assert completion.tokens == expected and completion.text == tokenizer.decode(expected, skip_special_tokens=True)
+        assert len(completion.logprobs) == len(expected) and completion.finish in ("stop", "length")
+
+
+def runs_model(folder: Path, step: int) -> Path:
+    return folder / "checkpoints" / f"step-{step:08d}" / "model"
+
+
+def test_generate_from_every_kind_of_folder(trained: Path, model_folders: ModelFolders) -> None:
+    given: dict[str, Any] = {"max_new_tokens": 8, "seed": 1, "samples": 3, "device": "cpu"}
+    newest = fulltilt.generate(trained / "adapters", ["1+1="], **given)
+    assert [len(group) for group in newest] == [3] and len(set(newest[0])) > 1
+    assert newest == fulltilt.generate(runs_model(trained / "adapters", 2), ["1+1="], **given)
+    assert newest != fulltilt.generate(trained / "adapters", ["1+1="], step=1, **given)
+    assert newest != fulltilt.generate(model_folders("qwen2"), ["1+1="], **given)
+    assert fulltilt.generate(model_folders("qwen2"), [], **given) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"model": "nowhere"}, "model.path: no such folder"),
+        ({"model": "nowhere", "step": 1}, "nowhere is not the folder of a run"),
+        ({"prompts": "1+1="}, "prompts: give a list"),
+        ({"prompts": [{"role": "user", "content": "hi"}]}, r"prompts\[0\]: expected a string or a list of messages, found dict"),
+        ({"temperature": -1}, "eval.temperature: must be a number at least 0"),
+        ({"max_new_tokens": 5000}, "eval.max_new_tokens: the longest prompt .* was made for 512 positions"),
+        ({"tempreature": 1}, "tempreature: unknown key"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_generate(given: dict[str, Any], words: str, model_folders: ModelFolders) -> None:
+    with pytest.raises(fulltilt.UserError, match=words):
+        fulltilt.generate(**{"model": model_folders("qwen2"), "prompts": ["1+1="], "device": "cpu", **given})
