@@ -11,20 +11,23 @@ import json
 import math
 import os
 import random
+import re
 import resource
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import hub_server
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -36,7 +39,7 @@ from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import load_sft
 from fulltilt.data.template import PromptEncoder
-from fulltilt.model import chat
+from fulltilt.model import chat_template
 from fulltilt.records import Prompt, UserError
 from fulltilt.schema import DataConfig
 
@@ -470,6 +473,112 @@ def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) 
     assert "the data set has 2 files, but 1 are here" in refused(tmp_path / "shards")
 
 
+# Data sets of the hub
+
+
+def parquet(*prompts: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": list(prompts)}), sink)
+    return bytes(sink.getvalue())
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    """A hub with two data sets: one that it converted to parquet, and one of JSON lines that it did not."""
+    with hub_server.serve() as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        served.commit("datasets", "org/sums", {"README.md": b"x", "main/train-00000-of-00001.parquet": parquet("own")})
+        shards = {
+            "main/train/0000": "a",
+            "main/train/0001": "b",
+            "main/test/0000": "t",
+            "hard/train/0000": "h",
+            "big/partial-train/0000": "p",
+        }
+        converted = {f"{shard}.parquet": parquet(prompt) for shard, prompt in shards.items()}
+        served.commit("datasets", "org/sums", converted, "refs/convert/parquet")
+        served.commit("datasets", "org/lines", {"data/train.jsonl": b'{"prompt": "l"}\n', "data/test.jsonl": b'{"prompt": "m"}\n'})
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("name", "branch", "prompts"),
+    [
+        ("org/sums/main", "refs/convert/parquet", ["a", "b"]),
+        ("org/sums/main:test", "refs/convert/parquet", ["t"]),
+        ("org/sums/hard:train", "refs/convert/parquet", ["h"]),
+        ("org/sums@main", "main", ["own"]),
+        ("org/lines", "main", ["l"]),
+        ("org/lines:test", "main", ["m"]),
+    ],
+)
+def test_a_name_on_the_hub_is_downloaded_once(
+    name: str, branch: str, prompts: list[str], hub: hub_server.Hub, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    repository = name.partition("@")[0].partition(":")[0].removesuffix("/main").removesuffix("/hard")
+    version = f"{repository} at commit {hub.branches['datasets', repository][branch]}"
+    for _ in range(2):
+        loaded = load_prompts(name, tokenizer, data())
+        assert [prompt.source for prompt in loaded.items] == prompts and loaded.versions == (version,)
+        assert f"read from {version}, none with" in loaded.describe()
+    gets = [request for request in hub.requests if request.startswith("GET") and "/resolve/" in request]
+    assert len(gets) == len(prompts)
+    # What is in the cache is read without a network, and at the same commit.
+    hub.broken = True
+    assert load_prompts(name, tokenizer, data()).versions == (version,)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("org/sums", "org/sums: name one of its configurations, which are big, hard, main. For example org/sums/big:train"),
+        ("org/sums/easy", "name one of its configurations, which are big, hard, main"),
+        ("org/sums/main:validation", "no split 'validation', but test, train. For example org/sums/main:test"),
+        ("org/sums/big", "converted only the first part of its split 'train'.*org/sums@main:train"),
+        ("org/sums@old:train", "has no revision 'old'"),
+        ("org/lines:validation", "no file of a split 'validation', but data/test.jsonl, data/train.jsonl"),
+        ("org/lines/none", "no folder 'none' in it"),
+        ("org/nothing", "org/nothing: no file or folder here, and no data set on the hub.*HF_TOKEN"),
+    ],
+)
+def test_a_name_that_the_hub_does_not_have_is_refused(name: str, words: str, hub: hub_server.Hub) -> None:
+    assert re.search(words, refused(name))
+
+
+def test_a_hub_that_gives_nothing_is_told_in_one_line(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated.add("org/lines")
+    assert "org/lines: the hub gives this data set only to people who accepted its terms" in refused("org/lines")
+    hub.broken = True
+    assert "not whole in its cache (Server error '503" in refused("org/sums/main")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    message = refused("org/sums/main")
+    assert "refused" in message and "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE" in message and "\n" not in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "offline mode is enabled" in refused("org/sums/main")
+    # Of two shards one was lost: what is left is not the split.
+    hub.broken = False
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    list(read_rows("org/sums/main"))
+    next(Path(constants.HF_HUB_CACHE).rglob("main/train/0001.parquet")).unlink()
+    hub.broken = True
+    assert "not whole in its cache" in refused("org/sums/main")
+
+
+def test_only_what_can_be_no_path_is_asked_for_on_the_hub(tmp_path: Path, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    paths = ("train", "org/lines", "org2/train.jsonl", "org2/train.tsv", "./org2/lines", "~/org2/lines", "a/b/c/d", "/org2/lines", "org2/")
+    for name in paths:
+        assert "no such file or folder" in refused(name), name
+    assert not hub.requests
+    assert [row for row, _ in read_rows("org/lines:train")] == [{"prompt": "l"}]
+    write_lines(tmp_path / "org" / "lines", [{"prompt": "x"}])
+    assert "unknown kind of file" in refused("org/lines")
+
+
 # Rows given from Python
 
 
@@ -693,7 +802,7 @@ ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% 
 def test_a_template_that_goes_wrong_is_refused(
     template: str, word: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": USER}])
     limits = resource.getrlimit(resource.RLIMIT_AS)
     with pytest.raises(
@@ -705,7 +814,7 @@ def test_a_template_that_goes_wrong_is_refused(
 
 
 def test_a_template_that_does_not_end_for_a_later_row_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
     tokenizer = make_tokenizer(template="{% if messages[0].content == 'stop' %}" + ENDLESS + "{% endif %}" + TEMPLATE)
     expected = encode(tokenizer, USER)
     found: list[object] = []
@@ -725,11 +834,11 @@ def test_a_template_that_does_not_end_for_a_later_row_is_stopped_in_any_thread(m
 def test_a_template_file_is_utf8_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jinja"
     path.write_bytes(b"\xef\xbb\xbf{{ bos_token }}")
-    assert chat.read_template(str(path), "model.chat_template") == "{{ bos_token }}"
+    assert chat_template.read_template(str(path), "model.chat_template") == "{{ bos_token }}"
     for content, word in ((b"{{ '\xff' }}", r"is not UTF-8 text \(invalid start byte at byte 4\)"), (b" \n", "is empty")):
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"model\.chat_template: .*a\.jinja {word}"):
-            chat.read_template(str(path), "model.chat_template")
+            chat_template.read_template(str(path), "model.chat_template")
 
 
 def test_a_tokenizer_that_fails_is_named_with_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fulltilt.model import chat
+from fulltilt.model import chat_template
 from fulltilt.records import UserError
 from fulltilt.words import first_line
 
@@ -97,7 +97,9 @@ class PromptEncoder:
         """A conversation as the chat template writes it. `limit` is the key of the length limit that it is left out by, if there is one."""
         template = self._template()
         try:
-            text = chat.render(self._tokenizer, template, messages, add_generation_prompt=add_generation_prompt, **self._template_args)
+            text = chat_template.render(
+                self._tokenizer, template, messages, add_generation_prompt=add_generation_prompt, **self._template_args
+            )
         except UserError as error:
             raise UserError(f"{error} Change the messages, or set model.chat_template.") from error
         # The template writes its own special tokens.
