@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
-from fulltilt.words import either, shortened
+from fulltilt.words import either, printable, shortened
 
 MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -919,8 +919,8 @@ def toml_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # TOML's basic strings are JSON's, but all that a terminal would not show is escaped.
-            return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(value, ensure_ascii=False))
+            # TOML's basic strings are JSON's; a control character that JSON leaves unescaped is escaped in the same way.
+            return printable(json.dumps(value, ensure_ascii=False))
         case list() | tuple():
             return f"[{', '.join(toml_value(item) for item in value)}]"
         case Mapping():
