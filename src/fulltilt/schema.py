@@ -477,7 +477,7 @@ class RewardConfig(Section):
     """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: Seconds = _calls_a_function(10.0, free=True)
     """Time limit of one call. A call that exceeds it is killed (cancelled, if it is `async`), counted and scored by `on_error`."""
-    workers: Annotated[int, Field(ge=1, le=256)] | Auto = _calls_a_function("auto", free=True)
+    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = _calls_a_function("auto", free=True)
     """Reward processes. `auto`: one per core."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] | Auto = _calls_a_function("auto", free=True)
     """Calls of `async def` functions in flight at once; they share one process. `auto`: 32."""
