@@ -36,6 +36,7 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 24, 36
 CAPABILITIES = 41
 MOST_MEMORY = 4 * 2**30  # bytes of address space beyond what the parent has
 MOST_PROCESSES = 150
+FIRST_OF_OURS = 500  # file descriptors from here on are the fuzzer's, and do not count against a limit of open files
 TOLD_TO_END_S = 25.0
 ORPHANS_S = 8.0
 
@@ -268,9 +269,10 @@ def _be_the_command(
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(root)
-        stuck, crash = open(record / "stuck", "w"), open(record / "crash", "w", errors="backslashreplace")  # noqa: SIM115
+        stuck, crash = (_out_of_the_way(record / name) for name in ("stuck", "crash"))
         faulthandler.dump_traceback_later(max(1.0, deadline_s - 3.0), file=stuck)
         _streams(record, about, slave)
+        os.closerange(3, FIRST_OF_OURS)
         _drop_capabilities()
         _limit(about)
         _variables(root, environment)
@@ -287,6 +289,11 @@ def _be_the_command(
             crash.flush()
     finally:
         os._exit(code)
+
+
+def _out_of_the_way(path: Path) -> TextIO:
+    with path.open("w") as file:
+        return open(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_OF_OURS), "w", errors="backslashreplace")
 
 
 def _exit_code_of_main(crash: TextIO) -> int:
@@ -317,6 +324,8 @@ def _exit_code_of_main(crash: TextIO) -> int:
 
 
 def _streams(record: Path, about: Surroundings, slave: int | None) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for number, name, kind in ((1, "out", about.stdout), (2, "error", about.stderr)):
         said = os.open(record / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         if kind == "file":
@@ -330,12 +339,10 @@ def _streams(record: Path, about: Surroundings, slave: int | None) -> None:
             reader, writer = os.pipe()
             os.close(reader)
             os.dup2(writer, number)
-        elif kind == "closed":
+        os.close(said)
+    for number, kind in ((1, about.stdout), (2, about.stderr)):
+        if kind == "closed":
             os.close(number)
-        if said != number:
-            os.close(said)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = _opened(1, about.stdout, encoding=about.encoding)  # type: ignore[assignment]
     sys.stderr = _opened(2, about.stderr, encoding=about.encoding, errors="backslashreplace", buffering=1)  # type: ignore[assignment]
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]

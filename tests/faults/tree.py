@@ -95,7 +95,9 @@ def make_templates(folder: Path, run: Callable[[Path, list[str]], int]) -> Templ
     import models
     import torch
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     for number, name in enumerate(("model", "ref", "critic")):
         models.save("qwen2", folder / name, seed=number)

@@ -65,7 +65,7 @@ def odd_variable(tree: Tree, chance: random.Random) -> str:
 @mutation("surroundings", 3)
 def short_of(tree: Tree, chance: random.Random) -> str:
     limit = chance.choice(("open_files", "open_files", "file_bytes"))
-    tree.surroundings[limit] = chance.choice((8, 16, 24, 32, 64) if limit == "open_files" else (0, 512, 4096, 65_536, 10**6))
+    tree.surroundings[limit] = chance.choice((8, 12, 16, 24, 32, 64) if limit == "open_files" else (0, 512, 4096, 65_536, 10**6))
     return f"at most {tree.surroundings[limit]} {limit}"
 
 
