@@ -422,3 +422,24 @@ def test_generate_from_every_kind_of_folder(trained: Path, model_folders: ModelF
 def test_mistakes_of_generate(given: dict[str, Any], words: str, model_folders: ModelFolders) -> None:
     with pytest.raises(fulltilt.UserError, match=words):
         fulltilt.generate(**{"model": model_folders("qwen2"), "prompts": ["1+1="], "device": "cpu", **given})
+
+
+# -- a notebook -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_notebook_trains_plots_and_talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a real kernel: its functions live in no file, and its error would be the last thing it keeps."""
+    import nbclient
+    import nbformat
+
+    monkeypatch.setenv("PYTHONPATH", str(runs.SOURCE))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    notebook = nbformat.read(runs.SOURCE.parent / "examples" / "notebook" / "train.ipynb", as_version=4)
+    assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs] == []
+    checks = "assert result.reward_first < 0.7 < 0.85 < result.reward_last, result"
+    notebook.cells.append(nbformat.v4.new_code_cell(checks))
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    *_, answers, _ = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert answers.outputs[0].data["text/plain"] == "['5', '8', '5']"
