@@ -10,17 +10,19 @@ TORCH_INDEX =
 # WORKERS=0, for some tests measure its memory.
 WORKERS = logical --maxprocesses 8
 PYTEST_ARGS =
+FAULTS = --cases 1000 --kills 100
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
-.PHONY: help demo test check reference clean
+.PHONY: help demo test check faults reference clean
 
 help:
 	@echo "make demo       train a small model on this computer and print what it learned"
 	@echo "make test       the tests, one process per core; WORKERS=0 runs them in one, PYTEST_ARGS=\"-k resume\" chooses some"
 	@echo "make check      lint, types, the long tests (rare variants, runs that learn) and a proof of every performance knob"
+	@echo "make faults     1,000 hostile inputs and 100 kills: docs/faults.md; make check runs a part of them"
 	@echo "make reference  write docs/reference.md anew from the code"
 	@echo "make clean      delete .venv, caches and build folders; runs/ stays"
 	@echo "The first of these that needs it makes .venv and installs the versions of constraints.txt."
@@ -37,6 +39,10 @@ check: .venv/dev
 	$(BIN)/mypy
 	$(PYTEST) -m long
 	$(BIN)/fulltilt prove --quiet --device cpu
+	$(BIN)/python tests/faults --cases 150
+
+faults: .venv/dev
+	$(BIN)/python tests/faults $(FAULTS)
 
 reference: .venv/ready
 	$(BIN)/python -m fulltilt.reference > docs/reference.md.new

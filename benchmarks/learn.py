@@ -27,6 +27,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say, commit
 from fulltilt.bench.shapes import Source
 from fulltilt.cluster.checks import choose_device
+from fulltilt.folders import BENCH_MARKER, refuse_foreign
 from fulltilt.model.load import read_config
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import write_whole
@@ -64,6 +65,7 @@ Found = dict[str, Any]  # one system: setting, steps, accuracy, start_seconds, e
 
 
 def prepare(options: BenchOptions, scratch: Path) -> BenchJob:
+    refuse_foreign(options.folder, BENCH_MARKER, "--dir")
     config = configuration.load(options.run, options.overrides)
     name = config.algorithm.name
     if not PRESETS[name].rollout:
@@ -94,7 +96,7 @@ def measure_ours(job: BenchJob, say: Say) -> Found:
     """The command `fulltilt train`, from its start on: a line of metrics comes when its step is done."""
     folder, minutes = job.options.folder / OURS, job.options.minutes
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir()
     overrides = [
         *job.options.overrides,
         f"run.dir={folder / 'run'}",
@@ -181,6 +183,8 @@ def accuracy_of(job: BenchJob, model: str) -> float:
 
 
 def run(job: BenchJob, say: Say) -> dict[str, Any]:
+    job.options.folder.mkdir(parents=True, exist_ok=True)
+    (job.options.folder / BENCH_MARKER).touch()
     found = {OURS: kept(job, OURS, measure_ours, say)}
     if "trl" in job.options.peers:
         theirs = kept(job, "trl", measure_trl, say)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -352,7 +354,7 @@ def test_one_sample_of_each_prompt(tmp_path: Path) -> None:
         ({"flops": 1e9}, "--bandwidth and --flops: --bandwidth is missing, and it is not known for cpu"),
         ({"vllm_grid": "256", "against": "hf"}, "--vllm-grid: vllm is not measured here"),
         ({"model": "model", "workload": "tail"}, "needs 4352 positions, and model was made for 512"),
-        ({"overrides": ("rollout.kv_bytes=many",)}, 'rollout.kv_bytes: must be "auto" or a whole number greater than 0'),
+        ({"overrides": ("rollout.kv_bytes=many",)}, 'rollout.kv_bytes: must be "auto" or a whole number from 1 to 1000000000000000'),
         ({"overrides": ("rollout.max_new_tokens=2",)}, "rollout.max_new_tokens=2: not a setting of this measurement"),
         ({"overrides": ("train.recompute=full",)}, "train.recompute=full: not a setting of this measurement"),
         ({"overrides": ("rollout.max_seqs",)}, "rollout.max_seqs: not a setting of this measurement. Write KEY=VALUE"),
@@ -394,16 +396,24 @@ def test_without_the_drivers_of_peers(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        ("--kv-bytes", "--kv-bytes: no such option. Write rollout.kv_bytes=VALUE instead"),
-        ("--recompute=full", "--recompute: no such option. Write train.recompute=VALUE instead"),
+        ("--kv-bytes", "--kv-bytes: no such option. Write rollout.kv_bytes=1 instead"),
+        ("--recompute=full", "--recompute: no such option. Write train.recompute=full instead"),
         ("--no-packing", "--no-packing: no such option. Write train.packing=false instead"),
-        ("--token-budget", "--token-budget: no such option. Write actor.token_budget=VALUE instead"),
-        ("--entropy-coef", "--entropy-coef: no such option. Write algorithm.entropy_coef=VALUE instead"),
+        ("--token-budget", "--token-budget: no such option. Write actor.token_budget=1 instead"),
+        ("--entropy-coef", "--entropy-coef: no such option. Write algorithm.entropy_coef=1 instead"),
     ],
 )
 def test_an_option_that_is_a_key_says_what_to_write(option: str, words: str, folder: Path) -> None:
     ended = runs.command_here(folder, "bench", "update", option, "1")
     assert (ended.code, ended.out) == (2, "") and words in ended.error
+
+
+def test_a_benchmark_that_is_not_installed_is_refused_before_slow_imports(tmp_path: Path) -> None:
+    code = "import sys, fulltilt.cli; sys.argv = ['fulltilt', 'bench', 'learn', 'run.toml']\n"
+    code += "try:\n    fulltilt.cli.main()\nfinally:\n    print('torch' in sys.modules)"
+    environment = {**runs.environment(), peers.VARIABLE: str(tmp_path)}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "False\n") and "learn.py, which this benchmark needs, is not in" in ended.stderr
 
 
 def test_values_of_options() -> None:
@@ -424,7 +434,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(fo
     ):
         ended = runs.command_here(folder, "bench", "rollout", "--device", "cpu", "--model", "model", "--prompts", "1", "--out", place)
         assert (ended.code, ended.out) == (2, "")
-        assert f"error: --out {place}: " in ended.error and words in ended.error and "loading" not in ended.error
+        assert f"error: --out {place}: " in ended.error and words in ended.error and ended.error.count("loading") == 1
     job.check_writable("--out", folder / "new.json")
     assert not (folder / "new.json").exists()
 

@@ -260,7 +260,7 @@ def test_the_samples_have_the_lengths_of_the_workload() -> None:
         ({"flops": 0.0}, "--flops 0.0: give a finite number above 0"),
         ({"workload": "huge"}, "--workload huge: unknown workload; choose from design, long"),
         ({"model": "nowhere"}, "--model nowhere: neither a named shape"),
-        ({"overrides": ("actor.token_budget=0",)}, 'actor.token_budget: must be "auto" or a whole number greater than 0'),
+        ({"overrides": ("actor.token_budget=0",)}, 'actor.token_budget: must be "auto" or a whole number from 1 to 2147483647'),
         (
             {"overrides": ("train.recompute=none", "train.recompute_layers=2")},
             'train.recompute_layers: 2 has no effect while train.recompute is "none"',

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 import tomllib
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from fulltilt import config as configuration
@@ -107,6 +110,136 @@ def test_unreadable_files_are_the_users_mistake(tmp_path: Path, content: bytes |
         load(tmp_path)
 
 
+# Each is written to a file and read: never a traceback, and the mistakes of a file that can be read are all told at once.
+FILES: dict[str, bytes] = {
+    "byte order mark of UTF-16": b"\xff\xfe[\x00m\x00",
+    "Latin-1": '[data]\nsystem = "M\xfcller"'.encode("latin-1"),
+    "NUL": b'[run]\ndir = "a\x00b"\n',
+    "escape sequence": b"[run]\ndir = \x1b[31mred\n",
+    "lone carriage returns": b"[run]\rsteps = 1\r",
+    "nested lists": b"[data]\ntemplate_args = { a = " + b"[" * 5000 + b"]" * 5000 + b" }",
+    "nested lists that a parser still reads": b"[data.template_args]\na = " + b"[" * 100 + b"]" * 100,
+    "nested tables": b"[data.template_args" + b".a" * 3000 + b"]\nb = 1",
+    "unknown nested tables": b"[a" + b".a" * 500 + b"]\nb = 1",
+    "inline tables": b"x = " + b"{a=" * 3000 + b"1" + b"}" * 3000,
+    "duplicate table": b"[run]\nsteps = 1\n[run]\nseed = 1\n",
+    "duplicate key": b"[run]\nsteps = 1\nsteps = 2\n",
+    "dates": b"[run]\nsteps = 1979-05-27\nseed = 07:32:00\n[train]\nlr = 1979-05-27T07:32:00Z\n",
+    "an impossible date": b"[run]\nsteps = 2024-02-31\n",
+    "keys of control characters": b'["\\u001b[2J"]\n"a\\nb" = 1\n[run]\n"\\u202esteps" = 1\n',
+    "an endless number": b"[run]\nsteps = " + b"9" * 5000 + b"\n",
+    "a number beyond floats": b"[train]\nlr = 1e400\n",
+    "a section as a list": b"[[run]]\nsteps = 1\n[[train]]\n",
+    "one long line": b"[run]\nsteps = " + b"x" * 100_000,
+    "too large": b"#" * (2**20 + 1),
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_any_content_is_the_users_mistake(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(FILES[name])
+    with pytest.raises(UserError) as error:
+        load(path)
+    told = str(error.value)
+    assert told.startswith(str(path)) and len(told) < 2000
+    assert told.replace("\n", "").isprintable(), told
+
+
+def test_what_editors_of_other_systems_write_is_accepted(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    path, text = tmp_path / "run.toml", to_toml(parse(run))
+    path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
+    assert load(path) == parse(run)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "device", "too long", "NUL"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path, kind: str) -> None:
+    path = {"device": Path("/dev/zero"), "too long": tmp_path / ("x" * 300), "NUL": tmp_path / "a\0b"}.get(kind, tmp_path / kind)
+    if kind == "folder":
+        path.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    with pytest.raises(UserError, match=r"Give the path of a run's TOML file"):
+        load(path)
+
+
+TEXT = st.text(st.sampled_from("[]{}=\"'\\.,#\n\r\t -+~_:0123456789aeinftru\x00\x1b\ufeffü") | st.characters(codec="utf-8"), max_size=40)
+KEYS = st.sampled_from([*schema.keys(), *schema.sections(), "zzz", "data.template_args.x", "~run.steps", "+run.steps"])
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | TEXT | st.dates() | st.times() | st.datetimes()
+VALUES = st.recursive(PLAIN, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
+
+
+def refusal(told: str) -> None:
+    assert "Traceback" not in told and "pydantic" not in told and "object at" not in told
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(content=st.binary(max_size=200) | TEXT.map(str.encode) | st.builds(lambda key, text: f"{key} = {text}".encode(), KEYS, TEXT))
+def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.toml"
+    path.write_bytes(content)
+    with pytest.raises(UserError) as error:  # for want of a model, if for nothing else
+        load(path)
+    refusal(str(error.value))
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(values=st.dictionaries(KEYS, VALUES, max_size=4), overrides=st.lists(st.builds("{}{}{}".format, KEYS, st.sampled_from("= "), TEXT)))
+def test_any_values_are_taken_or_refused(values: dict[str, Any], overrides: list[str]) -> None:
+    tables: dict[str, Any] = {"model": {"path": "/"}, "data": {"train": "/"}, "run": {"steps": 1}}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if name and isinstance(tables.setdefault(section, {}), dict):
+            tables[section][name] = value
+        elif not name:
+            tables[section] = value
+    with pytest.raises(UserError) as error:  # "/" is no model
+        parse(tables, overrides)
+    refusal(str(error.value))
+
+
+# ---- paths
+
+
+def test_home_is_expanded_in_every_path(run: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "mine.py").write_text("def loss(terms): ...\ndef advantage(rewards): ...\n")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    monkeypatch.chdir("/")
+    given: dict[str, Any] = {
+        "model.path": "~/model",
+        "model.chat_template": "~/mine.py",
+        "data.train": ["~/train.jsonl", "~/train.jsonl"],
+        "data.val": "~/train.jsonl",
+        "algorithm.name": "ppo",
+        "algorithm.kl_coef": 0.1,
+        "algorithm.advantage": "~/mine.py:advantage",
+        "algorithm.loss": "~/mine.py:loss",
+        "reward.function": {"~/mine.py:score": 1.0, "gsm8k": 0.5},
+        "reward.sources": {"~": "~/mine.py:score", "b": {"~/mine.py:score": 1.0}, "c": "reward_model"},
+        "ref.path": "~/model",
+        "critic.path": "~/model",
+        "reward_model.path": "~/model",
+        "reward_model.chat_template": "~/mine.py",
+        "lora.rank": 1,
+        "lora.path": "~",
+        "run.dir": "~/runs",
+        "run.steps": 1,
+    }
+    assert {key for key, field in schema.keys().items() if schema.row_of(field).names} <= set(given)
+    tables: dict[str, Any] = {}
+    for key, value in given.items():
+        tables.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = value
+    kept = snapshot(parse(tables))
+    assert kept["reward.sources"].pop("~") == f"{tmp_path}/mine.py:score"  # the name of a source is no path
+    assert "~" not in json.dumps(kept)
+    assert (kept["run.dir"], kept["data.train"]) == (f"{tmp_path}/runs", [f"{tmp_path}/train.jsonl"] * 2)
+    assert kept["reward.function"] == {f"{tmp_path}/mine.py:score": 1.0, "gsm8k": 0.5}
+    assert parse({**tables, "run": {"steps": 1, "dir": "~root/x"}}).run.dir.endswith("root/x")
+    assert parse({**tables, "run": {"steps": 1, "dir": "./~/x"}}).run.dir == "./~/x"
+
+
 # ---- overrides
 
 
@@ -136,6 +269,39 @@ def test_malformed_overrides(run: dict[str, dict[str, Any]], override: str) -> N
     assert mistakes_of(run, override) == [f"{override}: not an override. Write section.key=value, for example run.steps=100"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "mistake"),
+    [
+        (["train.lr", "1e-4"], "train.lr 1e-4: an override has no spaces. Write train.lr=1e-4"),
+        (["train.lr", "=", "1e-4"], "train.lr = 1e-4: an override has no spaces. Write train.lr=1e-4"),
+        (["train.lr", "=1e-4"], "train.lr =1e-4: an override has no spaces. Write train.lr=1e-4"),
+        (["train.lr=", "1e-4", "run.seed=1"], "train.lr= 1e-4: an override has no spaces. Write train.lr=1e-4"),
+        (["data.system", "be brief"], "data.system be brief: an override has no spaces. Write data.system='be brief'"),
+        (["+train.lr=1e-4"], "+train.lr=1e-4: a key need not be in the file to be set. Write train.lr=1e-4"),
+        (["++train.lr=1e-4"], "++train.lr=1e-4: a key need not be in the file to be set. Write train.lr=1e-4"),
+        (["~run.steps=3"], "~run.steps=3: a key is unset without a value. Write ~run.steps"),
+        (["~train.lr"], "~train.lr: nothing to unset, for the file does not set train.lr. Remove it"),
+        (["~run.steps.x"], "~run.steps.x: nothing to unset, for the file does not set run.steps.x. Remove it"),
+        (["run.dir=\udcff"], "run.dir=\\U0000dcff: not UTF-8 text. Write it into the file, which can name every character"),
+        (["\x1b[2J=1"], "\\u001b[2J: unknown key; no known key is similar: remove it. docs/reference.md lists every key"),
+        (["a" + ".a" * 500 + "=1"], f"{'a.' * 48}a...: not an override. Write section.key=value, for example run.steps=100"),
+        (["train.lr=" + "[" * 40 + "]" * 40], f"train.lr={'[' * 40}{']' * 40}: not an override. Write section.key=value, for example"),
+        (["run.seed=" + "9" * 5000], 'run.seed: must be a whole number from 0 to 9223372036854775807, got "999'),
+    ],
+)
+def test_overrides_of_other_habits_get_the_right_spelling(run: dict[str, dict[str, Any]], typed: list[str], mistake: str) -> None:
+    (told,) = mistakes_of(run, *typed)
+    assert told.startswith(mistake)
+
+
+def test_a_key_of_the_file_can_be_unset(run: dict[str, dict[str, Any]]) -> None:
+    run["train"] = {"lr": 1.0}
+    assert parse(run, ["~train.lr"]).train == schema.TrainConfig()
+    assert parse(run, ["~train"]).train.lr == 1e-6
+    assert parse(run, ["~run.steps", "run.epochs=1"]).run.steps is None
+    assert run["train"] == {"lr": 1.0}
+
+
 def test_an_override_below_a_value(run: dict[str, dict[str, Any]]) -> None:
     assert mistakes_of(run, "model.path.x=3") == ['model.path.x: model.path is a value ("model"), not a table: nothing can be set below it']
 
@@ -150,16 +316,16 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
 @pytest.mark.parametrize(
     ("override", "mistake"),
     [
-        ("algorithm.prompts_per_step=-4", "algorithm.prompts_per_step: must be a whole number greater than 0, got -4"),
-        ("algorithm.prompts_per_step=1.5", "algorithm.prompts_per_step: must be a whole number greater than 0, got 1.5"),
-        ('algorithm.prompts_per_step="64"', 'algorithm.prompts_per_step: must be a whole number greater than 0, got "64"'),
-        ("algorithm.prompts_per_step=true", "algorithm.prompts_per_step: must be a whole number greater than 0, got true"),
-        ("rollout.max_seqs=0", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got 0'),
-        ("rollout.max_seqs=many", 'rollout.max_seqs: must be "auto" or a whole number greater than 0, got "many"'),
+        ("algorithm.prompts_per_step=-4", "algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got -4"),
+        ("algorithm.prompts_per_step=1.5", "algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got 1.5"),
+        ('algorithm.prompts_per_step="64"', 'algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got "64"'),
+        ("algorithm.prompts_per_step=true", "algorithm.prompts_per_step: must be a whole number from 1 to 2147483647, got true"),
+        ("rollout.max_seqs=0", 'rollout.max_seqs: must be "auto" or a whole number from 1 to 2147483647, got 0'),
+        ("rollout.max_seqs=many", 'rollout.max_seqs: must be "auto" or a whole number from 1 to 2147483647, got "many"'),
         ("rollout.memory_fraction=1.5", 'rollout.memory_fraction: must be "auto" or a number greater than 0 and at most 1, got 1.5'),
         ("rollout.top_p=0", "rollout.top_p: must be a number greater than 0 and at most 1, got 0"),
         ("rollout.stop=end", 'rollout.stop: must be a list of text that is not empty, got "end"'),
-        ("train.lr=nan", "train.lr: must be a number greater than 0, got nan (not a finite number)"),
+        ("train.lr=nan", "train.lr: must be a number greater than 0 and at most 1000, got nan (not a finite number)"),
         ("train.betas=[0.9]", "train.betas: must be a list of 2, each a number at least 0 and less than 1, got [0.9]"),
         ("train.schedule=cosin", 'train.schedule: must be "constant", "linear" or "cosine", got "cosin"'),
         (
@@ -167,12 +333,12 @@ def test_an_override_cannot_smuggle_in_a_second_line(run: dict[str, dict[str, An
             'train.recompute: must be "auto", "none", "selective" or "full", got true. enable_gradient_checkpointing is a switch: true is '
             '"full", false is "none".',
         ),
-        ("train.recompute_layers=0", 'train.recompute_layers: must be "auto" or a whole number greater than 0, got 0'),
+        ("train.recompute_layers=0", 'train.recompute_layers: must be "auto" or a whole number from 1 to 2147483647, got 0'),
         ("train.offload_params=1", 'train.offload_params: must be "auto", true or false, got 1'),
         ("critic.offload_params=some", 'critic.offload_params: must be "auto", true or false, got "some"'),
         ("run.eval_before=2", "run.eval_before: must be true or false, got 2"),
         ("run.dir=5", "run.dir: must be text that is not empty, got 5"),
-        ("algorithm.clip_low=2", "algorithm.clip_low: must be a number at least 0 and at most 1, got 2"),
+        ("algorithm.clip_low=2", "algorithm.clip_low: must be a number from 0 to 1, got 2"),
         (
             "rollout.engine=vllm",
             'rollout.engine: must be "hf" or "native", got "vllm". vllm, sglang, trtllm and tgi are not built in this version.',
@@ -187,7 +353,7 @@ def test_wrong_values(run: dict[str, dict[str, Any]], override: str, mistake: st
 def test_missing_keys_say_what_they_mean() -> None:
     model, data, steps = mistakes_of({})
     assert model.startswith("model.path: missing, and every run needs it. Folder of a Hugging Face")
-    assert data.startswith("data.train: missing, and every run needs it. Parquet")
+    assert data.startswith("data.train: missing, and every run needs it. Data file (parquet")
     assert steps.startswith("run.steps: missing, but run.epochs is not set. Set it: Steps to run.")
 
 
@@ -257,6 +423,7 @@ def test_other_spellings_are_refused(run: dict[str, dict[str, Any]], override: s
     ("key", "nearest"),
     [
         ("rollout.max_seq", "rollout.max_seqs"),
+        ("rollout.max_tokens", "rollout.max_new_tokens"),
         ("algorithm.promts_per_step", "algorithm.prompts_per_step"),
         ("traning.lr", "train.lr"),
         ("lr", "train.lr"),
@@ -295,7 +462,7 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
     [
         (["run.epochs=2"], "run.steps: 3 has no effect while run.epochs is 2. Remove it, or remove run.epochs"),
         (["run.eval_every=5"], "data.val: missing, but run.eval_every asks for validation. Set data.val, or remove run.eval_every"),
-        (["run.eval_every=5", "run.eval_before=true"], "data.val: missing, but run.eval_every and run.eval_before asks"),
+        (["run.eval_every=5", "run.eval_before=true"], "data.val: missing, but run.eval_every and run.eval_before ask for"),
         (
             ["rollout.kv_bytes=1000000", "rollout.memory_fraction=0.5"],
             "rollout.kv_bytes: 1000000 has no effect while rollout.memory_fraction is 0.5. Remove it, or",
@@ -325,7 +492,13 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
         ),
         (["model.path=./gone"], 'model.path: no such folder: "./gone". Give the folder of a Hugging Face model, or a hub name'),
         (["model.path=/gone/model"], 'model.path: no such folder: "/gone/model".'),
-        (["model.path=~/model"], 'model.path: no such folder: "~/model" (~ is not expanded).'),
+        (["model.path=~nobody_here/model"], 'model.path: no such folder: "~nobody_here/model" (there is no user "nobody_here").'),
+        (["run.dir=~nobody_here/x"], 'run.dir: "~nobody_here/x" cannot be expanded (there is no user "nobody_here"). Name a folder by'),
+        (["run.dir=" + "x" * 300], 'run.dir: no folder can be called "xxx'),
+        (['run.dir="a\\u0000b"'], 'run.dir: no folder can be called "a\\u0000b": it holds a NUL character'),
+        (["model.path=./" + "x" * 5000], 'model.path: no such folder: "./xxx'),
+        (['data.train=["train.jsonl", "a\\u0000b"]'], 'data.train: no such file or folder: "a\\u0000b"'),
+        (["reward.function=" + "x" * 300 + ".py:score"], 'reward.function: no such file: "xxx'),
         (["model.path=."], 'model.path: "." has no config.json.'),
         (["model.path=train.jsonl"], 'model.path: "train.jsonl" is a file.'),
         (
@@ -494,10 +667,33 @@ def test_hub_names_only_when_online_or_downloaded_before(
     ],
 )
 def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs: str, ours: str) -> None:
-    (mistake,) = mistakes_of(run, f"{theirs}=1")
+    (mistake,) = mistakes_of(run, f"{theirs}=[1]")
     assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for {ours}: ")
-    for key in ours.split(" and "):  # what it means here, for the value may have to be another
+    for key in ours.split(" and "):  # what it means here, for the value must be another
         assert schema.words(schema.keys()[key]).meaning in mistake
+
+
+@pytest.mark.parametrize(
+    ("theirs", "value", "advice"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio", "0.3", "write algorithm.clip_low = 0.3, algorithm.clip_high = 0.3"),
+        ("algorithm.adv_estimator", "gae", 'write algorithm.name = "gae"'),
+        ("trainer.save_freq", "20", "write run.save_every = 20"),
+        ("trainer.save_freq", "-1", "Steps between checkpoints"),  # never, in verl
+        ("learning_rate", "1e-4", "write train.lr = 0.0001"),
+        ("per_device_train_batch_size", "8", "Prompts per step"),  # another unit
+        ("use_kl_loss", "true", "Weight of the KL term"),
+        ("beta", "0.1", "write algorithm.kl_coef = 0.1"),
+        ("custom_reward_function.path", "mine.py", "A built-in reward"),
+        ("report_to", "wandb", "Loggers that get every number"),
+        ("output_dir", "out", 'write run.dir = "out"'),
+    ],
+)
+def test_a_foreign_key_is_translated_where_its_value_means_the_same(
+    run: dict[str, dict[str, Any]], theirs: str, value: str, advice: str
+) -> None:
+    mistake = mistakes_of(run, f"{theirs}={value}")[0]
+    assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for ") and f": {advice}" in mistake
 
 
 def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:

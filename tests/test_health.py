@@ -15,7 +15,7 @@ import pytest
 import runs
 from safetensors.torch import load_file, save_file
 
-from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
+from fulltilt.observe.health import GROWTH_GIB, GROWTH_STEPS, PAGE, RULES, WARM_UP_STEPS, Health, Unhealthy, Verdict, last_good
 from fulltilt.records import UserError
 from fulltilt.schema import HealthConfig, toml_value
 
@@ -102,6 +102,7 @@ BORDERS = [
     ("entropy-collapse", {"rollout/entropy": 0.00499}, {"rollout/entropy": 0.005}),
     ("all-clipped", {"response_length/clip_ratio": 0.9901}, {"response_length/clip_ratio": 0.99}),
     ("reward-errors", {"reward/errors": 33}, {"reward/errors": 32}),
+    ("all-rewards-failed", {"val/reward_errors": 4}, {"val/reward_errors": 4, "val/reward/mean": 0.0}),
     ("logprob-gap", {"rollout_corr/logprob_abs_gap": 0.0501}, {"rollout_corr/logprob_abs_gap": 0.05}),
 ]
 
@@ -146,7 +147,7 @@ def test_groups_without_variance_may_still_teach_algorithms_without_group_baseli
 def test_rewards_that_all_failed_are_not_said_to_be_alike() -> None:
     """They are the errors' rule."""
     failed = {"reward/groups_with_variance": 0.0, "reward/errors": 64, "reward/samples": 64}
-    assert sick({**failed, **NO_ADVANTAGE}) == ("reward-errors",)
+    assert sick({**failed, **NO_ADVANTAGE}) == ("reward-errors", "all-rewards-failed")
 
 
 def test_a_single_sample_has_nothing_to_differ_from() -> None:
@@ -176,8 +177,10 @@ def test_a_streak_warns_once_and_stops_at_patience() -> None:
     health = Health(HealthConfig(patience=3))
     first = health.look(7, CLIPPED)
     (warning,) = first.warnings
-    assert warning.startswith("step 7: all-clipped: 100.0% of the responses were cut off, more than health.max_clip_ratio = 0.99;")
-    assert "If this lasts for 2 steps more, the run stops." in warning and "raise rollout.max_new_tokens" in warning
+    assert warning == (
+        "step 7: all-clipped: 100.0% of the responses were cut off, more than health.max_clip_ratio = 0.99. If it lasts for 2 steps more, "
+        "the run stops: see docs/health.md#all-clipped"
+    )
     assert first.stop is None and not first.may_save
     assert health.look(8, CLIPPED) == Verdict(("all-clipped",), (), None, may_save=False)
     last = health.look(9, CLIPPED)
@@ -192,7 +195,7 @@ def test_recovery_is_told_and_counts_from_the_start_again() -> None:
     health = Health(HealthConfig(patience=2))
     health.look(1, CLIPPED)
     well = health.look(2, WELL)
-    assert well.warnings == ("step 2: all-clipped no longer holds, after 1 step",) and well.may_save
+    assert (well.warnings, well.notes) == ((), ("step 2: all-clipped no longer holds, after 1 step",)) and well.may_save
     assert health.streaks == {}
     again = health.look(3, CLIPPED)
     assert again.stop is None and len(again.warnings) == 1
@@ -219,14 +222,14 @@ def test_several_rules_count_for_themselves() -> None:
     assert health.streaks == {"all-clipped": 3, "reward-errors": 2}
     fourth = health.look(4, {**FAILING, "response_length/clip_ratio": 1.0})
     assert fourth.stop and "all-clipped for 4 steps" in fourth.stop and "reward-errors for 3 steps" in fourth.stop
-    assert health.look(5, FAILING).warnings == ("step 5: all-clipped no longer holds, after 4 steps",)
+    assert health.look(5, FAILING).notes == ("step 5: all-clipped no longer holds, after 4 steps",)
 
 
 def test_only_warning_never_stops_and_keeps_no_checkpoint_back() -> None:
     health = Health(HealthConfig(patience=2, stop=False))
     verdicts = [health.look(step, CLIPPED) for step in range(1, 5)]
     assert [len(verdict.warnings) for verdict in verdicts] == [1, 0, 0, 0]
-    assert "The run continues because health.stop is off." in verdicts[0].warnings[0]
+    assert "The run continues because health.stop is off: see" in verdicts[0].warnings[0]
     assert all(verdict.stop is None and verdict.may_save and verdict.sick == ("all-clipped",) for verdict in verdicts)
 
 
@@ -246,8 +249,8 @@ def test_a_resumed_run_stops_where_an_uninterrupted_one_does(cut: int) -> None:
 
 def test_who_resumes_in_the_middle_of_a_streak_is_told_again() -> None:
     (warning,) = Health(HealthConfig(), {"all-clipped": 4}).look(30, CLIPPED).warnings
-    assert "If this lasts for 5 steps more, the run stops (it has held for 5 steps so far)." in warning
-    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).warnings == ("step 30: all-clipped no longer holds, after 4 steps",)
+    assert "If it lasts for 5 steps more, after 5 steps so far, the run stops" in warning
+    assert Health(HealthConfig(), {"all-clipped": 4}).look(30, WELL).notes == ("step 30: all-clipped no longer holds, after 4 steps",)
 
 
 def test_saved_streaks_of_rules_that_are_ignored_now_are_dropped() -> None:
@@ -280,13 +283,12 @@ def test_growth_in_every_step_warns_and_never_stops() -> None:
     told = [(step, text) for step, verdict in enumerate(verdicts, 1) for text in verdict.warnings]
     ((step, text),) = told
     assert step == WARM_UP_STEPS + ENOUGH
-    assert text.startswith(
+    assert text == (
         f"step {step}: memory-growth: memory held has grown in every step: other at the end of update_actor by 5.00 to 6.00 GiB "
-        "in 10 steps; something keeps"
+        "in 10 steps. This rule only warns: see docs/health.md#memory-growth"
     )
-    assert "The run continues: this rule only warns. Remedy: look for data" in text
     (passed,) = grow(health, [1.0], first=step + 4)
-    assert passed.warnings == (f"step {step + 4}: memory-growth no longer holds, after 4 steps",)
+    assert passed.notes == (f"step {step + 4}: memory-growth no longer holds, after 4 steps",)
 
 
 @pytest.mark.parametrize(
@@ -332,7 +334,7 @@ def test_each_kind_that_grew_is_named_once_largest_first() -> None:
     for step in range(1, WARM_UP_STEPS + ENOUGH + 1):
         verdict = health.look(step, {name: 1.0 + rate * step for name, rate in rates.items()})
     (warning,) = verdict.warnings
-    assert "in every step: process by 3.00 to 4.90 GiB in 10 steps, kv at the end of adv by 2.00 to 3.60 GiB in 10 steps; " in warning
+    assert "in every step: process by 3.00 to 4.90 GiB in 10 steps, kv at the end of adv by 2.00 to 3.60 GiB in 10 steps. " in warning
 
 
 def test_growth_keeps_no_other_rule_from_stopping_the_run() -> None:
@@ -342,6 +344,11 @@ def test_growth_keeps_no_other_rule_from_stopping_the_run() -> None:
     assert first.sick == ("all-clipped", "memory-growth") and not first.may_save
     assert second.stop and "all-clipped for 2 steps" in second.stop and "memory" not in second.stop
     assert health.streaks == {"all-clipped": 2}
+
+
+def test_every_rule_has_a_section_of_the_page_that_its_warning_names() -> None:
+    page = (Path(__file__).parents[1] / PAGE).read_text(encoding="utf-8")
+    assert [name for name in re.findall(r"^### (\S+)$", page, flags=re.MULTILINE)] == [rule.name for rule in RULES]
 
 
 # -- the error --------------------------------------------------------------------------------------------------------------------------
@@ -373,6 +380,12 @@ def constant_later(data_source, solution_str, ground_truth, extra_info):
 
 def fails_later(data_source, solution_str, ground_truth, extra_info):
     if float(ground_truth) >= 32 and float(ground_truth) % 16:
+        raise RuntimeError("no opinion")
+    return letters(solution_str)
+
+
+def all_fail_later(data_source, solution_str, ground_truth, extra_info):
+    if float(ground_truth) >= 32:
         raise RuntimeError("no opinion")
     return letters(solution_str)
 
@@ -480,7 +493,7 @@ def make(folder: Path, model: Path) -> Path:
 
 
 def test_every_rule_that_stops_a_run_has_one_that_fails() -> None:
-    assert {fault.rule for fault in REAL} == {rule.name for rule in RULES if rule.stops}
+    assert {fault.rule for fault in REAL} == {rule.name for rule in RULES if rule.stops and not rule.at_once}
 
 
 @pytest.mark.parametrize("fault", REAL, ids=lambda fault: fault.rule)
@@ -506,7 +519,7 @@ def test_a_run_made_to_fail_names_its_cause_and_goes_on_once_mended(tmp_path: Pa
     mended = runs.command_here(folder, "train", "run.toml", *QUICK, *fault.mended)
     assert mended.code == 0, mended.error
     assert f"resuming from step {saved}" in mended.out
-    assert (f"step {saved + 1}: {fault.rule} no longer holds" in mended.error) == (not fault.well)
+    assert (f"step {saved + 1}: {fault.rule} no longer holds" in mended.out) == (not fault.well)
     assert runs.metrics(folder)[:saved] == before
     assert [line["step"] for line in runs.metrics(folder)] == list(range(1, 7))
     assert list(runs.checkpoints(folder))[-1] == 6
@@ -551,7 +564,7 @@ def test_a_run_that_only_warns_goes_on_and_saves(tmp_path: Path, model_folders: 
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     quick = [option for option in QUICK if not option.startswith("health.")]
     trained = runs.train(folder, *quick, CAPITALS, "reward.function=faults.py:constant_later", "health.stop=false", "run.steps=4")
-    assert trained.said.count("no-variance") == 1 and "The run continues because health.stop is off." in trained.said
+    assert trained.said.count("no-variance") == 1 and "The run continues because health.stop is off: see" in trained.said
     assert list(runs.checkpoints(folder)) == [1, 2, 3, 4]
 
 
@@ -569,3 +582,37 @@ def test_a_run_with_one_sample_a_step_is_no_sick_run(tmp_path: Path, model_folde
     trained = runs.train(folder, *QUICK, CAPITALS, *options, ignore, "run.steps=2")
     assert trained.summary.steps == 2 and "no-variance" not in trained.said
     assert [(line["reward/samples"], line["reward/groups_with_variance"]) for line in runs.metrics(folder)] == [(1, 0), (1, 0)]
+
+
+def test_a_step_whose_rewards_all_failed_stops_the_run_at_once(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """The last step too. The message names the rule, and repeating the command resumes from the step before."""
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = (*QUICK, CAPITALS, "reward.function=faults.py:all_fail_later", "run.steps=3", "health.patience=10")
+    failed = runs.command_here(folder, "train", "run.toml", *options)
+    assert failed.code == 2 and "Traceback" not in failed.error, failed.error
+    _, _, message = failed.error.partition("error: ")
+    assert message.startswith("the run stopped itself after step 3\n  all-rewards-failed for 1 step in a row"), message
+    assert "every sample of the step failed (16 of 16)" in message and "read the run's reward_errors.jsonl" in message
+    assert "The last good checkpoint is run/checkpoints/step-00000002" in message
+    assert list(runs.checkpoints(folder)) == [1, 2]
+    ignored = runs.command_here(folder, "train", "run.toml", *options, 'health.ignore=["all-rewards-failed"]')
+    assert ignored.code == 0, ignored.error
+    assert list(runs.checkpoints(folder))[-1] == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_whose_rewards_never_worked_does_not_end_well_when_repeated(tmp_path: Path, model_folders: ModelFolders, steps: int) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = (*QUICK, "reward.function=reward.py:always_fails", f"run.steps={steps}")
+    for _ in range(2):
+        failed = runs.command_here(folder, "train", "run.toml", *options)
+        assert failed.code == 2 and "all-rewards-failed" in failed.error, failed.error
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_validation_whose_rewards_all_failed_is_an_error(tmp_path: Path, model_folders: ModelFolders, command: str) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = ("reward.function=reward.py:always_fails", "run.steps=1", "run.eval_every=1")
+    failed = runs.command_here(folder, command, "run.toml", *options)
+    assert failed.code == 2 and "error: all-rewards-failed: the reward of every sample of the validation failed" in failed.error
+    assert "Traceback" not in failed.error

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import runs
 
 from fulltilt.observe import plot
 from fulltilt.records import UserError
@@ -95,6 +96,12 @@ def test_without_matplotlib_there_are_numbers(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r'pip install "fulltilt\[plot\]".*--out .*a\.json'):
         plot.files(tmp_path / "a.png")
     assert plot.files(tmp_path / "a.json") == (None, tmp_path / "a.json")
+
+
+def test_a_metric_that_does_not_exist_is_told_before_the_want_of_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    ended = runs.command_here(tmp_path, "plot", str(run_folder(tmp_path / "a")), "--metric", "rewrad", "--out", "a.png")
+    assert (ended.code, ended.out) == (2, "") and "--metric rewrad: no run has it" in ended.error
 
 
 def test_trailing_means() -> None:

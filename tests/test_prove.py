@@ -142,7 +142,7 @@ def test_the_command_prints_one_document(tmp_path: Path) -> None:
     ended = runs.command_here(
         tmp_path, "prove", "reward_model.model.use_remove_padding", "train.offload_grads", "--json", "--device", "cpu"
     )
-    assert ended.code == 0 and "running a ppo step with reward_model.packing = False" in ended.error
+    assert ended.code == 0 and "running one ppo step with reward_model.packing = False" in ended.error
     records = json.loads(ended.out)
     fields = [field.name for field in dataclasses.fields(ProofResult)]
     assert fields == ["knob", "role", "metric", "unit", "off", "on", "gradients_equal", "holds", "reason"]
@@ -198,6 +198,7 @@ def test_names_in_any_spelling() -> None:
         ("train.recompte", "train.recompte: unknown knob; the nearest is train.recompute. `fulltilt knobs` lists all of them"),
         ("actor.packing", "unknown knob; the nearest is "),
         ("nonsense", "nonsense: unknown knob. `fulltilt knobs` lists all of them"),
+        ("algorithm.epochs", "algorithm.epochs: is part of the algorithm"),
         ("rollout.n", "rollout.n: algorithm.samples_per_prompt is part of the algorithm"),
         ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),
         ("train.tensor_parallel", "train.tensor_parallel is not built in this version"),

@@ -11,6 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
 GROUND = {"words", "user_code", "callables", "presets", "records", "schema", "settings", "knobs", "config", "observe", "shape", "footprint"}
+GROUND |= {"folders"}
 SIX = {"data", "rollout", "reward", "algo", "batching", "training"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
@@ -23,12 +24,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "presets": set(),
     "records": {"words"},
     "footprint": set(),
+    "folders": {"words", "records"},
     "shape": {"words", "records"},
     "schema": {"words", "presets", "records"},
     "settings": {"words", "user_code", "presets", "records", "schema"},
     "knobs": {"words", "records", "schema"},
     "config": {"words", "user_code", "presets", "records", "schema", "settings", "knobs"},
-    "observe": {"words", "records", "schema", "knobs", "config"},
+    "observe": {"words", "records", "schema", "knobs", "config", "folders"},
     "kernels": GROUND,
     "model": GROUND | {"kernels"},
     "parallel": GROUND | {"kernels", "model"},
@@ -39,14 +41,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BELOW_SIX | SIX | {"plan"},
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,
-    "doctor": GROUND | {"memory.host"},
+    "doctor": GROUND | {"memory.host", "reward.confine"},
     "reference": {"words", "schema", "knobs"},
+    "starter": {"words", "records", "schema"},
     "bench": BELOW_LOOP | {"loop"},
     "proofs": BELOW_LOOP | {"loop", "bench", "demo"},
     "demo": BELOW_LOOP | {"loop"},
     "api": BELOW_LOOP | {"loop"},
     "chat": GROUND | {"loop", "api"},
-    "cli": BELOW_LOOP | {"api", "chat", "tune", "loop", "compat", "doctor", "reference", "bench", "proofs", "demo"},
+    "cli": BELOW_LOOP | {"api", "chat", "tune", "loop", "compat", "doctor", "reference", "starter", "bench", "proofs", "demo"},
     "__main__": {"cli"},
     "__init__": {"api", "records"},
 }

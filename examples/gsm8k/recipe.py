@@ -275,7 +275,7 @@ def over_seeds(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def of_run(folder: Path) -> dict[str, Any]:
     """Seconds by phase, and what must stay as it is along a run."""
-    lines = read_lines(folder / plot.METRICS)
+    lines = read_lines(folder / plot.METRICS).steps
     steps = [line for line in lines if line["step"] > 0]
     phases = {phase: [line[f"timing_s/{name}"] for line in steps if f"timing_s/{name}" in line] for phase, name in TIMING_NAMES.items()}
     watched = ("rollout_corr/logprob_abs_gap", "rollout_corr/rollout_is_mean", "memory_gib/reserved", "memory_gib/process")

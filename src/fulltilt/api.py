@@ -24,7 +24,7 @@ from fulltilt.config import ConfigRule
 from fulltilt.data.files import rows_in_memory
 from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
-from fulltilt.observe.metrics import read_lines
+from fulltilt.observe.metrics import read_lines, read_samples
 from fulltilt.records import UserError
 from fulltilt.schema import REWARDS, Config, keys, sections
 from fulltilt.user_code import known_functions
@@ -65,7 +65,7 @@ class TrainResult:
     def samples(self) -> list[dict[str, Any]]:
         """Samples that the run wrote down, `run.save_rollouts` of each step: step, prompt, response, reward and more."""
         files = sorted((self.folder / "rollouts").glob("step-*.jsonl"))
-        return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_lines(file)]
+        return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_samples(file)]
 
 
 def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result]:
@@ -106,11 +106,11 @@ def train(
     with configured("fulltilt.train", run, keywords, overrides, logged=True) as config:
         from fulltilt import loop
 
-        done = loop.train(config, console or Console(quiet=quiet), on_step)
+        done = loop.train(config, console or Console(quiet=quiet), on_step, Path(run) if isinstance(run, str | os.PathLike) else None)
         folder = Path(config.run.dir).absolute()
         return TrainResult(
             folder, done.model and done.model.absolute(), done.steps, done.seconds, done.tokens_per_s, done.reward_first, done.reward_last,
-            done.interrupted, read_lines(folder / "metrics.jsonl"),
+            done.interrupted, list(read_lines(folder / "metrics.jsonl").steps),
         )  # fmt: skip
 
 
@@ -126,13 +126,13 @@ def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: A
 
 @leaving_nothing
 def evaluate(
-    run: Source = None, /, *, data: Any = None, latest: bool = False, checkpoint: int | None = None, overrides: Sequence[str] = (),
-    quiet: bool = True, console: Console | None = None, **settings: Any,
+    run: Source = None, /, *, data: Any = None, latest: bool = False, best: bool = False, checkpoint: int | None = None,
+    overrides: Sequence[str] = (), quiet: bool = True, console: Console | None = None, **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Score a model on validation data, as `train` would between its steps. Returns metrics by name, and the model's folder and step.
 
-    `data`: the validation data (`data.val`). `latest`: score the newest checkpoint in `run.dir` in place of the model; `checkpoint`: that
-    of this step. All else is as for `train`.
+    `data`: the validation data (`data.val`). `latest`: score the newest checkpoint in `run.dir` in place of the model; `best`: the one of
+    `run.keep_best`; `checkpoint`: that of this step. All else is as for `train`.
     """
     if data is not None:
         settings["data"] = data if isinstance(data, Mapping) else {"val": data}
@@ -142,7 +142,7 @@ def evaluate(
     with configured("fulltilt.evaluate", run, settings, overrides, logged=False) as config:
         from fulltilt import loop
 
-        return loop.evaluate(config, console or Console(quiet=quiet), latest=latest, step=checkpoint)
+        return loop.evaluate(config, console or Console(quiet=quiet), latest=latest, best=best, step=checkpoint)
 
 
 @dataclass(frozen=True)

@@ -7,43 +7,68 @@ errors are quick.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
+from fulltilt.observe import streams
 from fulltilt.records import UserError
-from fulltilt.words import many
+from fulltilt.words import many, printable
 
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
-class Commands(TyperGroup):
-    """Handles Ctrl-C outside the steps of a run, which handle it themselves. A closed pipe (`| head`) is not an error."""
+class Group(TyperGroup):
+    """Answers an option with the name of a key (`--train.lr 1e-4`) by the KEY=VALUE to write, for every command that takes overrides, and
+    expands `~` where shells do not: in `--out=~/file`."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if isinstance(command, TyperCommand):
+            if any(parameter.name == "overrides" for parameter in command.params):
+                refuse_keys_as_options(command, rest)
+            rest = [re.sub(r"(?<=^--)([\w-]+=)(~.*)", lambda found: found[1] + os.path.expanduser(found[2]), text) for text in rest]
+        return name, command, rest
+
+
+def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
+    known = {"-h", "--help", *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))}
+    followers: list[str | None] = [*args[1:], None]
+    for given, following in zip(args, followers, strict=False):  # without arguments there is still a last None
+        option = given.partition("=")[0]
+        if option in known or not re.match(r"--?[A-Za-z]", given):
+            continue
+        from fulltilt.config import instead_of_option
+
+        if override := instead_of_option(given, following):
+            raise UserError(f"{option}: no such option. Write {override} instead")
+
+
+class Commands(Group):
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            result = super().invoke(ctx)
-            sys.stdout.flush()
-            return result
+            return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
-        except BrokenPipeError:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (stays open until Python has flushed its streams at exit)
-            raise typer.Exit(READER_GONE) from None
 
 
 app = typer.Typer(
@@ -56,7 +81,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
+bench = typer.Typer(cls=Group, help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for keys of the file, for example run.steps=10.")]
@@ -66,11 +91,43 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only warnings 
 
 
 def main() -> None:
+    out, _ = streams.protect()
+    streams.quiet_libraries()
     try:
         app()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        tell(f"error: {error}", sys.stderr)
         sys.exit(2)
+    except SystemExit as ended:
+        sys.exit(ended.code or without_output(out))
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            tell("error: this process may not open more files. Raise the limit, for example: ulimit -n 4096", sys.stderr)
+            sys.exit(2)
+        tell(traceback.format_exc().rstrip(), sys.stderr)
+        sys.exit(1)
+
+
+def without_output(out: streams.Outlet) -> int:
+    """The exit code of a command that succeeded, if its output could be written. A run has told its user that it continues without."""
+    out.flush()
+    if not out.lost or out.loss_is_told:
+        return 0
+    if isinstance(out.lost, BrokenPipeError):
+        return READER_GONE
+    tell(f"error: standard output is lost: {out.reason}. Repeat the command with an output that can be written", sys.stderr)
+    return 2
+
+
+def tell(text: str, where: TextIO | None = None) -> None:
+    """Print text for people, which may quote files, models and errors."""
+    print(printable(text), file=where, flush=True)
+
+
+def loading(what: str, quiet: bool = False) -> None:
+    """Answer before the import of torch, which takes seconds."""
+    if not quiet:
+        tell(f"loading {what} ...", sys.stderr)
 
 
 def show_version(wanted: bool) -> None:
@@ -95,6 +152,7 @@ def demo(
     quiet: Quiet = False,
 ) -> None:
     """Teach a small model arithmetic on this machine: SFT, then GRPO. Takes about three minutes on two CPU cores."""
+    loading("PyTorch", quiet)
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
@@ -102,7 +160,7 @@ def demo(
     in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
     print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
-        print(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", file=sys.stderr)
+        tell(f"the reward should have reached {demonstration.LEARNED}: something is wrong with this installation", sys.stderr)
         raise typer.Exit(1)
 
 
@@ -115,25 +173,34 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a model as RUN.toml describes. To resume an interrupted run from its last checkpoint, repeat the command."""
+    loading(f"{run} and what it names", quiet)
     from fulltilt import api
     from fulltilt.observe.console import Console
 
     if check:
         api.check(run, overrides=overrides or ())
-        print(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
+        tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     console = Console(json=as_json, quiet=quiet)
     result = api.train(run, overrides=overrides or (), console=console)
     if result.interrupted:
         saved = "and saved" if result.steps else "with nothing to save yet"
-        print(f"stopped after step {result.steps} {saved}", file=sys.stderr)
-        print(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", file=sys.stderr)
+        tell(f"stopped after step {result.steps} {saved}", sys.stderr)
+        tell(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", sys.stderr)
         raise typer.Exit(130)
     console.note(
-        f"done: {many(result.steps, 'step')} in {result.folder}"
+        f"done: {many(result.steps, 'step')} in {from_here(result.folder)}"
         + (f", reward {result.reward_first:.3f} -> {result.reward_last:.3f}" if result.reward_first is not None else "")
         + f", {result.seconds:.0f} s, {result.tokens_per_s:.0f} tokens/s"
     )
+    if result.model:
+        console.note(f"model: {from_here(result.model)}")
+        console.note(f"try it: {shlex.join(['fulltilt', 'chat', str(from_here(result.folder))])}")
+
+
+def from_here(path: Path) -> Path:
+    """The path as a user would type it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 @app.command(name="eval")
@@ -141,19 +208,23 @@ def evaluate(
     run: RunFile,
     overrides: Overrides = None,
     latest: Annotated[bool, typer.Option("--latest", help="Evaluate the newest checkpoint in run.dir instead of model.path.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Evaluate the best checkpoint in run.dir, the one of run.keep_best.")] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Score a model on data.val. It samples as the eval section says. For SFT it measures the loss."""
+    loading(f"{run} and what it names", quiet)
     from fulltilt import api
     from fulltilt.observe.console import Console
 
-    result = api.evaluate(run, overrides=overrides or (), console=Console(json=as_json, quiet=quiet), latest=latest)
+    # Only the result is for standard output.
+    people = Console(quiet=quiet, stdout=sys.stderr)
+    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return
     for name, value in result.items():
-        print(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
+        tell(f"{name}  {value:.4f}" if isinstance(value, float) else f"{name}  {value}")
 
 
 @app.command()
@@ -169,10 +240,11 @@ def chat(
     seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
 ) -> None:
     """Talk to a model. Lines are read from standard input, also from a pipe; answers go to standard output, notes to standard error."""
+    loading(model)
     from fulltilt import chat as conversation
 
     options = conversation.ChatOptions(model, step, system, plain, max_new_tokens, temperature, seed)
-    conversation.chat(options, typed_lines(), sys.stdout, partial(print, file=sys.stderr, flush=True))
+    conversation.chat(options, typed_lines(), sys.stdout, partial(tell, where=sys.stderr))
 
 
 def typed_lines() -> Iterator[str]:
@@ -197,15 +269,16 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Report what is installed and usable here, and what is missing."""
-    from fulltilt import doctor as examination
-
     if run is not None and not run.is_dir():
         raise UserError(f"{run}: no such folder. Give the folder of a run (its run.dir), or nothing")
+    loading("PyTorch")
+    from fulltilt import doctor as examination
+
     report = examination.examine(run)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:
-        print("\n".join(report.lines()))
+        tell("\n".join(report.lines()))
     if report.broken:
         raise typer.Exit(1)
 
@@ -226,28 +299,8 @@ def plot(
 
     if against not in drawing.AGAINST:
         raise UserError(f"--against {against}: choose {' or '.join(drawing.AGAINST)}")
-    drawing.files(out)
     for path in drawing.write(drawing.read(sources, metric or ()), out, against, smooth, title, sources):
-        print(f"wrote {path}")
-
-
-class BenchCommand(TyperCommand):
-    """Refuses an option with the name of a key (`--recompute full`) by naming the KEY=VALUE to write."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name for parameter in self.params for name in parameter.opts}
-        for given in (text.partition("=")[0] for text in args if text.startswith("--")):
-            name = given.strip("-").replace("-", "_")
-            if given not in known and (key := key_named(name.removeprefix("no_"))):
-                raise UserError(f"{given}: no such option. Write {key}={'false' if name.startswith('no_') else 'VALUE'} instead")
-        return super().parse_args(ctx, args)
-
-
-def key_named(name: str) -> str | None:
-    """The first key of a configuration with this name, whatever its section."""
-    from fulltilt.schema import keys
-
-    return next((key for key in keys() if key.partition(".")[2] == name), None)
+        tell(f"wrote {path}")
 
 
 def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
@@ -263,7 +316,7 @@ def add_benchmark(name: str, words: str, taken: str, **own: Any) -> None:
         for field in [*taken.split(), "out", "as_json", "quiet"]
     ]
     command.__signature__ = Signature(options)  # type: ignore[attr-defined]
-    bench.command(name, cls=BenchCommand, help=words)(command)
+    bench.command(name, help=words)(command)
 
 
 add_benchmark(
@@ -296,10 +349,13 @@ add_benchmark(
 def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given: Any) -> None:
     """Run a benchmark with the options that were given. Mistakes are reported before anything is measured; neither a disk that filled up
     meanwhile nor a reader that went away loses the result."""
-    from fulltilt.bench import job as jobs
-    from fulltilt.bench import peers, report
+    from fulltilt.bench import peers
 
-    benchmark = peers.benchmark(name)
+    loading("PyTorch", quiet)
+    benchmark = peers.benchmark(name)  # before the imports that take seconds: one that is not installed is refused at once
+    from fulltilt.bench import job as jobs
+    from fulltilt.bench import report
+
     options = BenchOptions(**{field: value for field, value in given.items() if value is not None})
     with tempfile.TemporaryDirectory(prefix="fulltilt-bench-") as scratch, report.progress(quiet=quiet) as say:
         job = benchmark.prepare(options, Path(scratch))
@@ -307,11 +363,9 @@ def measure(name: str, *, out: Path | None, as_json: bool, quiet: bool, **given:
             jobs.check_writable("--out", out)
         found = benchmark.run(job, say)
     written = json.dumps(found, indent=1)
-    try:
-        print(written if as_json else benchmark.table(found), flush=True)
-    finally:
-        if out is not None:
-            jobs.write_text("--out", out, written + "\n")
+    print(written if as_json else printable(benchmark.table(found)))
+    if out is not None:
+        jobs.write_text("--out", out, written + "\n")
 
 
 @app.command()
@@ -322,6 +376,7 @@ def prove(
     quiet: Quiet = False,
 ) -> None:
     """Run each performance knob with both values on this machine, and show what it changes and that gradients stay the same."""
+    loading("PyTorch", quiet)
     from fulltilt.bench import report
     from fulltilt.proofs.run import prove as run_proofs
     from fulltilt.proofs.run import show
@@ -338,7 +393,7 @@ def prove(
     else:
         show(records)
     if stopped is not None:
-        print(f"stopped after {many(len(records), 'proof')}", file=sys.stderr)
+        tell(f"stopped after {many(len(records), 'proof')}", sys.stderr)
         raise stopped
     if any(record.holds is False for record in records):
         raise typer.Exit(1)
@@ -346,23 +401,28 @@ def prove(
 
 @app.command()
 def knobs(
-    words: Annotated[list[str] | None, argument("WORD", "Show only knobs whose name or alias contains one of these words.")] = None,
+    words: Annotated[list[str] | None, argument("WORD", "Show only those whose name or alias contains one of these words.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Explain every key of a run file, not only performance knobs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change."""
+    """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change. With --all, every key."""
     from fulltilt import knobs as ledger
 
-    names = {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in ledger.LEDGER}
-    chosen = [knob for knob in names if not words or any(word.lower() in name for word in words for name in names[knob])]
-    if not chosen:
-        raise UserError(f"no knob or alias contains {' or '.join(words or [])}. `fulltilt knobs` lists all knobs")
-    if as_json:
-        print(json.dumps([asdict(knob) | {"state": knob.state} for knob in chosen], indent=1))
-    elif words:
-        print("\n\n".join(ledger.describe(knob) for knob in chosen))
-    else:
-        print("\n".join(f"{knob.name:<36} {knob.state:<10} {knob.must_change}" for knob in chosen))
-        print("\n`fulltilt knobs WORD` describes the knobs whose name or alias contains WORD")
+    print(ledger.listing(words or [], everything=everything, as_json=as_json))
+
+
+@app.command()
+def init(
+    task: Annotated[str, argument("TASK", "grpo, ppo, dapo, sft, or reward: GRPO with a reward function of your own.")],
+    file: Annotated[Path | None, argument("FILE", "The run file to write. Default: TASK.toml.")] = None,
+    model: Annotated[str | None, option("PATH", "Folder or hub name of the model.")] = None,
+    data: Annotated[str | None, option("PATH", "The training data.")] = None,
+) -> None:
+    """Write a run file for a task, with each key explained. Nothing is overwritten."""
+    from fulltilt import starter
+
+    for text in starter.write(task, file, model, data):
+        tell(text)
 
 
 if __name__ == "__main__":

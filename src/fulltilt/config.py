@@ -2,7 +2,8 @@
 
 Enters: a TOML file and `key=value` overrides. Leaves: one frozen `Config`, whose keys and their meaning are in `schema`. Guaranteed: every
 mistake is reported at once, each with its place and remedy; an unknown key names the nearest known one; a knob that is not built is
-refused, never ignored; a key that has no effect is an error. Relative paths are relative to the current directory.
+refused, never ignored; a key that has no effect is an error. Relative paths are relative to the current directory, and `~` is expanded. A
+file that is no TOML, of whatever kind, size or nesting, is a UserError too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import difflib
 import json
 import os
 import re
+import shlex
+import stat
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,12 +28,27 @@ from pydantic import ValidationError
 from fulltilt import knobs, schema, user_code
 from fulltilt.presets import LARGEST_ERROR, NORMALISED_SUM, PRESETS
 from fulltilt.records import UserError
-from fulltilt.schema import AlgorithmConfig, Config, conditions, flatten, keys, legal_values, row_of, sections, shown, value_of, words
+from fulltilt.schema import (
+    AlgorithmConfig,
+    Config,
+    conditions,
+    flatten,
+    keys,
+    legal_values,
+    row_of,
+    sections,
+    shown,
+    toml_value,
+    value_of,
+    words,
+)
 from fulltilt.settings import algorithm_settings, holds, in_effect, is_set, own_functions, used_keys
 from fulltilt.user_code import UserCodeError
-from fulltilt.words import either, many
+from fulltilt.words import either, many, printable, shortened
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
+MOST_BYTES = 2**20  # of a run's file: a larger one is something else
+MOST_DEPTH = 32  # tables and lists inside one another: beyond it, what reads and writes them would run out of stack
 
 FREE_ON_RESUME = frozenset(key for key, field in keys().items() if row_of(field).free or sections()[key.partition(".")[0]].free)
 """Keys that may differ between a checkpoint and the run that resumes it. Which activations are kept, and where, changes no bit of a run as
@@ -66,6 +84,8 @@ def parse(
     data: Mapping[str, Any], overrides: Sequence[str] = (), origin: str = "configuration", rules: Sequence[ConfigRule] = ()
 ) -> Config:
     """Do what `load` does, from tables that were read already; `origin` names them in the error."""
+    if _too_deep(data):
+        raise UserError(f"{origin}: tables and lists are nested more than {MOST_DEPTH} deep. No key takes such a value: remove it")
     tables: dict[str, Any] = copy.deepcopy(dict(data))
     mistakes = [*_apply_overrides(tables, overrides)]
     mistakes += _take_unknown_keys(tables)
@@ -86,56 +106,140 @@ def report(origin: str, mistakes: Sequence[str]) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    remedy = "Give the path of a run's TOML file."
     try:
-        text = path.read_bytes().decode("utf-8")
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise UserError(f"{path}: {'a folder' if path.is_dir() else 'not a regular file'}. {remedy}")
+        if found.st_size > MOST_BYTES:
+            raise UserError(f"{path}: has {found.st_size:,} bytes, and a run's file at most {MOST_BYTES:,}. {remedy}")
+        text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise UserError(f"{path}: no such file. Give the path of a run's TOML file.") from None
+        raise UserError(f"{path}: no such file. {remedy} `fulltilt init` writes one") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}. Give the path of a run's TOML file.") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}. {remedy}") from None
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise UserError(f"{path}: tables and lists are nested too deep. No key takes such a value: remove it") from None
+    except ValueError as error:  # a TOMLDecodeError, or a number with more digits than Python reads
         raise UserError(_syntax_error(path, text, str(error))) from None
 
 
+def _too_deep(value: Any, depth: int = 0) -> bool:
+    """Whether tables and lists are nested deeper than MOST_DEPTH."""
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return depth > MOST_DEPTH or any(_too_deep(each, depth + 1) for each in inside)
+
+
 def _syntax_error(path: Path, text: str, message: str) -> str:
-    lines = text.splitlines() or [""]
+    lines = text.split("\n")
     at = re.search(r" \(at line (\d+), column \d+\)", message)
     number = min(int(at.group(1)), len(lines)) if at else len(lines)
     what = re.sub(r" \(at .*\)$", "", message)
     remedy = "Fix this line: text needs quotes, a section is written [name]."
-    return f"{path}, line {number}: not valid TOML: {what}\n    {lines[number - 1]}\n{remedy}"
+    return f"{path}, line {number}: not valid TOML: {what}\n    {shortened(printable(lines[number - 1].rstrip()), 120)}\n{remedy}"
 
 
 # ---- overrides ---------------------------------------------------------------------------------------------------------------------
 
 
 def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        parts = _key_parts(key.strip())
-        if not equals or not all(parts):
-            yield Mistake(f"{override}: not an override. Write section.key=value, for example run.steps=100")
-            continue
-        table = tables
-        for depth, part in enumerate(parts[:-1], 1):
-            inner = table.setdefault(part, {})
-            if not isinstance(inner, dict):
-                above = ".".join(parts[:depth])
-                yield Mistake(f"{key.strip()}: {above} is a value ({shown(inner)}), not a table: nothing can be set below it", (above,))
-                break
-            table = inner
+    for typed, override in _separated(overrides):
+        key, equals, value = (part.strip() for part in override.partition("="))
+        name = key.lstrip("~+-")
+        parts, given = _key_parts(name), _override_value(value)
+        if not all(parts) or len(parts) > MOST_DEPTH or _too_deep(given) or not (equals or key.startswith("~")):
+            yield Mistake(f"{_in_a_line(typed)}: not an override. Write section.key=value, for example run.steps=100")
+        elif wrong := _wrong_spelling(typed, override, key, value):
+            yield Mistake(f"{_in_a_line(typed)}: {wrong}", (name,))
         else:
-            table[parts[-1]] = _override_value(value.strip())
+            yield from _set(tables, parts, given) if equals else _unset(tables, parts)
+
+
+def _wrong_spelling(typed: str, override: str, key: str, value: str) -> str | None:
+    """What to write for an override whose key and value are understood."""
+    name, equals = key.lstrip("~+-"), "=" in override
+    if not _is_text(override):
+        return "not UTF-8 text. Write it into the file, which can name every character"
+    if typed != override:
+        return f"an override has no spaces. Write {_spelled(key, value)}"
+    if key.startswith("~") and equals:
+        return f"a key is unset without a value. Write ~{name}"
+    if key.startswith("+"):
+        return f"a key need not be in the file to be set. Write {_spelled(name, value)}"
+    return None
+
+
+def _separated(overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Each override as it was typed and as it was meant: the two differ where spaces stand around the equals sign, or in its place."""
+    rest = list(overrides)
+    while rest:
+        typed = [rest.pop(0)]
+        if re.fullmatch(r"[\w.]+\.\w+ *=?", typed[0]):
+            while rest and len(typed) < 3 and typed[-1] in (typed[0], "=") and re.fullmatch(r"=[^=]*|[^=~][^=]*", rest[0]):
+                typed.append(rest.pop(0))
+        meant = f"{typed[0].strip(' =')}={typed[-1].lstrip(' =')}" if len(typed) > 1 else typed[0]
+        yield " ".join(typed), meant
+
+
+def _spelled(key: str, value: str) -> str:
+    """An override as it is typed into a shell."""
+    return f"{key}={shlex.quote(value) if value else 'VALUE'}"
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be written as UTF-8: the shell's arguments may hold any byte."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _set(tables: dict[str, Any], parts: Sequence[str], value: Any) -> Iterator[Mistake]:
+    table = tables
+    for depth, part in enumerate(parts[:-1], 1):
+        inner = table.setdefault(part, {})
+        if not isinstance(inner, dict):
+            key, above = ".".join(parts), ".".join(parts[:depth])
+            yield Mistake(f"{key}: {above} is a value ({shown(inner)}), not a table: nothing can be set below it", (above,))
+            return
+        table = inner
+    table[parts[-1]] = value
+
+
+def _unset(tables: dict[str, Any], parts: Sequence[str]) -> Iterator[Mistake]:
+    table: Any = tables
+    for part in parts[:-1]:
+        table = table.get(part) if isinstance(table, dict) else None
+    if not isinstance(table, dict) or parts[-1] not in table:
+        key = ".".join(parts)
+        yield Mistake(f"~{key}: nothing to unset, for the file does not set {key}. Remove it", (key,))
+    else:
+        del table[parts[-1]]
+
+
+def instead_of_option(option: str, following: str | None) -> str | None:
+    """The override that is meant by an option such as `--train.lr 1e-4`, `--recompute=full` or `--no-packing`; None if no key has such a
+    name. `following`: the next word of the command line."""
+    name, equals, value = option.lstrip("-").partition("=")
+    name = name.replace("-", "_")
+    if (key := _key_named(name)) is None and (key := _key_named(name.removeprefix("no_"))):
+        return f"{key}=false"
+    is_value = following is not None and not equals and "=" not in following and not re.match(r"-+[A-Za-z]", following)
+    return None if key is None else _spelled(key, following or "" if is_value else value)
+
+
+def _key_named(name: str) -> str | None:
+    """The key that a user calls so: by its whole name, by its last part, or by verl's or TRL's name for it."""
+    by_end = [key for key in keys() if name in (key, key.partition(".")[2])]
+    return next(iter([*by_end, *knobs.elsewhere(name)]), None)
 
 
 def _key_parts(key: str) -> list[str]:
     """The parts of a dotted key; quotes keep dots together, as in TOML."""
     try:
         table: Any = tomllib.loads(f"{key} = 0")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return key.split(".")
     parts = []
     while isinstance(table, dict) and len(table) == 1:
@@ -150,7 +254,7 @@ def _override_value(text: str) -> Any:
         return text == "True"
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return table["value"] if len(table) == 1 else text
 
@@ -172,21 +276,25 @@ def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
                 yield from _unknown(f"{name}.{key}", tables[name].pop(key))
 
 
+def _in_a_line(text: str) -> str:
+    """What a user typed as a message shows it, whatever characters it holds."""
+    return shortened(toml_value(text)[1:-1], 100)
+
+
 def _unknown(key: str, value: Any) -> Iterator[Mistake]:
-    found = knobs.find(key)
+    found, said = knobs.find(key), _in_a_line(key)
     if isinstance(value, dict) and value and not any(source == "native" for _, source in found):
         for part, inner in value.items():
             yield from _unknown(f"{key}.{part}", inner)
     elif found:
-        yield Mistake(f"{key}: {_known_elsewhere(found, key, value)}", tuple(knob.name for knob, _ in found))
+        yield Mistake(f"{said}: {_known_elsewhere(found, key, value)}", tuple(knob.name for knob, _ in found))
     elif ours := knobs.elsewhere(key):
-        meaning = " ".join(words(keys()[name]).meaning for name in ours)
-        yield Mistake(f"{key}: unknown key; verl's or TRL's name for {' and '.join(ours)}: {meaning}")
+        yield Mistake(f"{said}: unknown key; verl's or TRL's name for {' and '.join(ours)}: {_carried_over(key, ours, value)}", tuple(ours))
     elif (near := nearest(key, [*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])) is None:
-        yield Mistake(f"{key}: unknown key; no known key is similar: remove it. docs/reference.md lists every key")
+        yield Mistake(f"{said}: unknown key; no known key is similar: remove it. docs/reference.md lists every key")
     else:
         built = "" if near in keys() else ", which is a knob not built in this version: remove it"
-        yield Mistake(f"{key}: unknown key; the nearest is {near}{built}", (near,))
+        yield Mistake(f"{said}: unknown key; the nearest is {near}{built}", (near,))
 
 
 def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str, value: Any) -> str:
@@ -205,15 +313,25 @@ def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str,
     return f"{_SYSTEMS[source]} name for {names}: write {advice}" + "".join(f" ({note})" for note in told)
 
 
+def _carried_over(theirs: str, ours: Sequence[str], value: Any) -> str:
+    """What to write for a key of verl or TRL that is no knob; where its value means something else or is not legal here, what ours mean."""
+    split = [key.split(".") for key in ours]
+    illegal = any(mistake.about for key in split for mistake in _wrong_values({key[0]: {key[1]: value}}) if ".".join(key) in mistake.about)
+    if illegal or knobs.has_another_meaning(theirs):
+        return " ".join(words(keys()[key]).meaning for key in ours)
+    return "write " + ", ".join(f"{key} = {shown(value)}" for key in ours)
+
+
 def nearest(key: str, names: Iterable[str]) -> str | None:
     """The name most similar to `key`, by the whole name and by its last part; None if none is similar."""
 
     def similarity(name: str) -> float:
         whole = difflib.SequenceMatcher(None, key, name).ratio()
         last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-        # A key that was put into the wrong section must not lose to an unrelated key of that section, and a common section alone does
-        # not make two keys similar.
-        return max(whole if last >= 0.5 else 0.0, 0.97 * last)
+        # A key that was put into the wrong section must not lose to an unrelated key of that section, but to a similar one; and a common
+        # section alone does not make two keys similar.
+        beside = key.rpartition(".")[0] == name.rpartition(".")[0] and last >= 0.75
+        return max(whole if last >= 0.5 else 0.0, 0.97 * last) + (0.15 if beside else 0.0)
 
     best = max(names, key=similarity)
     return best if similarity(best) >= 0.65 else None
@@ -297,7 +415,20 @@ def _has_effect(key: str, config: Config) -> Iterator[str]:
 def _validation_data(config: Config) -> Iterator[str]:
     asked = [key for key, on in (("run.eval_every", config.run.eval_every > 0), ("run.eval_before", config.run.eval_before)) if on]
     if asked and config.data.val is None:
-        yield f"data.val: missing, but {' and '.join(asked)} asks for validation. Set data.val, or remove {' and '.join(asked)}"
+        ask = "asks" if len(asked) == 1 else "ask"
+        yield f"data.val: missing, but {' and '.join(asked)} {ask} for validation. Set data.val, or remove {' and '.join(asked)}"
+
+
+def _best_has_values(config: Config) -> Iterator[str]:
+    run = config.run
+    if run.keep_best is None:
+        return
+    if run.keep_best.removeprefix("-").startswith(schema.VALIDATION_METRICS):
+        if not run.eval_every:
+            yield f"run.keep_best: {shown(run.keep_best)} is a metric of validation, and run.eval_every is 0. Set run.eval_every"
+    elif not run.save_every:
+        why = "is compared where a checkpoint is saved, and run.save_every is 0"
+        yield f"run.keep_best: {shown(run.keep_best)} {why}. Set run.save_every, or use a metric of validation"
 
 
 def _temperature(section: str, config: Config) -> Iterator[str]:
@@ -356,8 +487,9 @@ def _algorithm_reads(config: Config) -> list[str]:
         return [str(error)]
     for key in (key for key in algorithm if key not in used and is_set(config, f"algorithm.{key}")):
         if key in PRESETS[name].defaults:
-            functions = " and ".join(function.code.name for function in own.values())
-            wrong.append(f"algorithm.{key}: {functions} does not take it. Remove the key, or give the function a parameter {key}")
+            functions, many_of_them = " and ".join(function.code.name for function in own.values()), len(own) > 1
+            taken, which = ("do not take it", "one of them") if many_of_them else ("does not take it", "the function")
+            wrong.append(f"algorithm.{key}: {functions} {taken}. Remove the key, or give {which} a parameter {key}")
         else:
             reads = ", ".join(sorted(used))
             wrong.append(f"algorithm.{key}: the algorithm {name!r} does not use it. Remove the key; {name!r} reads {reads}")
@@ -415,8 +547,13 @@ def _together(config: Config) -> Iterator[str]:
 
 
 def _run_folder(config: Config) -> Iterator[str]:
-    if Path(config.run.dir).is_file():
-        yield f"run.dir: {shown(config.run.dir)} is a file. Name a folder, which need not exist"
+    given = config.run.dir
+    if os.path.isfile(given):
+        yield f"run.dir: {shown(given)} is a file. Name a folder, which need not exist"
+    elif "\0" in given or any(len(part.encode()) > 255 for part in given.split("/")):
+        yield f"run.dir: no folder can be called {shown(given)}: it holds a NUL character, or a part of more than 255 bytes. Name another"
+    elif given.startswith("~"):
+        yield f"run.dir: {shown(given)} cannot be expanded{_tilde(given)}. Name a folder by its path"
 
 
 # ---- files that keys name ------------------------------------------------------------------------------------------------------------
@@ -431,12 +568,12 @@ def _offline() -> bool:
 
 def _model_exists(key: str, path: str) -> Iterator[str]:
     folder, given = Path(path), f"{key}: {shown(path)}"
-    if folder.is_dir():
+    if os.path.isdir(folder):
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             yield f"{given} holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path"
         elif not (folder / "config.json").is_file():
             yield f"{given} has no config.json. Give the folder of a Hugging Face model"
-    elif folder.exists():
+    elif os.path.exists(folder):
         yield f"{given} is a file. Give the folder of a Hugging Face model"
     elif not _HUB_NAME.fullmatch(path):
         yield f"{key}: no such folder: {shown(path)}{_tilde(path)}. Give the folder of a Hugging Face model, or a hub name like org/name"
@@ -455,7 +592,9 @@ def _cached(name: str) -> bool:
 
 
 def _tilde(path: str) -> str:
-    return " (~ is not expanded)" if path.startswith("~") else ""
+    """A `~` that is left at the beginning of a path could not be expanded."""
+    name = path[1:].partition("/")[0]
+    return f" (there is no user {shown(name) if name else 'with a home folder'})" if path.startswith("~") else ""
 
 
 def _data_exists(key: str, given: str | list[str]) -> Iterator[str]:
@@ -463,17 +602,17 @@ def _data_exists(key: str, given: str | list[str]) -> Iterator[str]:
         on_hub = schema.hub_dataset(path)
         if on_hub is not None and on_hub.split is None and key == "data.val":
             yield f"{key}: {shown(path)} on the hub has several splits. Name one, for example {path}:test"
-        if on_hub is None and not path.startswith(schema.MEMORY) and (not path or not Path(path).exists()):
+        if on_hub is None and not path.startswith(schema.MEMORY) and not os.path.exists(path):
             yield f"{key}: no such file or folder: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 
 def _file_exists(key: str, path: str) -> Iterator[str]:
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         yield f"{key}: no such file: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 
 def _adapter_exists(key: str, path: str) -> Iterator[str]:
-    if not (Path(path) / "adapter_config.json").is_file():
+    if not os.path.isfile(Path(path) / "adapter_config.json"):
         yield f"{key}: {shown(path)}{_tilde(path)} has no adapter_config.json. Give the folder of an adapter that peft saved"
 
 
@@ -497,8 +636,9 @@ _NUMBERS = (
     *("algorithm.reward_kl_coef", "algorithm.reward_kl_target", "algorithm.reward_kl_horizon"),
 )
 RULES: tuple[ConfigRule, ...] = (
-    *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names),
+    *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names in _EXISTS),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
+    ConfigRule(("run.keep_best", "run.eval_every", "run.save_every"), _best_has_values),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     *(ConfigRule((f"{section}.temperature",), partial(_temperature, section)) for section in ("rollout", "eval")),
     ConfigRule(("reward.function", "reward.sources"), _rewards_exist),

@@ -16,6 +16,7 @@ from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt import loop
+from fulltilt.folders import DEMO_MARKER, refuse_foreign, use_usual_modes
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
@@ -24,7 +25,7 @@ RIGHT, WRONG = 9, 11  # how often each sum is right in the warm-up data, and how
 SFT_STEPS = 700
 GRPO_STEPS = 90
 LEARNED = 0.9  # the reward that the demo must reach
-MARK = ".fulltilt-demo"  # a folder with this file is from a demo and may be replaced
+WRITTEN = ("model", "data", "sft", "grpo", "warm", "reward.py", "sft.toml", "grpo.toml", "summary.json")  # replaced by the next demo
 
 REWARD = '''"""1 for the right sum, 0 otherwise."""
 
@@ -128,15 +129,17 @@ def train(path: Path, console: Console) -> loop.Summary:
 
 def prepare(folder: Path) -> None:
     """Write the model, the tokenizer, the data and the reward, as a user would provide them."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARK).exists():
-        raise UserError(f"--dir: {folder} is not empty and not from a demo. Choose another folder")
-    shutil.rmtree(folder, ignore_errors=True)
+    refuse_foreign(folder, DEMO_MARKER, "--dir")
     try:
-        (folder / "data").mkdir(parents=True)
+        for name in WRITTEN:  # what else is in the folder is the user's
+            shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / DEMO_MARKER).touch()
+        (folder / "data").mkdir()
     except OSError as error:
-        raise UserError(f"--dir: {folder} cannot be created: {error.strerror}. Choose another folder") from error
-    (folder / MARK).touch()
+        raise UserError(f"--dir: {folder} cannot be written: {error.strerror or error}. Choose another folder") from error
     make_model(folder / "model")
+    use_usual_modes(folder / "model")
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     write_lines(folder / "data" / "sft.jsonl", sloppy_sums(pairs))
     tasks = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "addition"} for a, b in pairs]

@@ -1,21 +1,25 @@
 """The ledger of performance knobs: every one that verl's and ChatLearn's tuning guides name.
 
-Enters: the rows of `schema`. Leaves: `LEDGER`, one `Knob` per native name; `find`, which knows a key in any of the three spellings; and
-`TOGETHER`: which features that touch layers and head may be on at once. Guaranteed: a built knob is a key of the configuration and is read
-from its row there, so only knobs that are not built stand in this file, and setting one of them is an error; an alias belongs to one knob
-only, or is listed in `SHARED`. What a run computes must not change with a knob of the sections "Rollout" and "Training memory and speed",
-nor with a role's batching; the knobs under `algorithm` are part of the algorithm, and no tuner touches them.
+Enters: the rows of `schema`. Leaves: `LEDGER`, one `Knob` per native name; `find`, which knows a key in any of the three spellings;
+`TOGETHER`: which features that touch layers and head may be on at once; and `listing`, which explains knobs, or all keys, to people.
+Guaranteed: a built knob is a key of the configuration and is read from its row there, so only knobs that are not built stand in this file,
+and setting one of them is an error; an alias belongs to one knob only, or is listed in `SHARED`. What a run computes must not change with a
+knob of the sections "Rollout" and "Training memory and speed", nor with a role's batching; the knobs under `algorithm` are part of the
+algorithm, and no tuner touches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeVar
 
-from fulltilt.schema import BATCHES, ROLLOUT, TRAINING, keys, legal_values, row, row_of, toml_value, words
+from fulltilt.records import UserError
+from fulltilt.schema import BATCHES, ROLLOUT, TRAINING, conditions, default_value, keys, legal_values, row, row_of, toml_value, words
 
 Source = Literal["native", "verl", "chatlearn"]
+Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -229,6 +233,12 @@ TRANSLATED: Mapping[str, Mapping[Any, Any]] = {last: ours for field in keys().va
 all others are taken as they are."""
 
 
+ELSEWHERE: Mapping[str, tuple[str, ...]] = {
+    key: tuple(name.lstrip("~") for name in row_of(field).elsewhere.split()) for key, field in keys().items()
+}
+"""Names in verl and TRL of keys, beyond the ledger's aliases."""
+
+
 def _index() -> dict[str, list[tuple[Knob, Source]]]:
     index: dict[str, list[tuple[Knob, Source]]] = {}
     for knob in LEDGER:
@@ -262,13 +272,97 @@ def translate(alias: str, value: Any) -> Any:
 def elsewhere(key: str) -> list[str]:
     """Our keys for what verl or TRL calls `key`, beyond the ledger's aliases: by its last two parts, else by its last one."""
     parts = key.split(".")
-    ends = (".".join(parts[-2:]), parts[-1])
-    found = ([ours for ours, field in keys().items() if end in row_of(field).elsewhere.split()] for end in ends)
+    found = ([ours for ours, names in ELSEWHERE.items() if end in names] for end in (".".join(parts[-2:]), parts[-1]))
     return next(filter(None, found), [])
 
 
+def has_another_meaning(key: str) -> bool:
+    """Whether the values of such a key mean something else here."""
+    parts = key.split(".")
+    return any(f"~{end}" in row_of(field).elsewhere.split() for field in keys().values() for end in (".".join(parts[-2:]), parts[-1]))
+
+
+# ---- for people ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeyFacts:
+    """A key of the configuration, as it is explained."""
+
+    name: str
+    legal: str
+    default: str
+    meaning: str
+    condition: str  # what to do for it to have an effect; empty: it always has
+    verl: tuple[str, ...]
+    chatlearn: tuple[str, ...]
+    elsewhere: tuple[str, ...]  # further names in verl and TRL
+    note: str
+
+
+def every_key() -> list[KeyFacts]:
+    """All keys, in the order of the schema."""
+    return [_facts(key) for key in keys()]
+
+
+def _facts(key: str) -> KeyFacts:
+    field = keys()[key]
+    own, said = row_of(field), words(field)
+    remedies = dict.fromkeys(each.remedy.format(section=key.partition(".")[0]) for each in conditions(key))
+    spellings = ", ".join(f"{theirs} = {ours}" for theirs, ours in own.spellings.items())
+    note = " ".join(filter(None, (said.note, f"verl's spellings are accepted: {spellings}." if spellings else "")))
+    condition = "; ".join(remedies)
+    return KeyFacts(key, legal_values(field), default_value(field), said.meaning, condition, own.verl, own.chatlearn, ELSEWHERE[key], note)
+
+
+def listing(wanted: Sequence[str], *, everything: bool, as_json: bool) -> str:
+    """What `fulltilt knobs` prints: those with a name or alias that contains one of the words, or all. `everything`: keys, not only
+    knobs."""
+    if everything:
+        found = _chosen(wanted, {each: (each.name, *each.verl, *each.chatlearn, *each.elsewhere) for each in every_key()})
+        chosen = found or _chosen(wanted, {each: (each.meaning.lower(),) for each in every_key()})
+        hint, documents = "`fulltilt knobs --all` lists all keys", [asdict(key) for key in chosen]
+        lines, texts = [f"{key.name:<36} {key.default:<14} {key.meaning.partition('. ')[0]}" for key in chosen], map(describe_key, chosen)
+    else:
+        knobs = _chosen(wanted, {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in LEDGER})
+        hint = f"`fulltilt knobs --all {' '.join(wanted)}` looks through all keys"
+        documents = [asdict(knob) | {"state": knob.state} for knob in knobs]
+        lines, texts = [f"{knob.name:<36} {knob.state:<10} {knob.must_change}" for knob in knobs], map(describe, knobs)
+    if not documents:
+        raise UserError(f"no {'key' if everything else 'performance knob'} or alias contains {' or '.join(wanted)}. {hint}")
+    if as_json:
+        return json.dumps(documents, indent=1)
+    if wanted:
+        return "\n\n".join(texts)
+    option = " --all" if everything else ""
+    return "\n".join([*lines, "", f"`fulltilt knobs{option} WORD` describes those whose name or alias contains WORD"])
+
+
+def _chosen(wanted: Sequence[str], names: Mapping[Named, Sequence[str]]) -> list[Named]:
+    return [each for each, own in names.items() if not wanted or any(word.lower() in name.lower() for word in wanted for name in own)]
+
+
+def _in_lines(title: str, facts: Mapping[str, str]) -> str:
+    return "\n".join([title, *(f"  {name}: {text}" for name, text in facts.items() if text)])
+
+
+def describe_key(key: KeyFacts) -> str:
+    """All about a key."""
+    facts = {
+        "meaning": key.meaning,
+        "values": key.legal,
+        "default": key.default,
+        "to have an effect": key.condition,
+        "verl": ", ".join(key.verl),
+        "ChatLearn": ", ".join(key.chatlearn),
+        "verl or TRL": ", ".join(key.elsewhere),
+        "note": key.note,
+    }
+    return _in_lines(key.name, facts)
+
+
 def describe(knob: Knob) -> str:
-    """All about a knob, for people."""
+    """All about a knob."""
     facts = {
         "values": knob.legal,
         "auto": knob.auto,
@@ -277,4 +371,4 @@ def describe(knob: Knob) -> str:
         "ChatLearn": ", ".join(knob.chatlearn),
         "note": knob.note,
     }
-    return "\n".join([f"{knob.name} ({knob.state})", *(f"  {name}: {text}" for name, text in facts.items() if text)])
+    return _in_lines(f"{knob.name} ({knob.state})", facts)

@@ -35,6 +35,7 @@ KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the updat
 RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
 SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
+SAMPLE_BYTES = 1024  # of the host, that a sample takes at least, whatever its length
 ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 
@@ -206,8 +207,10 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     if facts.rollout and config.rollout.cuda_graphs is True and facts.not_captured is not None:
         reason = f"no graph can hold the model: {facts.not_captured}"
         raise UserError(f"rollout.cuda_graphs: true, but {reason}. Remove the key: decoding then runs without graphs")
+    check_samples(facts, samples)
     roles = plan_roles(config, facts, kept)
     memory = rollout_memory(config, facts, roles, samples)
+    check_decoding(config, facts, memory, samples)
     budgets = make_budgets(config, facts, roles, memory, samples)
     changed: list[str] = []
     if kept:
@@ -313,12 +316,29 @@ def check_context(config: Config, longest_read: int, limit: int | None, *, rollo
     raise UserError(f"{key}: {needs}, {made_for}. {remedy[0].upper()}{remedy[1:]}")
 
 
+def check_samples(facts: Facts, samples: int) -> None:
+    if samples * SAMPLE_BYTES > facts.host_bytes:
+        raise UserError(
+            f"algorithm.samples_per_prompt: a step of {samples} samples takes {in_bytes(samples * SAMPLE_BYTES)} or more of the host's "
+            f"memory, of which {in_bytes(facts.host_bytes)} are free. Lower it, or algorithm.prompts_per_step"
+        )
+
+
+def check_decoding(config: Config, facts: Facts, memory: RolloutMemory, samples: int) -> None:
+    if facts.rollout and memory.decode > memory.free:
+        rows = most_seqs(config, facts.device, samples)
+        raise UserError(
+            f"rollout.max_seqs: decoding {many(rows, 'sample')} at once takes {in_bytes(memory.decode)} beside the KV cache, and "
+            f"{in_bytes(memory.free)} are free. Use less than {rows}"
+        )
+
+
 def check_cache(config: Config, facts: Facts, memory: RolloutMemory, blocks: int) -> None:
-    """Refuse a KV cache whose size the user set and that does not fit. Not on a CPU: what is free there is a guess, and a block takes
-    memory only once it is written."""
+    """Refuse a KV cache whose size the user set and that does not fit. On a CPU decoding is not counted: what is free there is a guess, and
+    a block takes memory only once it is written."""
     key = "kv_bytes" if config.rollout.kv_bytes != "auto" else "memory_fraction"
     given, cache = getattr(config.rollout, key), cache_bytes(config, facts, blocks)
-    if facts.device == "cuda" and given != "auto" and cache + memory.decode > memory.free:
+    if given != "auto" and cache + (memory.decode if facts.device == "cuda" else 0) > memory.free:
         raise UserError(
             f"rollout.{key}: {given} makes a KV cache of {in_bytes(cache)}, and decoding needs {in_bytes(memory.decode)} beside it, but "
             f"{in_bytes(memory.free)} are free on this device. Lower it, or leave it out for auto"
@@ -404,7 +424,7 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
         raise UserError(
             f"the KV cache: {source} gives {blocks} blocks of {rollout.block_tokens} tokens ({in_bytes(block_bytes)} each), one sample "
             f"may need {per_sample} (longest prompt plus rollout.max_new_tokens). Give it {in_bytes(per_sample * block_bytes)} or more, or "
-            "lower rollout.max_new_tokens"
+            f"lower rollout.{'block_tokens' if per_sample == 1 else 'max_new_tokens'}"
         )
     return blocks
 

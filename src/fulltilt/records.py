@@ -32,6 +32,10 @@ class UserError(ValueError):
     """An error that only the user can fix: says what, where and the remedy. The command line exits with 2 and no traceback."""
 
 
+class RunWarning(UserWarning):
+    """A warning of this package, for the user. The command line hides those of libraries."""
+
+
 @dataclass(frozen=True, eq=False)
 class Prompt:
     """One row of the training or validation data, tokenised.

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pydantic.fields import FieldInfo
 
 from fulltilt import knobs
-from fulltilt.schema import legal_values, row_of, sections, toml_value, words
+from fulltilt.schema import default_value, legal_values, row_of, sections, words
 
 _HEAD = """\
 # Reference
@@ -20,8 +20,9 @@ Written by `python -m fulltilt.reference > docs/reference.md` from the code. Do 
 
 A run is a TOML file, and `section.key=value` on the command line overrides it: `fulltilt train RUN.toml run.steps=100 train.lr=1e-6`.
 A value on the command line is read as TOML, else taken as text; `True` and `False` are accepted too. Later overrides win.
-Relative paths are relative to the current directory. All mistakes are reported at once, before any model loads. Setting a key that has no
-effect is an error.
+`~section.key` unsets a key of the file (put quotes around it in zsh). `fulltilt knobs --all WORD` explains keys in the terminal.
+Relative paths are relative to the current directory, and `~` at the beginning of a path is the home folder. All mistakes are reported at
+once, before any model loads. Setting a key that has no effect is an error.
 """
 
 _KNOBS_HEAD = """\
@@ -52,10 +53,8 @@ def _sections() -> Iterator[str]:
 
 
 def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value = field.get_default(call_default_factory=True, validated_data={})
-    return "left out" if value is None else f"`{toml_value(value)}`"
+    value = default_value(field)
+    return value if value in ("required", "left out") else f"`{value}`"
 
 
 def _meaning(field: FieldInfo) -> str:

@@ -31,9 +31,17 @@ from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
 from fulltilt.words import either, shortened
 
-Positive = Annotated[int, Field(gt=0)]
-NotNegative = Annotated[int, Field(ge=0)]
+MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+NotNegative = Annotated[int, Field(ge=0, le=MOST)]
+GroupSize = Annotated[int, Field(ge=1, le=65536)]
 Share = Annotated[float, Field(gt=0, le=1)]
+# Beyond these float32 cannot hold the product with another number of its size, or the unit makes no sense.
+Weight = Annotated[float, Field(ge=0, le=1_000_000)]
+AboveZero = Annotated[float, Field(gt=0, le=1_000_000)]
+Signed = Annotated[float, Field(ge=-1_000_000, le=1_000_000)]
+LearningRate = Annotated[float, Field(gt=0, le=1000)]
+Seconds = Annotated[float, Field(ge=0.001, le=365 * 24 * 3600)]
 NotEmpty = Annotated[str, Field(min_length=1)]
 Auto = Literal["auto"]
 Count = Positive | Auto
@@ -51,6 +59,7 @@ ROLLOUT = "Rollout"
 BATCHES = "Batches"
 TRAINING = "Training memory and speed"
 
+VALIDATION_METRICS = ("val/", "val-core/", "val-aux/")  # how the names of metrics begin that only a validation has
 REWARD_MODEL = "reward_model"
 # Each file in reward/rules is a built-in reward: its name is known without importing it.
 REWARDS = (*sorted(file.stem for file in (Path(__file__).parent / "reward" / "rules").glob("[!_]*.py")), REWARD_MODEL)
@@ -80,6 +89,11 @@ def when(key: str, *values: Any, required: bool = False) -> UsedIf:
     return UsedIf((key,), lambda seen: seen in values if values else bool(seen), remedy, required)
 
 
+# What a path leads to: all but a folder must exist. A function is FILE.py:NAME; a table of weights has functions as its keys; sources is a
+# table whose values are functions or such tables.
+Names = Literal["", "model", "adapter", "file", "data", "folder", "function", "sources"]
+
+
 @dataclass(frozen=True)
 class KeyRow:
     """What a key's field says beside its type, default and meaning."""
@@ -89,10 +103,10 @@ class KeyRow:
     chatlearn: tuple[str, ...] = ()
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # last part of an alias -> our values for its, if they differ
     section: str = ""  # section of the ledger
-    elsewhere: str = ""  # names in verl and TRL of a key that is not a knob: the last part, or the last two
+    elsewhere: str = ""  # names in verl and TRL of a key that is not a knob: the last part, or the last two; `~` as for aliases
     spellings: Mapping[str, str] = field(default_factory=dict)  # verl's spellings of a value, which are accepted, and ours
     used_if: tuple[UsedIf, ...] = ()  # all of them
-    names: Literal["", "model", "adapter", "file", "data"] = ""  # what must exist where the value says
+    names: Names = ""  # what the value is the path of
     free: bool = False  # may differ between a checkpoint and the run that resumes it
     note: str = ""  # as `Words.note`, where several keys share it
 
@@ -137,8 +151,21 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _our_spelling(cls, value: Any, info: ValidationInfo) -> Any:
-        spellings = row_of(cls.model_fields[str(info.field_name)]).spellings
-        return spellings.get(value, value) if isinstance(value, str) else value
+        own = row_of(cls.model_fields[str(info.field_name)])
+        if own.names:
+            return with_home(value, own.names)
+        return own.spellings.get(value, value) if isinstance(value, str) else value
+
+
+def with_home(given: Any, names: Names) -> Any:
+    """The value of a key that names paths, with `~` and `~user` expanded. A user that does not exist stays as it is written."""
+    if isinstance(given, str):
+        return os.path.expanduser(given)
+    if isinstance(given, list):
+        return [with_home(each, names) for each in given]
+    if isinstance(given, dict):
+        return {name if names == "sources" else with_home(name, names): with_home(each, "function") for name, each in given.items()}
+    return given
 
 
 # ---- rows that several sections share --------------------------------------------------------------------------------------------------
@@ -231,7 +258,7 @@ class ModelConfig(Section):
     path: str = row(names="model", elsewhere="model.name model_name_or_path", min_length=1)
     """Folder of a Hugging Face causal language model (safetensors), or a hub name when online."""
     revision: str | None = row(
-        None, used_if=UsedIf(("path",), lambda path: not Path(path).is_dir(), "give a hub name as model.path: a folder has no revisions")
+        None, used_if=UsedIf(("path",), lambda path: not os.path.isdir(path), "give a hub name as model.path: a folder has no revisions")
     )
     """Branch, tag or commit of a hub name."""
     trust_remote_code: bool = False
@@ -302,14 +329,14 @@ class DataConfig(Section):
 
 class AlgorithmConfig(Section):
     name: AlgorithmName = row("grpo", elsewhere="adv_estimator", spellings=VERL_NAMES)
-    """The preset. Keys below that are left out take the preset's values. Note: verl's grpo_passk, opo, gpg, gdpo and
+    """The algorithm: a preset of values for those keys of this section that are left out. Note: verl's grpo_passk, opo, gpg, gdpo and
     optimal_token_baseline have no equivalent here."""
     prompts_per_step: Positive = _batch_number(
-        64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="per_device_train_batch_size"
+        64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="~per_device_train_batch_size"
     )
     """Prompts per step, over all devices. For SFT: rows per step. Note: Counted in prompts, over all devices. ChatLearn counts samples:
     divide sample_per_episode by num_inference_per_prompt."""
-    samples_per_prompt: Positive = _batch_number(
+    samples_per_prompt: GroupSize = _batch_number(
         8, aliases="ARR.rollout.n | {runtime_args,models.policy}.num_inference_per_prompt", elsewhere="num_generations"
     )
     """Samples per prompt: the size of a group. SFT has none, and setting it there is an error."""
@@ -319,29 +346,29 @@ class AlgorithmConfig(Section):
     """Mini-batches, which are optimizer steps, per rollout and epoch. Note: A number of mini-batches, not their size:
     data.train_batch_size / ppo_mini_batch_size in verl, sample_per_episode / train_global_batch_size in ChatLearn. It works with any number
     of devices; nothing must divide evenly."""
-    epochs: Positive = _batch_number(
+    epochs: Annotated[int, Field(ge=1, le=100)] = _batch_number(
         1, aliases="{ARR.actor,critic}.ppo_epochs | runtime_args.num_training_epoch", elsewhere="num_iterations"
     )
     """Number of passes over the samples of a step."""
     clip_low: float | None = row(None, elsewhere="clip_ratio clip_ratio_low epsilon", ge=0, le=1)
     """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: float | None = row(None, elsewhere="clip_ratio clip_ratio_high epsilon epsilon_high", ge=0)
+    clip_high: Weight | None = row(None, elsewhere="clip_ratio clip_ratio_high epsilon epsilon_high")
     """The probability ratio is clipped above at 1 + clip_high."""
-    dual_clip: float | None = Field(default=None, ge=0)
+    dual_clip: Weight | None = None
     """Where the advantage is negative, the loss is bounded by this many times the advantage (must be above 1). 0 switches it off."""
-    kl_coef: float | None = row(None, elsewhere="beta kl_loss_coef use_kl_loss", ge=0)
+    kl_coef: Weight | None = row(None, elsewhere="beta kl_loss_coef ~use_kl_loss")
     """Weight of the KL term against the reference role in the loss. 0: no such term."""
     kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_loss_type", used_if=when("kl_coef"))
     """Estimator of the KL term in the loss. k1: log p/q. k2: half its square. k3: q/p - 1 - log q/p."""
-    reward_kl_coef: float | None = row(None, elsewhere="kl_ctrl.kl_coef use_kl_in_reward", ge=0)
+    reward_kl_coef: Weight | None = row(None, elsewhere="kl_ctrl.kl_coef ~use_kl_in_reward")
     """Weight of the per-token KL penalty in the reward; the initial weight, if it is adaptive. 0: no penalty."""
     reward_kl_estimator: KLEstimator | None = _kl_estimator(elsewhere="kl_penalty", used_if=when("reward_kl_coef"))
     """Estimator of the KL penalty in the reward, as for `kl_estimator`."""
-    reward_kl_target: float | None = row(None, used_if=when("reward_kl_coef"), gt=0)
+    reward_kl_target: AboveZero | None = row(None, used_if=when("reward_kl_coef"))
     """Makes the penalty adaptive: its weight rises while the mean KL per token is above this, and falls while it is below."""
     reward_kl_horizon: Positive | None = row(None, used_if=(when("reward_kl_coef"), when("reward_kl_target")))
     """How fast the weight adapts: the number of samples over which it can change by about a fifth of itself."""
-    entropy_coef: float | None = row(None, elsewhere="entropy_coeff", ge=0)
+    entropy_coef: Weight | None = row(None, elsewhere="entropy_coeff")
     """Weight of the entropy bonus in the loss."""
     aggregation: Aggregation | None = row(None, elsewhere="loss_agg_mode")
     """How the per-token losses of a mini-batch become one number. `seq-mean-token-sum-norm` divides each sample's sum by `length_norm`."""
@@ -355,7 +382,7 @@ class AlgorithmConfig(Section):
     """Discount of later rewards, per token."""
     gae_lambda: float | None = row(None, elsewhere="lam", ge=0, le=1)
     """Lambda of generalised advantage estimation: 0 trusts the critic, 1 the rewards."""
-    value_clip: float | None = Field(default=None, ge=0)
+    value_clip: Weight | None = None
     """The critic's new values are clipped to this distance from the old ones. 0 switches it off."""
     critic_warmup: NotNegative | None = row(None, elsewhere="critic_warmup")
     """Number of steps at the start of the run in which only the critic is updated."""
@@ -363,17 +390,17 @@ class AlgorithmConfig(Section):
     """Leave out groups whose rewards are all equal, and keep sampling until the step is full; surplus groups are used in the next step."""
     prompts_per_round: Positive | None = _batch_number(None, aliases="data.gen_batch_size", used_if=when("dynamic_sampling", True))
     """Prompts sampled at a time under dynamic sampling. Left out: `prompts_per_step`."""
-    max_rounds: Positive | None = row(None, used_if=when("dynamic_sampling", True))
+    max_rounds: Annotated[int, Field(ge=1, le=10_000)] | None = row(None, used_if=when("dynamic_sampling", True))
     """Largest number of sampling rounds in a step; after that the step uses the groups it has."""
     overlong_buffer: NotNegative | None = None
     """Responses that end within this many tokens of `rollout.max_new_tokens` are penalised, more so the longer they are. 0: no penalty."""
-    overlong_penalty: float | None = row(None, used_if=when("overlong_buffer"), gt=0)
+    overlong_penalty: AboveZero | None = row(None, used_if=when("overlong_buffer"))
     """Penalty, taken off the reward, of a response of `rollout.max_new_tokens` tokens."""
-    advantage: str | None = None
+    advantage: str | None = row(None, names="function")
     """`FILE.py:NAME`: a function of your own in place of the preset's advantage (docs/algorithms.md)."""
-    loss: str | None = None
+    loss: str | None = row(None, names="function")
     """`FILE.py:NAME`: a function of your own in place of the preset's loss (docs/algorithms.md)."""
-    importance_cap: float | None = Field(default=None, ge=0)
+    importance_cap: Weight | None = None
     """Upper limit of the importance weight between trainer and rollout log-probs. 0 switches the correction off."""
 
 
@@ -393,7 +420,7 @@ class RolloutConfig(Section):
     engine: EngineName = _rollout("native", "the engine that generates", "~ARR.rollout.name | ~runtime_args.rollout_backend")
     """The engine that generates: `native`, or `hf`, transformers' own `generate`, which is slow, keeps a second copy of the model and runs
     no adapters. Note: vllm, sglang, trtllm and tgi are not built in this version."""
-    kv_bytes: Count = _rollout("auto", _KV_BLOCKS, used_if=when("memory_fraction", "auto"))
+    kv_bytes: Annotated[int, Field(ge=1, le=10**15)] | Auto = _rollout("auto", _KV_BLOCKS, used_if=when("memory_fraction", "auto"))
     """Bytes of the KV cache; on CUDA, more than is free beside what decoding needs is an error. `auto`: the memory measured free, less a
     reserve. Note: The same memory as rollout.memory_fraction, in bytes: set one of the two."""
     memory_fraction: Share | Auto = _rollout(
@@ -440,28 +467,38 @@ class RolloutConfig(Section):
 class RewardConfig(Section):
     used_if = (_if_sampled,)
 
-    function: str | dict[str, float] = row("gsm8k", elsewhere="custom_reward_function.name custom_reward_function.path reward_funcs")
+    function: str | dict[str, Signed] = row(
+        "gsm8k", names="function", elsewhere="~custom_reward_function.name ~custom_reward_function.path ~reward_funcs"
+    )
     """A built-in reward (docs/rewards.md), such as `gsm8k` or `math`; `reward_model`; or `FILE.py:NAME` for your own, which scores one
     sample or a batch; verl's signature is accepted. A table of names and weights is their weighted sum:
     `{ math = 1.0, "style.py:short" = 0.2 }`."""
-    sources: dict[str, str | dict[str, float]] = Field(default_factory=dict)
+    sources: dict[str, str | dict[str, Signed]] = row({}, names="sources")
     """Another function (or weighted sum) for some values of a row's `data_source`."""
-    timeout_s: float = _calls_a_function(10.0, free=True, gt=0)
-    """Time limit of one call. A call that exceeds it is killed, counted and scored by `on_error`."""
-    workers: Count = _calls_a_function("auto", free=True)
+    timeout_s: Seconds = _calls_a_function(10.0, free=True)
+    """Time limit of one call. A call that exceeds it is killed (cancelled, if it is `async`), counted and scored by `on_error`."""
+    workers: Annotated[int, Field(ge=1, le=256)] | Auto = _calls_a_function("auto", free=True)
     """Reward processes. `auto`: one per core."""
-    memory_gb: float = _calls_a_function(4.0, gt=0)
+    concurrency: Annotated[int, Field(ge=1, le=4096)] | Auto = _calls_a_function("auto", free=True)
+    """Calls of `async def` functions in flight at once; they share one process. `auto`: 32."""
+    retries: Annotated[int, Field(ge=0, le=100)] = _calls_a_function(0, free=True)
+    """How often a call that failed or timed out is tried again, after 0.5 s, then 1 s, 2 s and so on up to 30 s."""
+    memory_gb: float = _calls_a_function(4.0, ge=0.1, le=1_000_000)
     """Address space of one reward process; beyond it a call fails with MemoryError."""
     on_error: Literal["exclude", "score"] = "exclude"
     """A sample whose reward crashed or timed out: `exclude` leaves it out of batch and baseline, `score` gives it `error_score`."""
-    error_score: float = row(0.0, used_if=when("on_error", "score"))
+    error_score: Signed = row(0.0, used_if=when("on_error", "score"))
     """The reward of a failed call under `on_error = "score"`."""
     args: dict[str, Any] = _calls_a_function({})
     """Extra keyword arguments of your own function."""
+    env: list[NotEmpty] = _calls_a_function([], free=True)
+    """Environment variables that reward processes get beside paths, locale, proxies and devices, such as an API key, by name."""
+    sandbox: bool = _calls_a_function(True, free=True)
+    """Reward functions cannot signal the trainer or write into `run.dir`, where the kernel can prevent it (docs/rewards.md)."""
 
 
 class TrainConfig(Section):
-    lr: float = row(1e-6, elsewhere="learning_rate", gt=0)
+    lr: LearningRate = row(1e-6, elsewhere="learning_rate")
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = row("constant", elsewhere="lr_scheduler_type")
     """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the run's last step."""
@@ -469,13 +506,13 @@ class TrainConfig(Section):
     """Optimizer steps over which the learning rate rises from 0."""
     min_lr_ratio: float = row(0.0, used_if=when("schedule", "linear", "cosine"), ge=0, le=1)
     """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=1000)
     """Decoupled weight decay, on matrices only."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(default=(0.9, 0.999), strict=False)
     """AdamW's betas."""
-    eps: float = Field(default=1e-8, gt=0)
+    eps: float = Field(default=1e-8, ge=1e-30, le=1)
     """AdamW's epsilon."""
-    clip_grad: float = row(1.0, elsewhere="grad_clip max_grad_norm", ge=0)
+    clip_grad: Weight = row(1.0, elsewhere="grad_clip max_grad_norm")
     """Largest global gradient norm; 0 switches clipping off."""
     fused_layers: Switch = _training(
         "auto",
@@ -560,7 +597,7 @@ class ActorConfig(Section):
         "models.policy_trainer.generation_batch_size"
     )
     token_budget: Count = _token_budget(
-        aliases="ARR.actor.ppo_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing", elsewhere="per_device_train_batch_size"
+        aliases="ARR.actor.ppo_max_token_len_per_gpu | models.policy_trainer.max_token_in_packing", elsewhere="~per_device_train_batch_size"
     )
     """Most tokens in a micro-batch of an update; a longer sample gets a micro-batch of its own. The usual rule for setting it by hand is
     at least twice prompt and response. `auto`: 8192 on CPU; on CUDA 16384, and for models below about 500 million parameters up to 65536
@@ -607,7 +644,7 @@ class CriticConfig(Section):
 
     path: str | None = row(None, names="model")
     """Model that the critic starts from: a language model (gets a value head) or reward model (keeps its head). Left out: `model.path`."""
-    lr: float = Field(default=1e-5, gt=0)
+    lr: LearningRate = 1e-5
     """Peak learning rate of the critic. The other optimizer settings are those of `[train]`."""
     packing: bool | None = _packing(None, aliases="critic.model.use_remove_padding")
     """Pack samples side by side. Left out: as in `[train]`."""
@@ -654,9 +691,9 @@ class RewardModelConfig(Section):
 class LoraConfig(Section):
     used_if = (UsedIf(("rank",), lambda rank: rank > 0, "set lora.rank, for example to 16"),)
 
-    rank: NotNegative = 0
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
     """Rank of the adapters. 0: no adapters, all parameters are trained."""
-    alpha: float | None = Field(default=None, gt=0)
+    alpha: AboveZero | None = None
     """The adapters' output is scaled by alpha / rank. Left out: twice the rank."""
     targets: list[NotEmpty] | Literal["all-linear"] = "all-linear"
     """Layers that get an adapter, by the ends of their names (`q_proj`); `all-linear`: every linear layer except the head."""
@@ -674,7 +711,7 @@ class EvalConfig(Section):
     used_if = (_if_sampled, UsedIf(("data.val",), lambda val: val is not None, "set data.val"))
     free = True
 
-    samples_per_prompt: Positive = row(1, used_if=_if_not_greedy("samples_per_prompt", 1))
+    samples_per_prompt: GroupSize = row(1, used_if=_if_not_greedy("samples_per_prompt", 1))
     """Samples of each validation prompt."""
     temperature: float = Field(default=0.0, ge=0)
     """Sampling temperature of validation: from 0.0001 to 10000, or 0, which is greedy."""
@@ -689,28 +726,29 @@ class EvalConfig(Section):
 
 
 HealthRule = Literal[
-    "no-variance", "not-finite", "entropy-collapse", "entropy-explosion", "all-clipped", "reward-errors", "logprob-gap", "memory-growth"
-]
+    "no-variance", "not-finite", "entropy-collapse", "entropy-explosion", "all-clipped", "reward-errors", "all-rewards-failed",
+    "logprob-gap", "memory-growth",
+]  # fmt: skip
 
 
 class HealthConfig(Section):
     free = True
 
     patience: Positive = row(10, used_if=when("stop", True))
-    """A rule that holds for this many steps in a row stops the run. It warns at the first."""
+    """A rule that holds for this many steps in a row stops the run. It warns at the first. `all-rewards-failed` stops it at once."""
     stop: bool = True
     """Stop an unhealthy run. Off: only warn."""
     ignore: list[HealthRule] = Field(default_factory=list)
     """Rules that are not checked."""
-    entropy_floor: float = row(0.005, used_if=(_if_sampled, _if_watched("entropy-collapse")), ge=0)
+    entropy_floor: Weight = row(0.005, used_if=(_if_sampled, _if_watched("entropy-collapse")))
     """`entropy-collapse`: `rollout/entropy` is below this, in nats per token."""
-    max_entropy_rise: float = row(4.0, used_if=_if_watched("entropy-explosion"), gt=1)
+    max_entropy_rise: float = row(4.0, used_if=_if_watched("entropy-explosion"), gt=1, le=1_000_000)
     """`entropy-explosion`: `rollout/entropy` is above this many times that of the run's first step, and above 1 nat per token."""
     max_clip_ratio: float = row(0.99, used_if=(_if_sampled, _if_watched("all-clipped")), ge=0, le=1)
     """`all-clipped`: a larger share of responses than this is cut at `rollout.max_new_tokens`."""
     max_reward_errors: float = row(0.5, used_if=(_if_sampled, _if_watched("reward-errors")), ge=0, le=1)
     """`reward-errors`: the reward failed for a larger share of samples than this."""
-    max_logprob_gap: float = row(0.05, used_if=(_if_sampled, _if_watched("logprob-gap")), gt=0)
+    max_logprob_gap: AboveZero = row(0.05, used_if=(_if_sampled, _if_watched("logprob-gap")))
     """`logprob-gap`: rollout and trainer log-probs differ by more, mean absolute. bfloat16 alone gives 0.025 (SmolLM2-135M, CPU)."""
 
 
@@ -728,18 +766,22 @@ class LogConfig(Section):
 
 
 class RunConfig(Section):
-    dir: str = row("runs/run", free=True, elsewhere="default_local_dir output_dir", min_length=1)
+    dir: str = row("runs/run", names="folder", free=True, elsewhere="default_local_dir output_dir", min_length=1)
     """Folder of checkpoints, metrics and rollouts."""
     steps: Positive | None = row(None, free=True, elsewhere="max_steps total_training_steps", used_if=when("epochs", None, required=True))
     """Steps to run. Set either `steps` or `epochs`."""
     epochs: Positive | None = row(None, free=True, elsewhere="num_train_epochs total_epochs")
     """Passes over the training data. Set either `steps` or `epochs`."""
-    seed: NotNegative = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of shuffling and sampling."""
     save_every: NotNegative = row(10, free=True, elsewhere="save_freq save_steps")
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
     keep: Positive = row(2, free=True)
     """Number of checkpoints kept, the newest ones."""
+    keep_best: NotEmpty | None = row(None, free=True, elsewhere="metric_for_best_model")
+    """Metric of docs/metrics.md, for example `val/reward/mean`: the checkpoint with its highest value is kept too, and `checkpoints/best`
+    links to it. With a minus in front, as in `-val/loss`, the lowest. A validation that is the best so far saves a checkpoint at once;
+    other metrics are compared where a checkpoint is saved anyway. Left out: only the newest are kept."""
     eval_every: NotNegative = row(0, free=True, elsewhere="test_freq")
     """Steps between validations; 0: none."""
     eval_before: bool = row(False, free=True, elsewhere="val_before_train")
@@ -748,7 +790,7 @@ class RunConfig(Section):
     """If the run folder holds checkpoints: `auto` resumes if the configuration agrees, `force` in any case, `never` refuses."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run. `auto`: CUDA if available."""
-    threads: Count = "auto"
+    threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """CPU threads of torch; a checkpoint keeps the number, since it decides the last bits of a sum. `auto`: OMP_NUM_THREADS if it is set;
     else one for models under 30 million parameters, and one per core for larger ones."""
     deterministic: bool = False
@@ -839,9 +881,12 @@ def _legal(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"a list of {len(arguments)}, each {_legal(arguments[0])}"
     if origin is dict:
         return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}"
-    bounds = [f"{words} {getattr(bound, name)}" for bound in metadata for name, words in _BOUNDS if hasattr(bound, name)]
+    bounds = {name: getattr(bound, name) for bound in metadata for name, _ in _BOUNDS if hasattr(bound, name)}
+    span = " and ".join(f"{words} {bounds[name]}" for name, words in _BOUNDS if name in bounds)
+    if bounds.keys() == {"ge", "le"}:
+        span = f"from {bounds['ge']} to {bounds['le']}"
     filled = " that is not empty" if any(getattr(bound, "min_length", 0) for bound in metadata) else ""
-    return " ".join([_PLAIN[annotation] + filled, *filter(None, [" and ".join(bounds)])])
+    return " ".join([_PLAIN[annotation] + filled, *filter(None, [span])])
 
 
 @dataclass(frozen=True)
@@ -861,6 +906,14 @@ def words(key: FieldInfo) -> Words:
     return Words(meaning, left_alone, " ".join(filter(None, (row_of(key).note, note))))
 
 
+def default_value(key: FieldInfo) -> str:
+    """The default as TOML writes it; "required" or "left out" where there is none."""
+    if key.is_required():
+        return "required"
+    value = key.get_default(call_default_factory=True, validated_data={})
+    return "left out" if value is None else toml_value(value)
+
+
 def shown(value: Any) -> str:
     """One value as an error message shows it."""
     text = toml_value(value)
@@ -875,8 +928,8 @@ def toml_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # TOML's basic strings are JSON's, except for the one control character that JSON leaves unescaped.
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+            # TOML's basic strings are JSON's, but all that a terminal would not show is escaped.
+            return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(value, ensure_ascii=False))
         case list() | tuple():
             return f"[{', '.join(toml_value(item) for item in value)}]"
         case Mapping():

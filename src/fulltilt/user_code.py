@@ -10,6 +10,7 @@ function. Imports only the standard library: reward processes start from here an
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
 import pickle
 import sys
@@ -39,6 +40,11 @@ class UserCode:
     source: bytes = b""
     given: Callable[..., Any] | None = None  # the function from Python, in its own process
     pickled: bytes = b""  # the same for another process: a pickle of the folders that it imports from, and of its own pickle
+
+    @property
+    def digest(self) -> str:
+        """Identifies the file's content."""
+        return hashlib.sha256(self.source).hexdigest()
 
 
 _known: ContextVar[Mapping[str, UserCode]] = ContextVar("known", default=MappingProxyType({}))  # functions from Python, by their names

@@ -1,16 +1,24 @@
-"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts, errors.
+"""Small helpers for the sentences that people read: counts with their nouns, lists of choices, sizes, shortened texts, errors, and foreign
+text made safe for a terminal.
 
-Numbers and names enter, phrases leave. Imports nothing, so that every room may use it.
+Numbers and names enter, phrases leave. Imports nothing of the package, so that every room may use it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+# Control characters except line feed and tab, separators of lines, marks that hide text or change its direction, and lone surrogates.
+_OBEYED = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff"
+    "\U000e0000-\U000e007f]"
+)
 
 
 def many(count: int, noun: str) -> str:
-    """Example: `1 row`, `3 rows`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    """Example: `1 row`, `3 rows`, `2 batches`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith('tch') else 's'}"
 
 
 def joined(names: Sequence[str], last: str) -> str:
@@ -30,6 +38,11 @@ def listed(names: Sequence[object], most: int = 8) -> str:
 def shortened(text: str, most: int) -> str:
     """The text, or its first characters followed by three dots: never more than `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def printable(text: str) -> str:
+    """The text with an escape (`\\u001b`, as TOML and JSON write it) for every character that a terminal would obey or hide."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}" if ord(found[0]) < 2**16 else f"\\U{ord(found[0]):08x}", text)
 
 
 def first_line(error: BaseException) -> str:

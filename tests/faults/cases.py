@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import child
+import lists
 import mutations
 from tree import FINISHED, SCENARIOS, Entry, Templates, Tree, digest
 
@@ -47,15 +48,6 @@ COMMANDS: dict[str, tuple[tuple[int, list[str]], ...]] = {
 WEIGHTS = {"config": 20, "data": 18, "model": 22, "place": 6, "run": 14, "meanwhile": 3, "reward": 12, "surroundings": 10, "words": 3}
 # Groups whose mutations also befall a case of another group.
 COMBINED = ("config", "config", "surroundings", "data", "reward", "model")
-WORDS = (
-    ["doctor", "run"], ["doctor"], ["doctor", "run", "--json"], ["doctor", "model"], ["doctor", "none"], ["knobs", "x" * 500], ["knobs", "\udcff"], ["knobs", "token_budget"], ["knobs", "--all"],
-    ["knobs", "--all", "lr"], ["plot"], ["plot", "none", "--out", "x.png"], ["plot", "model", "--out", "plot.json"], ["plot", "run", "--out", "/dev/full"], ["plot", "run", "--out", "model"],
-    ["plot", "run", "--metric", "\x1b[2J", "--out", "plot.json"], ["plot", "run", "run", "--smooth", "99999999999999999999", "--out", "plot.json"], ["plot", "notes.txt", "--out", "plot.json"],
-    ["plot", "model/model.safetensors", "--out", "plot.json"], ["plot", "run/metrics.jsonl", "--out", "plot.json"], ["plot", "run", "--against", "x", "--out", "plot.json"],
-    ["plot", "run", "--title", "$\\frac{", "--out", "plot.png"], ["plot", "run", "--out", "notes.txt"], ["plot", "run", "--out", "none/plot.json"], ["plot", "run", "--out", "x" * 300 + ".json"],
-    ["train"], ["train", "--help"], ["eval"], ["trian"], ["--version"], ["train", "run.toml", "run.toml"], ["bench"], ["prove", "no_such_knob"], ["init"], ["init", "--help"], ["init", "x"],
-    ["init", "grpo"], ["init", "sft", "run.toml"], ["init", "ppo", "new.toml"], ["init", "grpo", "none/new.toml"], ["chat"], ["chat", "none"], ["chat", "model"], ["chat", "run"], ["chat", "notes.txt"],
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -87,16 +79,20 @@ def make(seed: int, number: int, root: Path, templates: Templates) -> Tree:
         tree.arguments = list(TRAIN)
         return tree
     group = chance.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-    scenario = chance.choice(FINISHED if group in ("run", "words") else [name for name in SCENARIOS if name != "sft" or group != "reward"])
+    scenario = chance.choice(
+        FINISHED if group in ("run", "words") else [name for name in SCENARIOS if name not in ("sft", "reward-model") or group != "reward"]
+    )
     tree = Tree.make(root, templates, scenario)
     weights, commands = zip(*COMMANDS[group], strict=True)
     tree.arguments = list(chance.choices(commands, weights)[0])
-    earlier = group in ("run", "words") or (scenario in FINISHED and group in ("surroundings", "config", "reward") and chance.random() < 0.3)
+    earlier = group in ("run", "words") or (
+        scenario in FINISHED and group in ("surroundings", "config", "reward") and chance.random() < 0.3
+    )
     tree.said.append(f"scenario {scenario}{', run before' if earlier else ''}")
     if earlier:
         tree.with_earlier_run(scenario)
     if group == "words":
-        tree.arguments = list(chance.choice(WORDS))
+        tree.arguments = list(chance.choice(lists.COMMANDS))
     else:
         change(tree, group, chance)
     if tree.arguments[:1] == ["plot"] or tree.arguments[:1] == ["init"]:
@@ -112,7 +108,7 @@ def new_names(tree: Tree) -> list[str]:
 def change(tree: Tree, group: str, chance: random.Random) -> None:
     groups = [group, *(chance.choice((group, *COMBINED)) for _ in range(chance.choice((0, 0, 0, 1, 1, 2))))]
     for each in groups:
-        if each == "reward" and "reward" not in tree.tables:
+        if each == "reward" and "workers" not in tree.tables.get("reward", {}):  # SFT has no reward, and a reward model calls no function
             continue
         tree.said.append(f"{each}: {mutations.choose(each, chance)(tree, chance)}")
     if chance.random() < 0.15 and tree.arguments[:1] != ["plot"]:
@@ -142,10 +138,10 @@ def run(seed: int, number: int, root: Path, templates: Templates, deadline_s: fl
 def find_run_folder(tree: Tree) -> None:
     """Where a run file that was edited as text leads."""
     if tree.toml is not None:
-        with contextlib.suppress(ValueError, AttributeError):
+        with contextlib.suppress(ValueError, AttributeError, RecursionError):
             named = tomllib.loads(tree.toml.decode("utf-8-sig")).get("run", {}).get("dir", "runs/run")
             if named != "run":
-                tree.run_dir = mutations.writable_place(tree.root / named, tree.root) if isinstance(named, str) else None
+                tree.run_dir = mutations.folder.writable_place(tree.root / named, tree.root) if isinstance(named, str) else None
 
 
 def keep_at_home(tree: Tree) -> None:
@@ -212,14 +208,16 @@ def judge_end(tree: Tree, ended: child.Ended, whole: bool) -> Iterator[Verdict]:
         allowed.add(1)
     if {"stdout", "stderr"} & tree.surroundings.keys():
         allowed |= {1, 141}
+    if ended.told_to_end:
+        allowed.add(-15)  # before training begins, SIGTERM has nothing to save
     if whole:
         allowed = {0}
-    if "Traceback (most recent call last)" not in ended.error and ended.code not in allowed:
+    if "Traceback (most recent call last)" not in ended.error + ended.crash and ended.code not in allowed:
         yield Verdict(f"exit code {ended.code}", ended.error[-1500:])
 
 
 def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
-    both = ended.out + ended.error
+    both = ended.out + ended.error + ended.crash
     if "Traceback (most recent call last)" in both:
         last = both[both.rindex("Traceback (most recent call last)") :]
         frames = FRAME.findall(last)
@@ -260,18 +258,23 @@ def judge_files(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry])
     if tree.meanwhile:
         before = {path: entry for path, entry in before.items() if tree.run_dir not in (path, *path.parents)}
         after = {path: entry for path, entry in after.items() if not ({tree.run_dir, tree.root / "renamed"} & {path, *path.parents})}
+    for kind, names in sorted(changes(tree, before, after).items()):
+        yield Verdict(kind, ", ".join(sorted(names)[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""))
+    contents = {entry[2] for entry in after.values()}
+    if lost := [name for name, content in tree.kept.items() if content not in contents]:
+        yield Verdict("the earlier run's metrics or rollouts are lost", ", ".join(lost))
+
+
+def changes(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry]) -> dict[str, list[str]]:
+    """What may not have changed or come, by kind."""
+    found: dict[str, list[str]] = {}
     for path, entry in before.items():
-        found = after.get(path)
-        if found != entry and not tree.may_change(path, new=False):
-            how = "is gone" if found is None else "has changed"
-            if found and found[2] == entry[2]:
-                how = f"has another kind or mode: {entry[:2]}, now {found[:2]}"
-            yield Verdict(f"a file of the user's {how.partition(':')[0]}", f"{path.relative_to(tree.root)} {how}")
+        now = after.get(path)
+        if now != entry and not tree.may_change(path, new=False):
+            how = "is gone" if now is None else "has changed" if now[2] != entry[2] else "has another kind or mode"
+            found.setdefault(f"a file of the user's {how}", []).append(str(path.relative_to(tree.root)))
     for path in after.keys() - before.keys():
         if not tree.may_change(path, new=True):
             inside = "TMPDIR" if tree.root / "tmp" in path.parents else "a folder of the user's"
-            yield Verdict(f"a new file in {inside}", str(path.relative_to(tree.root)))
-    contents = {entry[2] for entry in after.values()}
-    for name, content in tree.kept.items():
-        if content not in contents:
-            yield Verdict("the earlier run's metrics or rollouts are lost", name)
+            found.setdefault(f"a new file in {inside}", []).append(str(path.relative_to(tree.root)))
+    return found

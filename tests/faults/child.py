@@ -30,12 +30,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 24, 36
 CAPABILITIES = 41
 MOST_MEMORY = 4 * 2**30  # bytes of address space beyond what the parent has
 MOST_PROCESSES = 150
+FIRST_OF_OURS = 500  # file descriptors from here on are the fuzzer's, and do not count against a limit of open files
 TOLD_TO_END_S = 25.0
 ORPHANS_S = 8.0
 
@@ -61,6 +62,7 @@ class Ended:
     out: str
     error: str
     seconds: float
+    crash: str = ""  # the traceback of an exception that nobody caught, which a closed standard error does not show
     stuck_at: str = ""  # where all threads were shortly before the deadline
     told_to_end: bool = False
     processes: int = 0  # how many it had when it was ended for having too many
@@ -144,7 +146,9 @@ def run(
     left = tuple(_left_behind())
     out, error = (record / "out").read_bytes() + watched.shown, (record / "error").read_bytes()
     stuck_at = (record / "stuck").read_text(errors="replace") if code is None else ""
-    return Ended(code if code is not None else -signal.SIGKILL, _text(out), _text(error), seconds, stuck_at, told, watched.processes, left)
+    crash = (record / "crash").read_text(errors="replace") if (record / "crash").exists() else ""
+    code = -signal.SIGKILL if code is None else code
+    return Ended(code, _text(out), _text(error), seconds, crash, stuck_at, told, watched.processes, left)
 
 
 def _text(data: bytes) -> str:
@@ -201,7 +205,6 @@ class _Watched:
             with contextlib.suppress(OSError):
                 self.meanwhile(self.run_dir)
             self.meanwhile = None
-
 
     def _count(self) -> None:
         if self.meanwhile is None and (count := len(descendants())) > MOST_PROCESSES:
@@ -266,9 +269,10 @@ def _be_the_command(
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(root)
-        stuck = open(record / "stuck", "w")  # noqa: SIM115
+        stuck, crash = (_out_of_the_way(record / name) for name in ("stuck", "crash"))
         faulthandler.dump_traceback_later(max(1.0, deadline_s - 3.0), file=stuck)
         _streams(record, about, slave)
+        os.closerange(3, FIRST_OF_OURS)
         _drop_capabilities()
         _limit(about)
         _variables(root, environment)
@@ -278,15 +282,21 @@ def _be_the_command(
             os.chdir("gone")
             os.rmdir("../gone")
         sys.argv = ["fulltilt", *arguments]
-        code = _exit_code_of_main()
+        code = _exit_code_of_main(crash)
     except BaseException:
         with contextlib.suppress(BaseException):
-            traceback.print_exc()
+            traceback.print_exc(file=crash)
+            crash.flush()
     finally:
         os._exit(code)
 
 
-def _exit_code_of_main() -> int:
+def _out_of_the_way(path: Path) -> TextIO:
+    with path.open("w") as file:
+        return open(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_OF_OURS), "w", errors="backslashreplace")
+
+
+def _exit_code_of_main(crash: TextIO) -> int:
     """As the interpreter ends: threads, exit functions, streams."""
     from fulltilt import cli
 
@@ -295,24 +305,27 @@ def _exit_code_of_main() -> int:
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-    except KeyboardInterrupt:
-        traceback.print_exc()
-        code = 130
-    except BaseException:
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:
+        code = 130 if isinstance(error, KeyboardInterrupt) else 1
+        traceback.print_exc(file=crash)
+        crash.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
         if sys.stdout is not None and not sys.stdout.closed:
             sys.stdout.flush()
     except OSError as error:
-        print(f"Exception ignored while flushing sys.stdout: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            print(f"Exception ignored while flushing sys.stdout: {error}", file=sys.stderr)
         return 120
     return code
 
 
 def _streams(record: Path, about: Surroundings, slave: int | None) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     for number, name, kind in ((1, "out", about.stdout), (2, "error", about.stderr)):
         said = os.open(record / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         if kind == "file":
@@ -326,21 +339,21 @@ def _streams(record: Path, about: Surroundings, slave: int | None) -> None:
             reader, writer = os.pipe()
             os.close(reader)
             os.dup2(writer, number)
-        elif kind == "closed":
+        os.close(said)
+    for number, kind in ((1, about.stdout), (2, about.stderr)):
+        if kind == "closed":
             os.close(number)
-        if said != number:
-            os.close(said)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = None if about.stdout == "closed" else open(1, "w", encoding=about.encoding, closefd=False)  # type: ignore[assignment]
-    sys.stderr = (  # type: ignore[assignment]
-        None if about.stderr == "closed" else open(2, "w", encoding=about.encoding, errors="backslashreplace", closefd=False, buffering=1)
-    )
+    sys.stdout = _opened(1, about.stdout, encoding=about.encoding)  # type: ignore[assignment]
+    sys.stderr = _opened(2, about.stderr, encoding=about.encoding, errors="backslashreplace", buffering=1)  # type: ignore[assignment]
     sys.__stdout__, sys.__stderr__ = sys.stdout, sys.stderr  # type: ignore[misc]
     if about.encoding != "utf-8":
         locale.setlocale(locale.LC_ALL, "C")
     if about.warnings:
         warnings.simplefilter(about.warnings)  # type: ignore[arg-type]
+
+
+def _opened(number: int, kind: str, **how: Any) -> TextIO | None:
+    return None if kind == "closed" else open(number, "w", closefd=False, **how)
 
 
 def _drop_capabilities() -> None:

@@ -59,9 +59,11 @@ SCENARIOS: dict[str, Tables] = {
     "adapter": scenario(lora={"rank": 2, "path": "adapter"}),
     "reward-model": {**scenario(reward_model={"path": "reward_model"}), "reward": {"function": "reward_model"}},
     "sft": {
-        **{name: section for name, section in scenario(data={"train": "sft.jsonl", "val": "sft.jsonl"}).items() if name not in ("reward", "rollout")},
+        "model": TINY["model"],
+        "data": TINY["data"] | {"train": "sft.jsonl", "val": "sft.jsonl"},
         "algorithm": {"name": "sft", "prompts_per_step": 2},
-        "health": {},
+        "train": TINY["train"],
+        "run": TINY["run"],
     },
 }  # fmt: skip
 FINISHED = ("grpo", "lora", "sft")  # of these there is a finished run to copy
@@ -93,7 +95,9 @@ def make_templates(folder: Path, run: Callable[[Path, list[str]], int]) -> Templ
     import models
     import torch
     from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.set_num_threads(1)
     for number, name in enumerate(("model", "ref", "critic")):
         models.save("qwen2", folder / name, seed=number)

@@ -28,6 +28,7 @@ from fulltilt.cluster.assembly import open_device
 from fulltilt.cluster.checks import wrong_settings
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import load_prompts
+from fulltilt.folders import refuse_foreign_json
 from fulltilt.model.load import choose_dtype, load_tokenizer
 from fulltilt.plan import count_steps
 from fulltilt.records import Prompt, UserError
@@ -206,9 +207,10 @@ def run_batches(config: Config) -> Iterator[tuple[Prompt, ...]]:
 
 
 def check_writable(option: str, file: Path) -> None:
-    """Try to open the file, since more than permissions can prevent that. Leaves no new file behind."""
+    """Refuse a file that is not a benchmark's. Try to open it, since more than permissions can prevent that. Leaves no new file behind."""
     if not file.parent.is_dir():
         raise UserError(f"{option} {file}: there is no folder {file.parent}. Make it first")
+    refuse_foreign_json(file, "benchmark", f"{option} {file}")
     known = os.path.lexists(file)
     try:
         file.open("a", encoding="utf-8").close()

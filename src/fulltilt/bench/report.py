@@ -23,6 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 import fulltilt
 from fulltilt.bench.shapes import Source
 from fulltilt.memory.host import usable_cores
+from fulltilt.words import printable
 
 OURS = "fulltilt"
 PACKAGES = (
@@ -72,12 +73,12 @@ def progress(*, quiet: bool = False) -> Iterator[Say]:
     if quiet:
         yield lambda text: None
     elif not console.is_terminal or console.is_dumb_terminal:
-        yield lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
+        yield lambda text: console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
     else:
         columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
         with Progress(*columns, console=console, auto_refresh=False, transient=True) as bar:
             task = bar.add_task("")
-            yield lambda text: bar.update(task, description=text, refresh=True)
+            yield lambda text: bar.update(task, description=printable(text), refresh=True)
 
 
 def describe_model(source: Source, dtype: str, parameters: int, **more: Any) -> dict[str, Any]:

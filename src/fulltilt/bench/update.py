@@ -169,8 +169,8 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         report.headline(found),
         f"workload {asked['name']}: {asked['prompts']} prompts x {asked['samples_per_prompt']} samples, {found['tokens']:,} tokens, "
-        f"{found['trained_tokens']:,} of them trained, {found['pad_tokens']:,} pads beside them; {found['micro_batches']} micro-batches, "
-        f"the largest of {found['largest_micro_batch']:,} tokens",
+        f"{found['trained_tokens']:,} of them trained, {found['pad_tokens']:,} pads beside them; "
+        f"{many(found['micro_batches'], 'micro-batch')}, the largest of {found['largest_micro_batch']:,} tokens",
         f"knobs: {knobs}; layers: {found['layers']}",
         *found["settled"],
         "",

@@ -7,8 +7,9 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -55,12 +56,17 @@ def choose_device(name: str) -> torch.device:
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What a run would refuse before its model loads: reward functions, data, packages, device."""
-    algorithm = build(config)
+    """What a run would refuse before its model loads: data, reward functions, each of which is called once, packages, device."""
+    algorithm, prompts = build(config), list[Prompt]()
+
+    def data() -> None:
+        read = read_training_data(config, algorithm)
+        prompts.extend(prompt for each in (read.train, read.val) if isinstance(each, PromptSet) for prompt in each.items)
 
     def rewards() -> None:
         if "rollout" in algorithm.needs:
-            RewardPool(config.reward).close()
+            with closing(RewardPool(config.reward, Path(config.run.dir), write_errors=False)) as pool:
+                found.extend(pool.failures_on(prompts))
 
     def packages() -> None:
         if config.lora.rank:
@@ -72,7 +78,7 @@ def find_mistakes(config: Config) -> list[str]:
         Fusing(config, chosen)
 
     found: list[str] = []
-    for look in (rewards, partial(read_training_data, config, algorithm), packages, device):
+    for look in (data, rewards, packages, device):
         try:
             look()
         except UserError as error:

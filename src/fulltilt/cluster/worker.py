@@ -33,6 +33,7 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import write_trainer
 from fulltilt.training.roles import Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
+from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
@@ -98,9 +99,12 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
     """Turn an out-of-memory error inside a phase into one that names the settings that would help."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        # On a CPU torch raises a plain RuntimeError.
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
         remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
-        what = str(error).splitlines()[0]
+        what = first_line(error)
         # Without its traceback, which would keep alive everything that filled the memory.
         raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
 
@@ -232,6 +236,13 @@ class Worker:
         """Memory, measured since the last call."""
         peak = self.account.peak_bytes
         return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
+
+    def pending_memory(self) -> dict[str, dict[str, Any]]:
+        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
+        return self.account.pending()
+
+    def restore_memory(self, pending: Mapping[str, Mapping[str, Any]]) -> None:
+        self.account.restore(pending)
 
     # -- weights and checkpoints ----------------------------------------------------------------------------------------------------
 

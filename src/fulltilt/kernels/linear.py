@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from fulltilt.footprint import FLUSHED, JUDGES
 from fulltilt.kernels.dispatch import jit, runs_triton, tl, triton
+from fulltilt.records import RunWarning
 from fulltilt.words import first_line
 
 MANY = 1024  # rows above which cuBLAS adds in order (compared up to 16,384)
@@ -140,7 +141,7 @@ def fastest(given: dict[str, Product], rows: int, weight: torch.Tensor, bias: to
             raise
         except Exception as error:  # the compiler failed, or the kernel needs more than this device has: use another way
             words = f"products of few rows cannot run by {name} on this device, and take another way: {first_line(error)}"
-            warnings.warn(words, stacklevel=2)
+            warnings.warn(words, RunWarning, stacklevel=2)
     assert times, "no product gives the same bits twice"
     return given[min(times, key=lambda name: times[name])]
 

@@ -7,6 +7,7 @@ the run says about its model, its adapters and the form of its prompts, so that 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config
-from fulltilt.training.checkpoint import STATE, Checkpoint, CheckpointStore
+from fulltilt.training.checkpoint import FINISHED, STATE, Checkpoint, CheckpointStore
 
 PROMPT_KEYS = ("system", "template_args", "apply_template")  # keys of [data] that say how prompts are written
 
@@ -34,6 +35,8 @@ def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
     if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file():
         store = CheckpointStore(folder / "checkpoints", keep=1)
         found = store.latest() if step is None else store.at(step)
+        for text in store.skipped if found else ():
+            warnings.warn(f"skipped a damaged checkpoint: {text}", stacklevel=2)
         if found is None:
             raise UserError(f"{folder} holds no intact checkpoint{''.join(f'; {text}' for text in store.skipped)}. Give another folder")
         return found
@@ -41,9 +44,9 @@ def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
         raise UserError(
             f"{path} is not the folder of a run, so it has no checkpoint of step {step}. Give a run folder, or leave the step out"
         )
-    for candidate in (folder, folder.parent):
-        if (candidate / STATE).is_file():
-            return CheckpointStore(candidate.parent, keep=1).at(int(candidate.name.removeprefix("step-")))
+    for candidate in (folder.resolve(), folder.resolve().parent):  # the link `best` is a checkpoint too
+        if (named := FINISHED.fullmatch(candidate.name)) and (candidate / STATE).is_file():
+            return CheckpointStore(candidate.parent, keep=1).at(int(named[1]))
     return None
 
 

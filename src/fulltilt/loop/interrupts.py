@@ -1,6 +1,6 @@
-"""Ctrl-C, made safe.
+"""Ctrl-C, a termination and a closed terminal, made safe.
 
-Enters: signals, at any moment. Leaves: `Interrupted`, raised only where the step in progress can be dropped.
+Enters: SIGINT, SIGTERM and SIGHUP, at any moment. Leaves: `Interrupted`, raised only where the step in progress can be dropped.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from types import FrameType
 
 
 class Interrupted(Exception):
-    """Ctrl-C (or a polite termination) at a moment when the step in progress can be dropped."""
+    """A signal to stop, at a moment when the step in progress can be dropped."""
 
 
 class Interrupts:
-    """Turns the first Ctrl-C into `Interrupted` at the next moment where it does no harm; the second ends the process as usual.
+    """Turns the first signal into `Interrupted` at the next moment where it does no harm; the second ends the process as usual, except that
+    SIGHUP, which a closing terminal sends more than once, never counts as the second.
 
     From the first optimizer step of a step to the step's last line of bookkeeping, parameters belong to no step that could be saved:
     there the interrupt is held back.
     """
 
     def __init__(self) -> None:
-        self._wanted = False
+        self._wanted: int | None = None  # the signal that came first
         self.held = False
 
     @contextlib.contextmanager
@@ -33,12 +34,16 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():  # Python delivers signals to the main thread, and only it may ask
             yield
             return
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        watched = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup it is ignored
+            watched.append(signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in watched}
         try:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # A terminal that closes sends SIGHUP more than once: while the run saves and ends, it stays ignored.
+                signal.signal(number, signal.SIG_IGN if number == self._wanted == signal.SIGHUP else handler)
 
     def hold(self) -> None:
         self.held = True
@@ -49,11 +54,13 @@ class Interrupts:
             raise Interrupted
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._wanted and number == signal.SIGHUP:
+            return
         if self._wanted:
             raise KeyboardInterrupt
-        self._wanted = True
-        if self.held:
+        self._wanted = number
+        if not self.held:
+            raise Interrupted
+        with contextlib.suppress(OSError):  # the terminal may be gone
             # Written past every buffer: the signal may have come in the middle of another message.
             os.write(2, b"stopping at the end of this step; Ctrl-C again stops at once, without saving\n")
-        else:
-            raise Interrupted

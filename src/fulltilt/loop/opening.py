@@ -1,77 +1,123 @@
 """Opening a run: its folder, the checkpoint to resume from, its parts; then training or evaluation.
 
-Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: two processes never write to one run folder;
-a run is resumed only with the configuration and the data it was started with, unless the user insists; into a new folder nothing is written
-before configuration, reward, data and model have been checked.
+Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: only a run's own folder, an empty or a new one
+is written, and by one process at a time; a run is resumed only with the configuration, the files and the data it was started with, unless
+the user insists; into a new folder nothing is written before configuration, reward, data and model have been checked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import gc
+import hashlib
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, NonNegativeInt, ValidationError
+
 from fulltilt import config as configuration
+from fulltilt import user_code
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
+from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.loop.experience import validate
+from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
+from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
-from fulltilt.observe.metrics import MetricsFile, RolloutFiles, write_whole
+from fulltilt.observe.metrics import MetricsFile, RolloutFiles, read_lines, write_whole
+from fulltilt.plan import Budgets
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
-from fulltilt.schema import Config, to_toml
-from fulltilt.training.checkpoint import Checkpoint, CheckpointStore
+from fulltilt.schema import Config, keys, rewards_named, row_of, to_toml, value_of
+from fulltilt.settings import own_functions
+from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore
 
-PLAN = "plan.json"
-LOCK = ".lock"
+SIZES = {field.name for field in fields(Budgets)}
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
 
 
-def train(config: Config, console: Console, on_step: OnStep | None = None) -> Summary:
-    """Run `config` to its end, from the newest intact checkpoint of its folder if there is one."""
-    folder = Path(config.run.dir)
-    store = CheckpointStore(folder / "checkpoints", config.run.keep)
+class SavedState(BaseModel):
+    """The `state.json` of a checkpoint, as far as the loop reads it. What an older version did not save has a default."""
+
+    step: NonNegativeInt
+    updates: NonNegativeInt
+    skipped: NonNegativeInt
+    critic: dict[str, NonNegativeInt] | None = None
+    cursor: Cursor
+    surplus: list[dict[str, Any]] = []
+    reward_kl_coef: float | None = None
+    health: dict[str, int] = {}
+    first_entropy: float | None = None
+    best: BestCheckpoint | None = None
+    budgets: dict[str, NonNegativeInt]
+    data: str
+    files: dict[str, str] = {}
+    metrics_offset: NonNegativeInt
+    seconds: dict[str, float] = {}
+    memory: dict[str, dict[str, Any]] = {}
+    config: dict[str, Any]
+
+
+def read_state(found: Checkpoint) -> SavedState:
+    """Its hash is right, so no accident has changed it: what it lacks was never there, or someone has edited it."""
+    try:
+        return SavedState.model_validate(found.state())
+    except (ValueError, RecursionError) as error:
+        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
+        raise UserError(
+            f"{found.path}: its state.json is not as fulltilt writes it: {why}. Delete {found.path} to go on from the checkpoint before "
+            "it, or use another run.dir"
+        ) from None
+
+
+def train(config: Config, console: Console, on_step: OnStep | None = None, origin: Path | None = None) -> Summary:
+    """Run `config` to its end, from the newest intact checkpoint of its folder if there is one. `origin`: the file it was read from, which
+    is never written."""
+    path = Path(config.run.dir)
+    store = CheckpointStore(path / "checkpoints", config.run.keep)
     with contextlib.ExitStack() as stack:
+        refuse_foreign(path, RUN_MARKER, "run.dir")
         # A folder that holds a run is locked before it is read; into a new one nothing is written before everything has been checked.
-        known = store.folder.is_dir() or (folder / LOCK).exists()
-        if known:
-            stack.enter_context(one_process(folder))
-        found, changed = find_checkpoint(config, store, console)
+        folder = stack.enter_context(open_run_folder(path)) if (path / RUN_MARKER).exists() else None
+        files = file_digests(config)
+        found, state, changed = find_checkpoint(config, store, files, console)
         for text in configuration.warnings(config):
             console.warn(text)
         with enough_memory("set-up"):
-            parts = assemble(config, found, kept=kept_budgets(config, folder, found, changed))
+            parts = assemble(config, found, kept=kept_budgets(config, path, state, changed, console))
         stack.callback(parts.close)
         parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
-        check_data(config, parts, found, console)
+        check_data(config, parts, state, console)
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
         if found and found.step >= parts.plan.steps:
             console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
         store.require_space(parts.worker.checkpoint_bytes)
-        if not known:
-            stack.enter_context(one_process(folder))
-        progress = open_folder(config, parts, folder, found, console)
+        folder = folder or stack.enter_context(open_run_folder(path, new=True))
+        write_set_up(config, parts, folder, state, origin, console)
+        progress = Progress()
+        if found and state:
+            progress = take_up(config, parts, folder, store, found, state, console)
         if any(key.startswith("algorithm.reward_kl") for key in changed):
             progress = replace(progress, reward_kl_coef=None)
         if any(key.startswith("rollout.") for key in changed):  # the entropy depends on the temperature
             progress = replace(progress, first_entropy=None)
-        loggers = stack.enter_context(open_loggers(config.log, folder, configuration.snapshot(config), progress.step, console.warn))
+        loggers = stack.enter_context(open_loggers(config.log, path, configuration.snapshot(config), progress.step, console.warn))
         for text in loggers.hints:
             console.note(text)
         stack.enter_context(what_stays())
         with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-            summary = Run(config, parts, store, progress, console, loggers, on_step).train()
+            summary = Run(config, parts, store, progress, console, loggers, on_step, folder, files).train()
         loggers.close(finished=not summary.interrupted)
         return summary
 
@@ -88,8 +134,10 @@ def what_stays() -> Iterator[None]:
         gc.unfreeze()
 
 
-def find_checkpoint(config: Config, store: CheckpointStore, console: Console) -> tuple[Checkpoint | None, list[str]]:
-    """The checkpoint to resume from, and the keys that changed since."""
+def find_checkpoint(
+    config: Config, store: CheckpointStore, files: dict[str, str], console: Console
+) -> tuple[Checkpoint | None, SavedState | None, list[str]]:
+    """The checkpoint to resume from, its state, and the keys that changed since. `files`: digests of the files that keys name."""
     found = store.latest()
     for text in store.skipped:
         console.warn(f"skipped a damaged checkpoint: {text}")
@@ -99,11 +147,12 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
                 f"{store.folder} holds checkpoints but none that can be used: {'; '.join(store.skipped)}. Restore one, use another "
                 f"run.dir, or delete {store.folder} to start over"
             )
-        return None, []
+        return None, None, []
     where = f"{config.run.dir} holds a run at step {found.step}"
     if config.run.resume == "never":
         raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to resume it")
-    saved, now = found.state()["config"], configuration.snapshot(config)
+    state = read_state(found)
+    saved, now = state.config, configuration.snapshot(config)
     changed = configuration.differences(saved, now)
     values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key])})" for key in changed)
     if changed and config.run.resume == "auto":
@@ -113,30 +162,61 @@ def find_checkpoint(config: Config, store: CheckpointStore, console: Console) ->
         )
     if changed:
         console.warn(f"resuming although these keys changed: {values}")
-    if config.train.schedule != "constant" and any(saved[key] != now[key] for key in ("run.steps", "run.epochs")):
+    edited = [name for name, digest in files.items() if state.files.get(name, digest) != digest]
+    if edited and config.run.resume == "auto":
+        raise UserError(
+            f"{where} that was started with another content of {', '.join(edited)}. Use another run.dir for a new run, bring the old "
+            "content back to resume, or set run.resume = force to resume with the new one"
+        )
+    if edited:
+        console.warn(f"resuming although the content of these files changed: {', '.join(edited)}")
+    if config.train.schedule != "constant" and any(saved.get(key) != now[key] for key in ("run.steps", "run.epochs")):
         console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
     console.note(f"resuming from step {found.step} ({found.path})")
-    return found, changed
+    return found, state, changed
+
+
+def file_digests(config: Config) -> dict[str, str]:
+    """The sha256 of each file with a function of the user's, by the function's name, and of each other file, by the key that names it. What
+    such a file imports or includes is not known."""
+    named = {key: value_of(config, key) for key, field in keys().items() if row_of(field).names == "file"}
+    found: dict[str, str] = {}
+    for key, path in named.items():
+        with contextlib.suppress(OSError):  # who uses the file reports it
+            found |= {key: hashlib.sha256(Path(path).read_bytes()).hexdigest()} if path else {}
+    functions = [function.code for function in own_functions(config).values()]
+    for name in rewards_named(config.reward.function, config.reward.sources):
+        with contextlib.suppress(user_code.UserCodeError):  # one of fulltilt's own
+            functions.append(user_code.locate(name))
+    return dict(sorted((found | {code.name: code.digest for code in functions if code.source}).items()))
 
 
 def shown(value: Any) -> str:
     return "left out" if value is None else json.dumps(value)
 
 
-def kept_budgets(config: Config, folder: Path, found: Checkpoint | None, changed: list[str]) -> dict[str, Any] | None:
+def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: list[str], console: Console) -> dict[str, int] | None:
     """The sizes to compute in again, for the same bits: the checkpoint's, or those a run killed before its first checkpoint had."""
-    if found:
-        return None if changed else found.state()["budgets"]
+    if state:
+        return None if changed else {name: size for name, size in state.budgets.items() if name in SIZES}
     try:
-        plan = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        plan = json.loads((path / PLAN).read_bytes())
+        known, budgets = plan["config"], plan["budgets"]
+        if not isinstance(known, dict) or budgets.keys() != SIZES:
+            raise ValueError("its sizes are not those of this version")
+        if any(type(size) is not int for size in budgets.values()):
+            raise ValueError("a size is not a whole number")
+    except OSError:
         return None
-    return None if configuration.differences(plan["config"], configuration.snapshot(config)) else plan["budgets"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        console.warn(f"{path / PLAN} is not a plan of this version ({type(error).__name__}: {error}): sizes are planned again")
+        return None
+    return None if configuration.differences(known, configuration.snapshot(config)) else budgets
 
 
-def check_data(config: Config, parts: RunParts, found: Checkpoint | None, console: Console) -> None:
+def check_data(config: Config, parts: RunParts, state: SavedState | None, console: Console) -> None:
     """Refuse other rows under the same path: they would make it another run."""
-    if found is None or found.state()["data"] == parts.data_digest:
+    if state is None or state.data == parts.data_digest:
         return
     if config.run.resume != "force":
         raise UserError(
@@ -146,77 +226,71 @@ def check_data(config: Config, parts: RunParts, found: Checkpoint | None, consol
     console.warn("resuming although the rows of data.train changed")
 
 
-def open_folder(config: Config, parts: RunParts, folder: Path, found: Checkpoint | None, console: Console) -> Progress:
-    """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint. Returns the progress to resume from."""
-    state = found.state() if found else None
-    write_whole(folder / "run.toml", to_toml(config))
+def write_set_up(
+    config: Config, parts: RunParts, folder: RunFolder, state: SavedState | None, origin: Path | None, console: Console
+) -> None:
+    """Write the configuration and the plan, and cut metrics and rollouts back to the checkpoint; without one, what a run has written whose
+    checkpoints were deleted is moved aside."""
+    path = folder.path
+    if state is None and (aside := folder.move_aside()):
+        console.warn(f"the checkpoints of the earlier run in {path} are gone: its metrics and rollouts were moved to {aside}")
+    if origin is None or origin.resolve() != (path / SNAPSHOT).resolve():
+        write_whole(path / SNAPSHOT, to_toml(config))
     plan = {"config": configuration.snapshot(config), "budgets": asdict(parts.plan.budgets), "words": parts.plan.words}
-    write_whole(folder / PLAN, json.dumps(plan, indent=1))
-    metrics = MetricsFile(folder / "metrics.jsonl")
-    warning = metrics.truncate(state["metrics_offset"] if state else 0)
+    write_whole(path / PLAN, json.dumps(plan, indent=1))
+    metrics = MetricsFile(path / METRICS)
+    warning = metrics.truncate(state.metrics_offset if state else 0)
     metrics.close()
-    if warning:
-        console.warn(warning)
-    RolloutFiles(folder / "rollouts", config.run.save_rollouts).truncate(state["step"] if state else 0)
-    RolloutFiles(folder / "validation", config.run.save_rollouts).truncate(state["step"] if state else -1)
-    if found is None or state is None:
-        return Progress()
+    damaged = read_lines(metrics.path).damaged
+    for text in (warning, damaged and f"{metrics.path}: {damaged}. The run goes on without these lines"):
+        if text:
+            console.warn(text)
+    RolloutFiles(path / ROLLOUTS, config.run.save_rollouts).truncate(state.step if state else 0)
+    RolloutFiles(path / VALIDATION, config.run.save_rollouts).truncate(state.step if state else -1)
+
+
+def take_up(
+    config: Config, parts: RunParts, folder: RunFolder, store: CheckpointStore, found: Checkpoint, state: SavedState, console: Console
+) -> Progress:
+    """The progress to resume from. A killed process may not have deleted the checkpoints beyond `run.keep`."""
+    folder.note_checkpoint()
+    store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
+    parts.worker.restore_memory(state.memory)
     return Progress(
-        step=state["step"],
-        cursor=Cursor(**state["cursor"]),
+        step=state.step,
+        cursor=state.cursor,
         surplus=carried_over(parts, found, state, console),
-        reward_kl_coef=state.get("reward_kl_coef"),
-        streaks=tuple(sorted(state.get("health", {}).items())),
-        first_entropy=state.get("first_entropy"),
+        reward_kl_coef=state.reward_kl_coef,
+        streaks=tuple(sorted(state.health.items())),
+        first_entropy=state.first_entropy,
+        seconds=tuple(sorted(state.seconds.items())),
     )
 
 
-def carried_over(parts: RunParts, found: Checkpoint, state: dict[str, Any], console: Console) -> tuple[ScoredGroup, ...]:
+def carried_over(parts: RunParts, found: Checkpoint, state: SavedState, console: Console) -> tuple[ScoredGroup, ...]:
     """The groups that were sampled before the checkpoint and not yet trained on."""
-    if not state.get("surplus"):
+    if not state.surplus:
         return ()
     if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
-        console.warn(f"{len(state['surplus'])} groups carried over from before the checkpoint are left out: the algorithm carries none")
+        console.warn(f"{len(state.surplus)} groups carried over from before the checkpoint are left out: the algorithm carries none")
         return ()
-    kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state["surplus"], {prompt.uid: prompt for prompt in parts.train_data.items})
+    kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state.surplus, {prompt.uid: prompt for prompt in parts.train_data.items})
     if lost:
         console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
     return tuple(kept)
 
 
-@contextlib.contextmanager
-def one_process(folder: Path) -> Iterator[None]:
-    """Two processes in one run folder would destroy each other's work."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = open(folder / LOCK, "w")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"run.dir: {folder} cannot be written: {error.strerror}. Choose another folder") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"run.dir: another process is running in {folder}. Wait for it, or use another folder") from None
-        yield
-
-
-def evaluate(config: Config, console: Console, *, latest: bool, step: int | None = None) -> dict[str, Any]:
-    """Validation rewards (for SFT: the loss) of `model.path`, of the newest checkpoint of `run.dir`, or of that of one step."""
+def evaluate(config: Config, console: Console, *, latest: bool = False, best: bool = False, step: int | None = None) -> dict[str, Any]:
+    """Validation rewards (for SFT: the loss) of `model.path`, or of the newest, the best or one step's checkpoint of `run.dir`."""
     if config.data.val is None:
         raise UserError("data.val: nothing to evaluate on. Set data.val")
-    found = None
-    if latest or step is not None:
-        store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
-        found = store.latest() if step is None else store.at(step)
-        if found is None:
-            raise UserError(f"{config.run.dir} holds no intact checkpoint. Leave --latest out to evaluate model.path")
-        # Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained.
-        changed = configuration.differences(found.state()["config"], configuration.snapshot(config))
-        wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
-        if config.lora.rank and wrong:
-            raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
+    find = store.find_best if best else store.latest if step is None else partial(store.at, step)
     with enough_memory("set-up"):
-        parts = assemble_evaluation(config, found)
+        if latest or best or step is not None:
+            found, parts = assemble_checkpoint(config, store, find, console)
+        else:
+            found, parts = None, assemble_evaluation(config)
     with contextlib.closing(parts):
         parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
         for text in parts.notes:
@@ -224,4 +298,36 @@ def evaluate(config: Config, console: Console, *, latest: bool, step: int | None
         console.begin_step(found.step if found else 0)
         with console.run(total=1), console.phase("eval"):
             metrics = validate(config, parts, console).metrics
-    return {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0, **metrics}
+            if failed := Health(config.health).failed(metrics):
+                raise Unhealthy(failed)
+    which = {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0}
+    return {**which, **({"skipped": "; ".join(store.skipped)} if store.skipped else {}), **metrics}
+
+
+def assemble_checkpoint(
+    config: Config, store: CheckpointStore, find: Callable[[], Checkpoint | None], console: Console
+) -> tuple[Checkpoint, RunParts]:
+    """The checkpoint that `find` gives, and its parts. A run that is still training may delete it meanwhile: then `find` is asked again."""
+    while True:
+        found = find()
+        for text in store.skipped:
+            console.warn(f"skipped a damaged checkpoint: {text}")
+        if found is None:
+            best = find == store.find_best
+            which, option = ("best", "--best (`run.keep_best` keeps one)") if best else ("intact", "--latest")
+            raise UserError(f"{config.run.dir} holds no {which} checkpoint. Leave {option} out to evaluate model.path")
+        try:
+            refuse_other_adapters(config, read_state(found))
+            return found, assemble_evaluation(config, found)
+        except Exception:  # what a reader raises for a file that is gone depends on the library
+            if found.path.exists():
+                raise
+            console.warn(f"{found.path} was deleted by its run while it was read: the next checkpoint is taken")
+
+
+def refuse_other_adapters(config: Config, state: SavedState) -> None:
+    """Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained."""
+    changed = configuration.differences(state.config, configuration.snapshot(config))
+    wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
+    if config.lora.rank and wrong:
+        raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")

@@ -8,10 +8,12 @@ would have written, timings aside; Ctrl-C leaves a checkpoint of the last whole 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +26,11 @@ from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
 from fulltilt.loop.experience import make_rows, sample_groups, score_groups, shaped_reward, training_sampling, validate
+from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
 from fulltilt.loop.interrupts import Interrupted, Interrupts
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
-from fulltilt.observe.health import Health, Unhealthy, last_good
+from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.observe.validation import sample_rows
@@ -36,8 +39,8 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
-from fulltilt.schema import Config
-from fulltilt.training.checkpoint import MODEL, CheckpointStore
+from fulltilt.schema import VALIDATION_METRICS, Config
+from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
@@ -56,6 +59,7 @@ class Progress:
     reward_kl_coef: float | None = None  # weight of the KL penalty in the next step; None: the algorithm's first
     streaks: tuple[tuple[str, int], ...] = ()  # steps in a row for which each rule of health has held
     first_entropy: float | None = None  # the entropy that health compares with; None: the next step's
+    seconds: tuple[tuple[str, float], ...] = ()  # metrics of work since the step, for the next step's line
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,9 @@ class Summary:
 class Run:
     def __init__(
         self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
-        on_step: OnStep | None = None,
+        on_step: OnStep | None = None, folder: RunFolder | None = None, files: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
+        """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints."""
         self.config = config
         self.parts = parts
         self.worker = parts.worker
@@ -90,14 +95,19 @@ class Run:
         self.on_step = on_step
         self.interrupts = Interrupts()
         self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
-        folder = Path(config.run.dir)
-        self.metrics = MetricsFile(folder / "metrics.jsonl")
-        self.rollouts = RolloutFiles(folder / "rollouts", config.run.save_rollouts)
-        self.validations = RolloutFiles(folder / "validation", config.run.save_rollouts)
+        self.folder = folder
+        if folder:
+            store.on_saved = folder.note_checkpoint
+        self.files = files or {}
+        path = Path(config.run.dir)
+        self.metrics = MetricsFile(path / METRICS)
+        self.rollouts = RolloutFiles(path / ROLLOUTS, config.run.save_rollouts)
+        self.validations = RolloutFiles(path / VALIDATION, config.run.save_rollouts)
         self._step: Callable[[int], Metrics] = self.rl_step if parts.reward else self.sft_step
         self._exclude_errors = config.reward.on_error == "exclude"
         self._saved_ill = {progress.step} if progress.streaks else set[int]()  # checkpoints of steps in which a rule of health held
-        self._carried: Metrics = {}  # seconds of work between steps, for the next step's line
+        self._best_seen = store.best is not None  # whether the metric of run.keep_best has had a value
+        self._carried: Metrics = dict(progress.seconds)  # seconds of work between steps, for the next step's line
         self._tokens = 0
         self._engine_stats = NO_STATS  # statistics of the step in progress
         self._pads: Counter[str] = Counter()  # pad tokens of the step's passes without gradient, by role
@@ -140,6 +150,7 @@ class Run:
         excluded = sum(len(entry.group.samples) for entry in filled.kept) - len(rows)
         return {
             **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=excluded),
+            **reward_stats.metrics(),
             **measure.summarise_rows(rows),
             **penalty,
             **updated,
@@ -299,12 +310,17 @@ class Run:
                     metrics = self._validate(0)
                     self._record(0, metrics)
                     self.console.end_step(metrics)
+                    if failed := self.health.failed(metrics):
+                        raise Unhealthy(failed)
+                    self._require_metric_of_best(0, metrics, validated=True)
+                self._refuse_failed_end()
                 for step in range(self.progress.step + 1, steps + 1):
                     self._whole_step(step)
         except Interrupted:
             interrupted = True
             self.save()
         except UserError:
+            self._require_folder()  # if it is gone, that is what went wrong
             # For example, a reward is not a number. Until the first update of a step, the last whole step can still be saved, unless it
             # would take the place of the last good one.
             if not self.interrupts.held and (self.health.may_save or self.store.newest == 0):
@@ -328,8 +344,9 @@ class Run:
         self._make_up_for_what_failed()
         self.console.begin_step(step)
         metrics = self._step(step)
+        validated = run.eval_every > 0 and step % run.eval_every == 0
         try:
-            if run.eval_every and step % run.eval_every == 0:
+            if validated:
                 metrics |= self._validate(step)
         except UserError:
             # For example, a reward is not a number. The step itself is whole: keep it.
@@ -339,10 +356,12 @@ class Run:
         self._record(step, metrics)
         self.console.end_step(metrics)
         self._look_after(step, metrics)
+        self._require_metric_of_best(step, metrics, validated=validated)
         # A save that was due while something was wrong is made up as soon as it is over.
         due = run.save_every > 0 and step // run.save_every > self.store.newest // run.save_every
-        if step == last or (due and self.health.may_save):
-            self.save(beside=step < last)
+        best = self._new_best(step, metrics) if step == last or due or validated else None
+        if step == last or ((due or (best and self._best_is_validated)) and self.health.may_save):
+            self.save(beside=step < last, best=best)
         self._call_back(step, metrics)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
@@ -359,6 +378,10 @@ class Run:
         if go_on is False and step < self.parts.plan.steps:
             raise Interrupted
 
+    def _require_folder(self) -> None:
+        if self.folder:
+            self.folder.require_in_place()
+
     def _look_after(self, step: int, metrics: Metrics) -> None:
         """Warn of what goes wrong, and stop the run when it has gone on too long. Until it is over nothing is saved, so that the newest
         checkpoint is the last good one; a run that was never well saves where it stops, to have something to resume from."""
@@ -367,14 +390,53 @@ class Run:
         self.progress = replace(self.progress, streaks=streaks, first_entropy=self.health.first_entropy)
         for text in verdict.warnings:
             self.console.warn(text)
-        if verdict.stop and step < self.parts.plan.steps:
+        for text in verdict.notes:
+            self.console.note(text)
+        if verdict.stop and (verdict.failed or step < self.parts.plan.steps):
             self._keep_what_is_written()
             if self.store.newest == 0:
                 self.save()
             good = self.store.newest not in self._saved_ill
             raise Unhealthy(f"{verdict.stop} {last_good(self.store.newest, self.store.folder, good=good)}")
 
+    @property
+    def _metric_of_best(self) -> str | None:
+        return self.config.run.keep_best.removeprefix("-") if self.config.run.keep_best else None
+
+    @property
+    def _best_is_validated(self) -> bool:
+        return self._metric_of_best is not None and self._metric_of_best.startswith(VALIDATION_METRICS)
+
+    def _require_metric_of_best(self, step: int, metrics: Metrics, *, validated: bool) -> None:
+        """Stop the run where the metric should have had its first value and has none: it would never have one."""
+        name = self._metric_of_best
+        self._best_seen |= name is None or name in metrics
+        if not self._best_seen and (validated or not self._best_is_validated):
+            self.save()
+            near = difflib.get_close_matches(name or "", metrics, n=3, cutoff=0.3)
+            instead = f"Similar: {', '.join(near)}" if near else "docs/metrics.md lists all metrics"
+            raise UserError(f"run.keep_best: step {step} has no metric {name}. {instead}. Correct the name and repeat the command")
+
+    def _new_best(self, step: int, metrics: Metrics) -> BestCheckpoint | None:
+        """This step's checkpoint, if it is better than the best so far, which must have been written by then."""
+        name = self._metric_of_best
+        if name is None or not math.isfinite(value := metrics.get(name, math.nan)):
+            return None
+        self._finish_background_save(wait=True)
+        found = BestCheckpoint(self.config.run.keep_best or "", step, float(value))
+        return found if found.beats(self.store.best) else None
+
+    def _refuse_failed_end(self) -> None:
+        """A run that failed in its last step, and had to save that step to have something to resume from, has not ended well."""
+        step = self.progress.step
+        if step >= self.parts.plan.steps and EVERY_REWARD_FAILED in self.health.streaks and self.config.health.stop:
+            raise Unhealthy(
+                f"the run ended at step {step}, in which every reward failed. Ask for more steps with run.steps, or start again in another "
+                f"run.dir; health.ignore turns the rule {EVERY_REWARD_FAILED} off"
+            )
+
     def _record(self, step: int, metrics: Metrics) -> None:
+        self._require_folder()
         self.metrics.append(step, metrics)
         self.loggers.log(step, metrics)
 
@@ -403,12 +465,14 @@ class Run:
         if self.store.newest != newest and self.health.may_save:
             self.save()
 
-    def save(self, *, beside: bool = False) -> None:
-        """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made."""
+    def save(self, *, beside: bool = False, best: BestCheckpoint | None = None) -> None:
+        """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made; `best`: it is
+        the best so far."""
         self._finish_background_save(wait=True)
+        self._require_folder()
         if self.store.newest == self.progress.step and (self.progress.step == 0 or self.store.holds(self.progress.step)):
             return
-        begin = time.perf_counter()
+        begin, best = time.perf_counter(), best or self.store.best
         self.metrics.sync()
         self.loggers.flush()
         arrays, carried = surplus.pack(self.progress.surplus) if self.progress.surplus else ({}, [])
@@ -421,20 +485,25 @@ class Run:
             "reward_kl_coef": self.progress.reward_kl_coef,
             "health": dict(self.progress.streaks),
             "first_entropy": self.progress.first_entropy,
+            "best": asdict(best) if best else None,
             "budgets": asdict(self.parts.plan.budgets),
             "data": self.parts.data_digest,
+            "files": dict(self.files),
             "metrics_offset": self.metrics.offset(),
             "config": configuration.snapshot(self.config),
         }
         named = {f"{SURPLUS_TENSORS}{name}": array for name, array in arrays.items()}
 
         def write(folder: Path, beside: bool) -> Callable[[], None]:
-            self.worker.save(named, folder, beside)
+            with self.worker.phase("save"):
+                self.worker.save(named, folder, beside)
+            # The next step's line tells of this, also where another process makes that step.
+            state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin}
+            state["memory"] = self.worker.pending_memory()
             return self.worker.finish_save
 
         size = self.worker.checkpoint_bytes + sum(array.nbytes for array in arrays.values())
-        with self.worker.phase("save"):
-            self.store.save(self.progress.step, state, write, size, beside=beside)
+        self.store.save(self.progress.step, state, write, size, beside=beside, best=best)
         if self.progress.streaks:
             self._saved_ill.add(self.progress.step)
         self._carried["timing_s/save_checkpoint"] = time.perf_counter() - begin

@@ -3,21 +3,27 @@
 A template comes with a model and is a program. jinja's sandbox keeps it away from the system, but not from running for ever.
 
 Enters: a tokenizer with its template, and messages. Leaves: the text that the template writes. Guaranteed: whatever the template does, the
-result is a text or a `UserError`: it is interrupted after SECONDS, in any thread; on Linux it may use BYTES more memory, except where a GPU
-is in use, whose driver reserves addresses at any time.
+result is a text or a `UserError`. Its first conversation is written in a child process first, which the system ends after SECONDS of
+processor time, whatever it does; later ones are interrupted in the process itself, in any thread, as soon as Python's interpreter takes its
+next step. On Linux it may use BYTES more memory, except where a GPU is in use, whose driver reserves addresses at any time.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import os
 import resource
+import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -53,9 +59,13 @@ def render(
 ) -> str:
     """A conversation as the tokenizer's chat template writes it. The template writes its own special tokens."""
     cannot = "the chat template cannot write this conversation"
+    given = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **options}
+    write: Callable[[], Any] = partial(tokenizer.apply_chat_template, list(messages), **given)
     try:
-        with _rendering, _memory.bounded(), _deadline.watched():
-            written = tokenizer.apply_chat_template(list(messages), add_generation_prompt=add_generation_prompt, tokenize=False, **options)
+        with _rendering:
+            _try_first(str(tokenizer.chat_template), write)
+            with _memory.bounded(), _deadline.watched():
+                return str(write())
     except TemplateOverdue as error:
         raise UserError(f"{cannot}: it was stopped after {SECONDS:.0f} seconds, as it does not seem to end.") from error
     except MemoryError as error:
@@ -64,7 +74,40 @@ def render(
         raise UserError(f"{cannot}: it calls itself without end.") from error
     except Exception as error:  # a template can raise whatever Python can
         raise UserError(f"{cannot}: {first_line(error).rstrip('.')}.") from error
-    return str(written)
+
+
+def _try_first(template: str, write: Callable[[], Any]) -> None:
+    """Use a template for the first time in a child process: an operation such as 9 ** 9 ** 9 never returns to the interpreter, and only
+    ending its process stops it. Whatever else goes wrong there goes wrong again here, where it is reported."""
+    if template in _tried:
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the child uses none of the other threads
+        child = os.fork()
+    if child == 0:
+        _write_and_exit(write)
+    ended, until = 0, time.monotonic() + 3 * SECONDS
+    while not ended and time.monotonic() < until:
+        time.sleep(0.002)
+        ended, status, used = os.wait4(child, os.WNOHANG)
+    if not ended:
+        os.kill(child, signal.SIGKILL)
+        _, status, used = os.wait4(child, 0)
+    # One that was ended here may have waited, which is no fault of the template.
+    if os.WIFSIGNALED(status) and used.ru_utime + used.ru_stime > SECONDS / 10:
+        raise TemplateOverdue
+    _tried.add(template)
+
+
+def _write_and_exit(write: Callable[[], Any]) -> NoReturn:
+    try:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(SECONDS), math.ceil(SECONDS) + 1))
+        signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+        with _memory.bounded():
+            write()
+    finally:
+        os._exit(0)
 
 
 class _Deadline:
@@ -133,3 +176,4 @@ class _Memory:
 
 
 _rendering, _deadline, _memory = threading.Lock(), _Deadline(), _Memory()
+_tried: set[str] = set()  # templates that came to an end once

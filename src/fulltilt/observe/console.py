@@ -1,30 +1,44 @@
 """The console output of a run, for people and for machines.
 
-Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: on a terminal one
-progress bar with the current phase, elapsed time, remaining time and the last reward; elsewhere one plain line per step; with `json`, one
-JSON object per step on standard output and everything for people on standard error. Guaranteed: no thread, and no stream is redirected, so
-`breakpoint()`, `print` and child processes work as usual; `quiet` silences everything but warnings and JSON; a closed pipe (`| head`) does
-not end a run.
+Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: one line per step; on
+a terminal as many of its fields as fit the width, and below the lines a progress bar with the current phase, elapsed and remaining time;
+with `json`, one JSON object per step on standard output and everything for people on standard error. Guaranteed: no thread, and no stream
+is redirected, so `breakpoint()`, `print` and child processes work as usual; `quiet` silences everything but warnings and JSON; a stream
+that is lost (`| head`, a closed terminal, a full disk) does not end a run; text of others cannot control the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from statistics import mean
-from typing import IO, Any, TextIO
+from typing import Any, TextIO, cast
 
 import rich.console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from fulltilt.observe.metrics import TIMING_NAMES, Number, encode_line
+from fulltilt.observe.streams import outlet
+from fulltilt.words import printable
 
+# The fields of a step's line from left to right: the form, the metrics that may fill it (the first that the step has does), and its rank.
+# Where a terminal is too narrow for all of them, those of the highest rank are left out.
+_STEP_FIELDS = (
+    ("reward {:.3f}", ("critic/score/mean",), 1),
+    ("length {:.1f}", ("response_length/mean",), 2),
+    ("KL {:.4f}", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), 4),
+    ("entropy {:.2f}", ("rollout/entropy", "actor/entropy"), 5),
+    ("loss {:.4f}", ("train/loss", "actor/pg_loss"), 3),
+    ("lr {:.2g}", ("actor/lr",), 7),
+    ("{:.0f} tok/s", ("perf/throughput",), 6),
+)
+_LARGE_PHASE, _MOST_PHASES = 0.1, 3  # a phase is shown from this share of the step's time on, and at most so many
 _REDRAW_S = 0.1
+_PHASE_WIDTH, _TIMES_WIDTH = 21, 33  # columns of the bar's line, so that the bar keeps its width
 
 
 class Console:
@@ -49,17 +63,18 @@ class Console:
         """`stdout` and `stderr` default to those of the process; `terminal`: whether people read on a terminal, detected by default."""
         self._json = json
         self._quiet = quiet
-        self._out = stdout or sys.stdout
-        error = stderr or sys.stderr
-        people = error if json else self._out
-        self._people = _Output(file=people, force_terminal=terminal)
+        self._out = outlet(stdout or sys.stdout)
+        error = outlet(stderr or sys.stderr)
+        self._error = rich.console.Console(file=cast(TextIO, error), force_terminal=terminal if json else None)
+        self._people = self._error if json else rich.console.Console(file=cast(TextIO, self._out), force_terminal=terminal)
         self._live = self._people.is_terminal and not self._people.is_dumb_terminal
         # While there is a bar, everything must go through the bar's own console, or it would break the bar.
-        self._warnings = self._people if self._live else _Output(file=error)
+        self._warnings = self._people if self._live else self._error
         self._bar: _Bar | None = None
         self._total = 0
         self._running: list[str] = []
         self.begin_step(0)
+        self._out.tell_loss(self._tell_loss)
 
     @contextlib.contextmanager
     def run(self, total: int, done: int = 0) -> Iterator[None]:
@@ -105,12 +120,12 @@ class Console:
 
     def end_step(self, metrics: Mapping[str, Number]) -> None:
         if self._json:
-            with self._read_by_someone(self._out):
-                print(encode_line(self._step, metrics), file=self._out, flush=True)
-        if self._bar:
-            self._bar.finish_step(self._step, self.step_seconds, metrics.get("critic/score/mean"))
-        elif not self._quiet:
+            self._out.write(encode_line(self._step, metrics) + "\n")
+            self._out.flush()
+        if not self._quiet:
             self._say(self._people, self._step_line(metrics))
+        if self._bar:
+            self._bar.finish_step(self._step, self.step_seconds)
 
     def note(self, text: str) -> None:
         if not self._quiet:
@@ -120,36 +135,34 @@ class Console:
         self._say(self._warnings, f"warning: {text}", style="yellow")
 
     def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:
-        # As Text, because brackets in paths and errors are not markup. A reward's message may hold a lone surrogate, which is not UTF-8.
-        with self._read_by_someone(where.file):
-            where.print(Text(text.encode("utf-8", "backslashreplace").decode(), style), soft_wrap=True)
-            where.file.flush()
+        # As Text, because brackets in paths and errors are not markup. A terminal breaks lines between words, a file gets them whole.
+        where.print(Text(printable(text), style), soft_wrap=not where.is_terminal)
+        where.file.flush()
 
-    @contextlib.contextmanager
-    def _read_by_someone(self, file: IO[str]) -> Iterator[None]:
-        """Wraps all writing. If the reader of a pipe has gone, this output and all that follows is discarded."""
-        try:
-            yield
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, file.fileno())
-            os.close(nowhere)
-            self.warn("the reader of this output has gone. The run continues, and its folder has every step's metrics; Ctrl-C stops it")
+    def _tell_loss(self, reason: str) -> None:
+        words = "The run continues, and its folder has every step's metrics; Ctrl-C stops it"
+        self._say(self._error, f"warning: standard output is lost: {reason}. {words}", style="yellow")
 
     def _show_phase(self) -> None:
         if self._bar:
             self._bar.show(description=self._running[-1] if self._running else "")
 
     def _step_line(self, metrics: Mapping[str, Number]) -> str:
-        shown = (("reward", "critic/score/mean", "{:.3f}"), ("length", "response_length/mean", "{:.1f}"), ("loss", "train/loss", "{:.4f}"))
-        numbers = [f"{word} {form.format(metrics[name])}" for word, name, form in shown if name in metrics]
-        phases = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())
-        return "  ".join([f"step {self._step}/{self._total}", *numbers, f"{self.step_seconds:.1f} s", *([f"({phases})"] if phases else [])])
-
-
-class _Output(rich.console.Console):
-    def on_broken_pipe(self) -> None:
-        raise  # rich would end the process; here the caller decides
+        """The fields and phases that fit the width of a terminal; elsewhere all of them."""
+        values = {form: [metrics[name] for name in names if name in metrics] for form, names, _ in _STEP_FIELDS}
+        fields = [(rank, form.format(values[form][0])) for form, _, rank in _STEP_FIELDS if values[form]]
+        large = [name for name, seconds in self.seconds.items() if seconds > _LARGE_PHASE * self.step_seconds]
+        longest = sorted(large, key=lambda name: -self.seconds[name])[:_MOST_PHASES]
+        fewer_phases = [(len(fields), longest[:count]) for count in range(len(longest), 0, -1)]
+        fewer_fields = [(count, list[str]()) for count in range(len(fields), -1, -1)]
+        for count, phases in fewer_phases + fewer_fields:
+            shown = sorted(fields)[:count]
+            times = ", ".join(f"{name} {self.seconds[name]:.1f}" for name in large if name in phases)
+            taken = f"{self.step_seconds:.1f} s" + (f" ({times})" if times else "")
+            line = "  ".join([f"step {self._step}/{self._total}", *(text for rank, text in fields if (rank, text) in shown), taken])
+            if not self._live or len(line) <= self._people.width:
+                break
+        return line
 
 
 class _Bar:
@@ -157,10 +170,14 @@ class _Bar:
     child cannot inherit a lock that such a thread held."""
 
     def __init__(self, console: rich.console.Console, total: int, done: int) -> None:
-        description, times, reward = (TextColumn(f"{{task.{name}}}") for name in ("description", "fields[times]", "fields[reward]"))
-        columns = (description, BarColumn(), MofNCompleteColumn(), times, reward)
-        self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
-        self._task = self._progress.add_task("", total=total, completed=done, times="", reward="")
+        columns = (
+            TextColumn("{task.description}", table_column=Column(width=_PHASE_WIDTH, no_wrap=True)),
+            BarColumn(None, table_column=Column(ratio=1)),
+            TextColumn("{task.completed}/{task.total}", table_column=Column(width=2 * len(str(total)) + 1, no_wrap=True, justify="right")),
+            TextColumn("{task.fields[times]}", table_column=Column(width=_TIMES_WIDTH, no_wrap=True)),
+        )
+        self._progress = Progress(*columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False, expand=True)
+        self._task = self._progress.add_task("", total=total, completed=done, times="")
         self._step_seconds: list[float] = []  # one for each step since the start
         self._drawn = 0.0
         self._progress.start()
@@ -174,9 +191,9 @@ class _Bar:
             self._drawn = now
             self._progress.update(self._task, times=self._times(), refresh=True)
 
-    def finish_step(self, step: int, seconds: float, reward: Number | None) -> None:
+    def finish_step(self, step: int, seconds: float) -> None:
         self._step_seconds.append(seconds)
-        self.show(completed=step, reward="" if reward is None else f"reward {reward:.3f}")
+        self.show(completed=step)
 
     def stop(self) -> None:
         self.show()
@@ -192,4 +209,6 @@ class _Bar:
 
 def clock(seconds: float) -> str:
     """Seconds as people read them: 0:07, 12:40, 3:02:05."""
-    return str(timedelta(seconds=round(seconds))).removeprefix("0:").removeprefix("0")
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -312,7 +312,7 @@ def open_loggers(
     ids: dict[str, str] = {}
     with contextlib.suppress(OSError, ValueError, TypeError):
         ids |= json.loads(ids_file.read_text(encoding="utf-8"))
-    history = [line for line in read_lines(metrics) if line["step"] <= step] if step and config.to and metrics.is_file() else []
+    history = [line for line in read_lines(metrics).steps if line["step"] <= step] if step and config.to and metrics.is_file() else []
     opened = Loggers(warn)
     try:
         for name in config.to:

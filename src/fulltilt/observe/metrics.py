@@ -13,12 +13,14 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fulltilt.records import Group, Row, Sample, Score, UserError
+from fulltilt.words import listed
 
 Number = float | int
 
@@ -66,7 +68,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file so that it is never seen half-written."""
     partial = path.with_name(f"{path.name}.partial")
     with _writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays removed
         # Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8.
         partial.write_bytes(text.encode("utf-8", errors="backslashreplace"))
         partial.replace(path)
@@ -115,15 +117,36 @@ class MetricsFile:
             self._file.close()
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class MetricsLines:
+    steps: tuple[dict[str, Any], ...]
+    damaged: str = ""  # which lines are not as a run writes them, in words; empty: none
+
+
+def read_lines(path: Path) -> MetricsLines:
     """The steps of a metrics file. The file of a run that is still running, or was killed, may end in half a line, which is left out."""
-    text = path.read_text(encoding="utf-8")
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    found = [_decoded(line) for line in whole.split(b"\n")] if whole else []
+    wrong = [number for number, line in enumerate(found, 1) if line is None]
+    damaged = f"{'line' if len(wrong) == 1 else 'lines'} {listed(wrong)} cannot be read" if wrong else ""
+    return MetricsLines(tuple(line for line in found if line is not None), damaged)
+
+
+def _decoded(line: bytes) -> dict[str, Any] | None:
+    """The object of a line; None unless it is one that `encode_line` may have written."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict) or type(found.get("step")) is not int:
+        return None
+    numbers = [value for name, value in found.items() if name != "nonfinite" and value is not None]
+    return found if all(type(value) is float or (type(value) is int and value.bit_length() < 64) for value in numbers) else None
 
 
 def read_values(path: Path, name: str) -> list[float]:
     """The values of one metric, in the order of the steps that have it."""
-    return [line[name] for line in read_lines(path) if line.get(name) is not None]
+    return [line[name] for line in read_lines(path).steps if line.get(name) is not None]
 
 
 class RolloutFiles:
@@ -155,6 +178,11 @@ class RolloutFiles:
                 found = re.fullmatch(r"step-(\d+)\.jsonl(\.partial)?", path.name)
                 if found and (found.group(2) or int(found.group(1)) > step):
                     path.unlink()
+
+
+def read_samples(path: Path) -> list[dict[str, Any]]:
+    """The samples of one file of `RolloutFiles`."""
+    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
 
 
 def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
+import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from fulltilt.folders import refuse_foreign_json
 from fulltilt.observe.metrics import read_lines
 from fulltilt.records import UserError
 from fulltilt.words import listed
@@ -26,6 +29,7 @@ METRICS = "metrics.jsonl"
 DEFAULT = ("val/reward/mean", "critic/score/mean", "val/loss", "train/loss")  # those that exist are drawn
 PARTS_OF_TIME = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
 AGAINST = ("step", "seconds")
+PNG = b"\x89PNG"
 MARKED = 20  # curves with at most this many points have markers
 NAMED = 6  # at most this many metrics are named in an error
 
@@ -88,17 +92,36 @@ def labels(sources: Sequence[Path]) -> list[str]:
 
 
 def of_source(source: Path, label: str) -> list[Curve]:
-    path, damage = (source / METRICS, "is damaged: a line is not JSON") if source.is_dir() else (source, "has no curves")
+    is_run = os.path.isdir(source)
+    path = source / METRICS if is_run else source
     remedy = "Give the folder of a run, or a JSON file that `fulltilt plot` or `fulltilt bench learn` wrote"
     try:
-        if source.is_dir():
-            return of_run(read_lines(path), label)
-        known = json.loads(path.read_text(encoding="utf-8"))["curves"]
-        return [Curve(each["label"], each["metric"], *(tuple(each[name]) for name in ("steps", "seconds", "values"))) for each in known]
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"{path}: is not a file. {remedy}")
+        if is_run:
+            return of_metrics(path, label)
+        return [of_json(each) for each in json.loads(path.read_bytes())["curves"]]
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). {remedy}") from error
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: {damage}. {remedy}") from None
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
+        raise UserError(f"{path}: has no curves. {remedy}") from None
+
+
+def of_json(found: Mapping[str, Any]) -> Curve:
+    """Raises ValueError, LookupError, TypeError or OverflowError for what is not a curve."""
+    steps, seconds, values = (tuple(float(value) for value in found[name]) for name in ("steps", "seconds", "values"))
+    if not len(steps) == len(seconds) == len(values):
+        raise ValueError("columns of different lengths")
+    return Curve(str(found["label"]), str(found["metric"]), steps, seconds, values)
+
+
+def of_metrics(path: Path, label: str) -> list[Curve]:
+    found = read_lines(path)
+    if found.damaged:
+        raise UserError(f"{path}: is damaged: {found.damaged}. Delete them to plot the others")
+    return of_run(found.steps, label)
 
 
 def of_run(lines: Sequence[Mapping[str, Any]], label: str) -> list[Curve]:
@@ -140,6 +163,10 @@ def write(
     has_numbers = numbers.resolve() in [source.resolve() for source in sources]
     if has_numbers and not picture:
         raise UserError(f"--out {out}: is one of the sources. Give another name")
+    if not has_numbers:
+        refuse_foreign_json(numbers, "curves", f"--out {out}")
+    if picture and picture.is_file() and not picture.read_bytes()[: len(PNG)] == PNG:
+        raise UserError(f"--out {out}: exists and is not a PNG. Nothing was changed. Give another name")
     document = {"against": against, "smooth": smooth, "title": title, "curves": [asdict(curve) for curve in curves]}
     try:
         if not has_numbers:
@@ -157,18 +184,20 @@ def draw(curves: Sequence[Curve], picture: Path, against: str, smooth: int, titl
 
     metrics = list(dict.fromkeys(curve.metric for curve in curves))
     colours = {label: f"C{number % 10}" for number, label in enumerate(dict.fromkeys(curve.label for curve in curves))}
+    plain = {text: text.replace("$", r"\$") for curve in curves for text in (curve.label, curve.metric)}  # not a formula
     figure = Figure(figsize=(7.0, 3.2 * len(metrics)), layout="constrained")
     FigureCanvasAgg(figure)
     if title:
-        figure.suptitle(title)
+        figure.suptitle(title.replace("$", r"\$"))
     for panel, metric in zip(figure.subplots(len(metrics), 1, squeeze=False)[:, 0], metrics, strict=True):
         for curve in (curve for curve in curves if curve.metric == metric):
             x, y = curve.steps if against == "step" else curve.seconds, trailing_means(curve.steps, curve.values, smooth)
             # The few points of validations get markers; those of many training steps would hide the line.
             panel.plot(
-                x, y, color=colours[curve.label], label=curve.label, linewidth=1.2, marker="o" if len(x) <= MARKED else None, markersize=3
-            )
-        panel.set_ylabel(metric)
+                x, y, color=colours[curve.label], label=plain[curve.label], linewidth=1.2, marker="o" if len(x) <= MARKED else None,
+                markersize=3,
+            )  # fmt: skip
+        panel.set_ylabel(plain[metric])
         panel.grid(alpha=0.3)
         panel.legend(frameon=False, fontsize="small")
         panel.set_xlabel(against)

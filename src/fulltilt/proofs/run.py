@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from fulltilt.proofs.cases import REFUSED, ProofCase, all_cases
 from fulltilt.proofs.setup import ORIGIN, ProofSetup, StepKey, StepKind, step_key
 from fulltilt.proofs.step import watched_step
 from fulltilt.records import UserError
-from fulltilt.words import in_bytes, many
+from fulltilt.words import in_bytes, many, printable
 
 OUTPUT_TOLERANCE = 1e-6  # outputs are float32; relative to their norm
 TIMES_SPREAD = 4  # on CUDA a difference may be this many times what re-runs of a step differ by
@@ -79,7 +80,7 @@ def choose(names: Sequence[str]) -> set[str]:
         else:
             near = f"; the nearest is {best}" if (best := nearest(name, known)) else ""
             unknown = f"{name}: unknown knob{near}. `fulltilt knobs` lists all of them"
-            mistakes += [f"{name}: {knob.name} {why_not(knob)}" for knob in found] or [unknown]
+            mistakes += [f"{name}: {'' if knob.name == name else f'{knob.name} '}{why_not(knob)}" for knob in found] or [unknown]
     if mistakes:
         raise UserError("\n".join(mistakes))
     return chosen or set(known)
@@ -161,7 +162,7 @@ class ProofRunner:
 
     def _run(self, step: StepKey, readers: Sequence[ProofCase] = ()) -> StepEvidence:
         kind, settings = step
-        self.say(f"running a {kind} step with {', '.join(f'{key} = {value}' for key, value in settings) or 'default settings'}")
+        self.say(f"running one {kind} step with {', '.join(f'{key} = {value}' for key, value in settings) or 'default settings'}")
         try:
             with watched_step(self.setup.config(step), None if kind == "rollout" else self.setup.response) as seen:
                 numbers = {case: case.measurement.read(seen, case.model_role) for case in readers}
@@ -231,11 +232,14 @@ def difference(one: StepEvidence, other: StepEvidence, role: str) -> float:
 
 VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("needs a GPU", "yellow")}
 EQUAL = {True: "equal", False: "DIFFER", None: "-"}
-WIDTH = 150  # where standard output is not a terminal
+WIDTH = 150  # where standard output is not a terminal and COLUMNS is not set
 
 
 def show(results: Sequence[ProofResult]) -> None:
-    Console(width=None if Console().is_terminal else WIDTH).print(table(results))
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    console.print(table(results))
 
 
 def table(results: Sequence[ProofResult]) -> Group:
@@ -257,7 +261,7 @@ def table(results: Sequence[ProofResult]) -> Group:
             numbers = (shown(result.off, result.unit), shown(result.on, result.unit))
             found.add_row("", result.role, result.metric, *numbers, EQUAL[result.gradients_equal], Text(verdict, style))
             if result.holds is not True:
-                found.add_row("", "", Text(result.reason, style))
+                found.add_row("", "", Text(printable(result.reason), style))
     counts = {value: sum(result.holds is value for result in results) for value in VERDICTS}
     words = f"{many(len(results), 'proof')}: {counts[True]} hold, {counts[False]} do not hold, {counts[None]} need a GPU"
     return Group(found, "", words)

@@ -33,7 +33,7 @@ from fulltilt.model.attention import Decode
 from fulltilt.model.experts import used_by_a_token, why_not_captured
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 from fulltilt.rollout.engine import EngineContext
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.words import first_line
@@ -264,7 +264,7 @@ class Decoder:
         self._captured.clear()
         self._pool = None
         torch.cuda.empty_cache()  # memory that only graphs used
-        warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", stacklevel=2)
+        warnings.warn(f"rollout.cuda_graphs: decoding runs without graphs, and slower: {reason}", RunWarning, stacklevel=2)
 
     def _results(self) -> list[Callable[[], np.ndarray]]:
         progress = self._progress

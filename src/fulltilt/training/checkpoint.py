@@ -8,17 +8,18 @@ Enters: a JSON-able state, and a function that writes the exported model and nam
     state.json           everything else that a resumed run needs
     manifest.json        written last: format, step, and every file's size and sha256
 
+and `best`, a link to the best of them where a run names a metric for it.
+
 Guaranteed: a folder gets its final name only when all of it is on the disk, so a partial folder left by a kill is never taken for a
-checkpoint; the newest intact checkpoint is deleted only after a newer one is in place; a file that is changed or truncated later is
-detected by its hash. Only one process may write to a store at a time: call `finish` or `abandon` before another one does. With `beside`,
-`save` returns as soon as its caller may change the saved tensors, and a thread does the rest; its errors are raised by `finish` or the next
-`save`.
+checkpoint; the newest intact checkpoint is deleted only after a newer one is in place, and the best only after a better one; a file that
+is changed or truncated later is detected by its hash; files have the modes that the umask gives. Only one process may write to a store at
+a time: call `finish` or `abandon` before another one does. With `beside`, `save` returns as soon as its caller may change the saved
+tensors, and a thread does the rest; its errors are raised by `finish` or the next `save`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import mmap
@@ -41,19 +42,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from fulltilt.folders import use_usual_modes
 from fulltilt.memory.host import free_host_bytes
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 from fulltilt.words import in_bytes
 
 FORMAT = 1
 MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
+BEST = "best"
 FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
 MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
 BLOCK_BYTES = 16 * 2**20  # hashed at once
 ALIGNMENT = 64  # of a copied tensor, in bytes: enough for any type
 COPY_SHARE = 0.25  # of free main memory that a copy may take, which is written while training continues
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
 
 @dataclass(frozen=True)
@@ -81,51 +83,68 @@ class Checkpoint:
         return state
 
 
+@dataclass(frozen=True)
+class BestCheckpoint:
+    """Example: BestCheckpoint("-val/loss", 30, 1.25) is the checkpoint of step 30; a metric with a minus is better the lower it is."""
+
+    metric: str
+    step: int
+    value: float
+
+    def beats(self, other: BestCheckpoint | None) -> bool:
+        sign = -1 if self.metric.startswith("-") else 1
+        return other is None or sign * self.value > sign * other.value
+
+
 Write = Callable[[Path, bool], Callable[[], None] | None]
 
 
 class CheckpointStore:
-    """The checkpoints of one run: at most `keep` intact ones, the newest."""
+    """The checkpoints of one run: at most `keep` intact ones, the newest, and the best one."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         assert keep > 0
         self.folder = Path(folder)
         self.keep = keep
         self.newest = 0  # step of the checkpoint that `latest` found or `save` began to write; 0: none
-        self.skipped: list[str] = []  # folders that the last call of `latest` rejected, and why
+        self.on_saved: Callable[[], None] = lambda: None  # called when a checkpoint is in place, by whichever thread wrote it
+        self.best: BestCheckpoint | None = None  # kept whatever `keep` is
+        self.skipped: list[str] = []  # folders that the last call of `latest` or `find_best` rejected, and why
         self._verified: set[Path] = set()  # hashed or written by this process: rotation need not read them again
         self._background: Future[None] | None = None  # the save that a thread of its own is writing
         self._thread: threading.Thread
         self._stop = threading.Event()  # tells the background save to stop
         self._before = 0  # `newest` before the checkpoint that is being written in the background
 
-    def save(self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False) -> Path:
-        """Write a checkpoint, then delete those beyond `keep`. `write` fills the given folder with about `written_bytes`; its second
-        argument says whether it may return a function that does the rest.
+    def save(
+        self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False,
+        best: BestCheckpoint | None = None,
+    ) -> Path:  # fmt: skip
+        """Write a checkpoint, then delete those beyond `keep` and `best`. `write` fills the given folder with about `written_bytes` and may
+        add to the state; its second argument says whether it may return a function that does the rest.
 
         With `beside`, the checkpoint is in place only after `finish`: a thread hashes, waits for the disk and deletes, and also writes the
         tensors where a copy of them fits well into main memory.
         Raises UserError when the disk is full or not writable; then no checkpoint has changed and no partial folder is left.
         """
         self.finish()
-        text = json.dumps(state, indent=1)
         target = self.path(step)
         unfinished = self.folder / f"{target.name}.partial-{os.getpid()}"
-        needed = len(text) + written_bytes
+        needed = len(json.dumps(state, indent=1)) + written_bytes
         with self._whole_or_nothing(step, unfinished, needed):
             self._clean_up()
             self.require_space(needed)
             unfinished.mkdir(parents=True)
             later = write(unfinished, beside)
-            (unfinished / STATE).write_text(text, encoding="utf-8")
+            (unfinished / STATE).write_text(json.dumps(state, indent=1), encoding="utf-8")
             if beside:
                 self._background = Future()
-                rest = (step, unfinished, target, needed, later)
+                rest = (step, unfinished, target, needed, later, best)
                 # A daemon: a disk that hangs must not keep the process from ending.
                 self._thread = threading.Thread(target=self._in_background, args=(self._background, rest), name="checkpoint", daemon=True)
                 self._thread.start()
         if not beside:
-            self._complete(step, unfinished, target, needed, later)
+            self._complete(step, unfinished, target, needed, later, best)
         self._before, self.newest = self.newest, step
         return target
 
@@ -158,7 +177,9 @@ class CheckpointStore:
         if self._stop.is_set():
             raise CancelledError
 
-    def _complete(self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None) -> None:
+    def _complete(
+        self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None, best: BestCheckpoint | None
+    ) -> None:
         """The rest of a save, which reads nothing that training changes."""
         with self._whole_or_nothing(step, unfinished, needed):
             self._go_on()
@@ -167,6 +188,8 @@ class CheckpointStore:
             write_manifest(unfinished, step, self._go_on)
             self._go_on()
             self._put_in_place(unfinished, target)
+            self._point_to(best)
+            self.on_saved()
         self._verified.add(target)
         self._rotate(step)
 
@@ -176,7 +199,7 @@ class CheckpointStore:
             yield
         except BaseException as error:
             remove(unfinished)  # before free space is reported
-            if not isinstance(error, Exception) or system_error_number(error) not in UNWRITABLE:
+            if not isinstance(error, Exception) or system_error_number(error) is None:
                 raise
             raise UserError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. {in_bytes(needed)} are needed, "
@@ -193,14 +216,26 @@ class CheckpointStore:
     def latest(self) -> Checkpoint | None:
         """The newest checkpoint whose files are complete and unchanged. Reads every byte of it; writes nothing."""
         self.finish()
-        self.newest, self.skipped = 0, []
-        for path, step in self._finished():
+        found = self._first_intact(self._finished)
+        self.newest = found.step if found else 0
+        return found
+
+    def find_best(self) -> Checkpoint | None:
+        """The checkpoint that `best` points to, if its files are complete and unchanged."""
+        link = self.folder / BEST
+        return self._first_intact(lambda: [(path, step) for path, step in self._finished() if path.resolve() == link.resolve()])
+
+    def _first_intact(self, known: Callable[[], list[tuple[Path, int]]]) -> Checkpoint | None:
+        self.skipped = []
+        for path, step in known():
             damage = find_damage(path, step)
             if damage is None:
                 self._verified.add(path)
-                self.newest = step
                 return Checkpoint(path, step)
-            self.skipped.append(f"{path}: {damage}")
+            if path.exists():
+                self.skipped.append(f"{path}: {damage}")
+            else:  # a run that is still training has deleted it, and has newer ones
+                return self._first_intact(known)
         return None
 
     def at(self, step: int) -> Checkpoint:
@@ -212,6 +247,24 @@ class CheckpointStore:
         if damage := find_damage(there[step], step):
             raise UserError(f"{there[step]}: the checkpoint is damaged: {damage}. Choose another step")
         return Checkpoint(there[step], step)
+
+    def tidy(self, best: BestCheckpoint | None) -> None:
+        """Finish what a killed process has begun: the link to the best checkpoint, deletions, an interrupted replacement. Call it after
+        `latest`."""
+        self._clean_up()
+        self._point_to(best if best and self.holds(best.step) else None)
+        if any(self.best is None or step != self.best.step for _, step in self._finished()[self.keep :]):
+            self._rotate(self.newest)
+
+    def _point_to(self, best: BestCheckpoint | None) -> None:
+        link, new = self.folder / BEST, self.folder / f".{BEST}"
+        self.best = best
+        new.unlink(missing_ok=True)  # of a killed process
+        if best is not None:
+            new.symlink_to(f"step-{best.step:08d}")
+            new.replace(link)
+        elif link.is_symlink():
+            link.unlink()
 
     def _finished(self) -> list[tuple[Path, int]]:
         """Finished checkpoints, newest first; for one step, the new one before the one it replaces."""
@@ -260,14 +313,14 @@ class CheckpointStore:
             self._delete(replaced)
 
     def _rotate(self, saved: int) -> None:
-        """Keep the checkpoint just saved and the next intact ones before it. A later one, from which a resumed run fell back, is deleted if
-        damaged; otherwise it is the user's and stays."""
+        """Keep the checkpoint just saved, the next intact ones before it, and the best. A later one, from which a resumed run fell back, is
+        deleted if damaged; otherwise it is the user's and stays."""
         kept = 1
         for path, step in self._finished():
             if step == saved:
                 continue
             intact = find_damage(path, step, hashes=path not in self._verified) is None
-            if intact and (step > saved or kept < self.keep):
+            if intact and (step > saved or kept < self.keep or (self.best and step == self.best.step)):
                 self._verified.add(path)
                 kept += step < saved
             else:
@@ -322,6 +375,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None) -> None:
     """Flush everything in the folder to the disk, the manifest last."""
+    use_usual_modes(folder)
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as stream:
@@ -351,7 +405,7 @@ def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
         listed = {name: (entry["bytes"], entry["sha256"]) for name, entry in manifest["files"].items()}
     except FileNotFoundError:
         return f"{MANIFEST} is missing"
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
     for name in (TENSORS, STATE):
         if name not in listed:
@@ -366,8 +420,8 @@ def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
                     return f"{name} has changed since it was written (sha256 differs)"
     except FileNotFoundError as error:
-        return f"{Path(error.filename).relative_to(folder)} is missing"
-    except OSError as error:
+        return f"{os.path.relpath(error.filename, folder)} is missing"
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL character
         return f"not readable: {error}"
     return None
 
@@ -387,7 +441,7 @@ def remove(folder: Path) -> None:
             shutil.rmtree(folder)
         except OSError as error:
             # Not a reason to end the run: the folder's name marks it as rubbish, and the next save tries again.
-            warnings.warn(f"{folder} could not be deleted and still takes space: {error}", stacklevel=2)
+            warnings.warn(f"{folder} could not be deleted and still takes space: {error}", RunWarning, stacklevel=2)
 
 
 def system_error_number(error: BaseException) -> int | None:

@@ -1,0 +1,59 @@
+"""Folders and files that commands write to: only their own, empty ones and new ones.
+
+Enters: a path that a user gave, before anything is written there. Leaves: nothing, or a UserError that says what is there. Guaranteed:
+nothing of another program's is written over or deleted. A folder belongs to a command if it holds that command's marker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from fulltilt.records import UserError
+from fulltilt.words import listed
+
+RUN_MARKER, DEMO_MARKER, BENCH_MARKER = ".fulltilt", ".fulltilt-demo", ".fulltilt-bench"
+NAMED = 3  # at most this many entries of a folder are named in an error
+
+
+def refuse_foreign(folder: Path, marker: str, key: str) -> None:
+    """Raise UserError unless the folder holds `marker`, is empty, or can be made. `key`: the key or option that names the folder."""
+    try:
+        inside = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        inside = []
+        parent = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
+        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
+            raise UserError(f"{key}: {folder} cannot be made: {parent} is not a folder that can be written. Use another folder") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL character
+        raise UserError(f"{key}: {folder} cannot be used: {getattr(error, 'strerror', error)}. Use another folder") from None
+    if inside and marker not in inside:
+        raise UserError(
+            f"{key}: {folder} holds {listed(inside, NAMED)}, which fulltilt did not write there: it has no file {marker}. Nothing was "
+            "changed. Use another folder; it need not exist"
+        )
+
+
+def refuse_foreign_json(file: Path, key: str, option: str) -> None:
+    """Raise UserError if the file exists and is no JSON object with `key`, which all that `option` writes have. A device is no file."""
+    if not file.is_file() or file.stat().st_size == 0:
+        return
+    try:
+        found: Any = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or key not in found:
+        raise UserError(f"{option}: {file} exists, and fulltilt did not write it. Nothing was changed. Give another name, or delete it")
+
+
+def use_usual_modes(folder: Path) -> None:
+    """Give every file below the folder the mode of a new file: safetensors makes files that only their owner can read."""
+    probe = folder / f".mode-{os.getpid()}"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o777 != mode:
+            path.chmod(mode)

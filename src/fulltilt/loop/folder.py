@@ -1,0 +1,121 @@
+"""The folder of a run, while one process has it.
+
+Enters: `run.dir`. Leaves: a `RunFolder`, locked until its context ends. Guaranteed: only a new, an empty or a run's own folder is opened;
+two processes never have the same one; metrics and rollouts whose checkpoints were deleted are moved to `before-1/`, `before-2/`, ... and
+never written over; a folder that is removed or renamed while the run has it is noticed before more is written.
+
+The marker `.fulltilt` is also the lock. Its first line says what it is; a second one says that the run has had a checkpoint: without one,
+what a killed run has written is computed again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import TextIO
+
+from fulltilt.folders import RUN_MARKER, refuse_foreign
+from fulltilt.records import UserError
+
+SNAPSHOT, PLAN, METRICS, ROLLOUTS, VALIDATION = "snapshot.toml", "plan.json", "metrics.jsonl", "rollouts", "validation"
+WHAT = "The folder of a fulltilt run. While this file is here, fulltilt writes and deletes files in the folder.\n"
+HAD_CHECKPOINT = "The run has had a checkpoint.\n"
+
+
+class RunFolder:
+    def __init__(self, path: Path, marker: TextIO) -> None:
+        """`marker`: locked, and open until the run ends."""
+        self.path = path
+        self._marker = marker
+        marker.seek(0)
+        self.had_checkpoint = HAD_CHECKPOINT in marker.read()
+
+    def note_checkpoint(self) -> None:
+        """From now on, metrics and rollouts are worth keeping if all checkpoints are deleted."""
+        if not self.had_checkpoint:
+            self._marker.write(HAD_CHECKPOINT)
+            self._marker.flush()
+            self.had_checkpoint = True
+
+    def move_aside(self) -> Path | None:
+        """Move what a run has written whose checkpoints were deleted. Returns the folder that holds it now; None if there is nothing."""
+        found = [path for name in (METRICS, ROLLOUTS, VALIDATION) if has_content(path := self.path / name)]
+        if not self.had_checkpoint or not found:
+            return None
+        aside = next(path for number in count(1) if not (path := self.path / f"before-{number}").exists())
+        with self.writing():
+            aside.mkdir()
+            for path in found:
+                path.rename(aside / path.name)
+            for path in (self.path / SNAPSHOT, self.path / PLAN):
+                if path.is_file():
+                    shutil.copy(path, aside)
+            self._marker.truncate(len(WHAT))
+        self.had_checkpoint = False
+        return aside
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"run.dir: {self.path} cannot be written: {error.strerror}. Use another folder") from error
+
+    def require_in_place(self) -> None:
+        """Raise UserError if the folder is no longer the one that the run opened."""
+        held = os.fstat(self._marker.fileno())
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.stat(self.path / RUN_MARKER), held):
+                return
+        moved = moved_to(self._marker) if held.st_nlink else None
+        if moved:
+            raise UserError(
+                f"run.dir: {self.path} was moved to {moved} during the run, which has stopped. Its files are there. To resume it, repeat "
+                f"the command with run.dir={moved}"
+            )
+        raise UserError(
+            f"run.dir: {self.path}, or the file {RUN_MARKER} in it, was deleted during the run, which has stopped since nothing can be "
+            "saved there. Repeat the command to start the run again"
+        )
+
+
+def has_content(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+
+
+def moved_to(marker: TextIO) -> Path | None:
+    """The folder in which an open file is now; None where the system does not say."""
+    with contextlib.suppress(OSError):
+        return Path(os.readlink(f"/proc/self/fd/{marker.fileno()}")).parent
+    return None
+
+
+@contextlib.contextmanager
+def open_run_folder(path: Path, *, new: bool = False) -> Iterator[RunFolder]:
+    """Make the folder if there is none, and lock it: two processes would destroy each other's work. `new`: it was not a run's folder when
+    the run was prepared; if it is one now, another process was faster."""
+    refuse_foreign(path, RUN_MARKER, "run.dir")
+    other = f"run.dir: another process is running in {path}. Wait for it, or use another folder"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        marker = open(path / RUN_MARKER, "a+", encoding="utf-8", errors="replace")  # noqa: SIM115
+    except OSError as error:
+        raise UserError(f"run.dir: {path} cannot be written: {error.strerror}. Choose another folder") from error
+    with marker:
+        try:
+            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(other) from None
+        except OSError as error:
+            raise UserError(f"run.dir: {path} cannot be locked: {error.strerror}. Use a folder on another file system") from error
+        if os.fstat(marker.fileno()).st_size == 0:
+            marker.write(WHAT)
+            marker.flush()
+        elif new:
+            raise UserError(other)
+        yield RunFolder(path, marker)
