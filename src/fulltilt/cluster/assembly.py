@@ -25,10 +25,12 @@ from fulltilt.cluster.checks import (
     TextFacts,
     check_lengths,
     choose_device,
+    model_paths,
     read_training_data,
     read_validation_data,
     refuse,
     settings_without_effect,
+    wrong_models,
     wrong_rollout,
     wrong_settings,
 )
@@ -149,6 +151,7 @@ def put_together(
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
+        refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
         data = read(config, algorithm)
         models = load_models(config, roles, data.tokenizer, device, data.encoder, resume, sampled=reward is not None)
         worker, lacking = make_worker(config, algorithm, device, models, data, roles, resume, kept)
