@@ -230,7 +230,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
     if not tree.surroundings.get("warnings") and (found := WARNING.search(both)):
         yield Verdict(f"a library's warning: {re.sub(r'[0-9]+', '#', found[0].partition('py:')[2])[:100]}", found[0])
     terminal = "terminal" in tree.surroundings.values()
-    if tree.surroundings.get("encoding") != "utf-16" and (found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both)):
+    if found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both):
         yield Verdict("a control character in the output", repr(both[max(0, found.start() - 200) : found.end() + 50]))
     shown = tree.surroundings.get("stderr", "file") == "file"
     if ended.code == 2 and shown and not re.search(r"error:|Usage:", ended.error, re.IGNORECASE):
@@ -242,7 +242,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
 
 
 def judge_json(tree: Tree, out: str) -> Iterator[Verdict]:
-    if tree.surroundings.get("encoding") == "utf-16" or "--help" in tree.arguments:
+    if "--help" in tree.arguments:
         return
     try:
         json.loads(out)

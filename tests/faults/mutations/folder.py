@@ -57,7 +57,7 @@ def foreign_folder(tree: Tree, chance: random.Random) -> str:
     if contents == [".lock"]:
         contents.append("thesis.tex")
     for name in contents:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(chance.choice(("the user's\n", "{}\n", '{"step": 1}\n', "")))
     return f"the run folder holds another tool's {', '.join(contents)}"
 
