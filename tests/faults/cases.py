@@ -123,13 +123,13 @@ def run(seed: int, number: int, root: Path, templates: Templates, deadline_s: fl
     for name, mode in tree.modes.items():
         with contextlib.suppress(OSError):
             (root / name).chmod(mode)
-    before = digest(root)
     with held(tree.held):
+        before = digest(root)
         ended = child.run(
             root, tree.arguments, tree.environment, child.Surroundings(**tree.surroundings), deadline_s=deadline_s,
             end_after_s=LONG_S if tree.long else None, meanwhile=tree.meanwhile, run_dir=tree.run_dir,
         )  # fmt: skip
-    after = digest(root)
+        after = digest(root)
     verdicts = (*judge_end(tree, ended, number < len(SCENARIOS)), *judge_output(tree, ended), *judge_files(tree, before, after))
     said = (*tree.said, "fulltilt " + " ".join(text if len(text) < 200 else f"{text[:60]}..." for text in tree.arguments))
     return Result(number, said, ended.code, ended.seconds, verdicts, ended.out, ended.error)
