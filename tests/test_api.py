@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -15,11 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import runs
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fulltilt
 from fulltilt import callables, user_code
@@ -70,21 +69,20 @@ def test_six_lines_train_a_model(small: dict[str, Any]) -> None:
 
 def test_runs_of_one_process_and_of_the_command_line_are_the_same_to_the_bit(tmp_path: Path, model_folders: ModelFolders) -> None:
     """Also after a run that failed, one in another dtype, and one with other threads."""
-    folders = [runs.make(tmp_path / name, model_folders("qwen2")) for name in ("command", "first", "second", "other")]
-    assert runs.command(folders[0], "train", "run.toml", "run.steps=3").code == 0
-    before = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), signal.getsignal(signal.SIGINT)
-    for folder in folders[1:3]:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(folder)
-            fulltilt.train("run.toml", steps=3, quiet=True)
-            patch.chdir(folders[3])
-            with pytest.raises(fulltilt.UserError, match="not_a_number"):
-                fulltilt.train("run.toml", reward="reward.py:not_a_number", quiet=True, run_dir="failed")
-            shutil.rmtree("run", ignore_errors=True)
-            fulltilt.train("run.toml", overrides=["model.dtype=float64", "run.threads=2", "run.steps=1"], quiet=True)
-    assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled(), signal.getsignal(signal.SIGINT)) == before
-    for folder in folders[1:3]:
-        runs.assert_equal_runs(folder, folders[0])
+    command, first, other, second = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("command", "first", "other", "second"))
+    assert runs.command_forked(command, "train", "run.toml", "run.steps=2").code == 0
+    before = torch.get_num_threads(), torch.get_deterministic_debug_mode(), signal.getsignal(signal.SIGINT)
+    with contextlib.chdir(first):
+        fulltilt.train("run.toml", steps=2)
+    with contextlib.chdir(other):
+        with pytest.raises(fulltilt.UserError, match="not_a_number"):
+            fulltilt.train("run.toml", reward="reward.py:not_a_number", run_dir="failed")
+        fulltilt.train("run.toml", overrides=["model.dtype=float64", "run.threads=2", "run.steps=1"])
+    with contextlib.chdir(second):
+        fulltilt.train("run.toml", steps=2)
+    assert (torch.get_num_threads(), torch.get_deterministic_debug_mode(), signal.getsignal(signal.SIGINT)) == before
+    for folder in (first, second):
+        runs.assert_equal_runs(folder, command)
 
 
 def test_nothing_of_a_run_stays_in_memory(small: dict[str, Any]) -> None:
@@ -386,7 +384,7 @@ def test_generate_is_what_transformers_would(trained: Path) -> None:
     prompts = ["1+1=", [{"role": "user", "content": "hi"}]]
     found = fulltilt.generate(trained / "whole", prompts, temperature=0, max_new_tokens=8, details=True, device="cpu")
     folder = runs_model(trained / "whole", 2)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), models.tokenizer()
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     for prompt, completion in zip(["1+1=", "<s>u:hi\na:"], found, strict=True):
         ids = torch.tensor([tokenizer(prompt)["input_ids"]])
         expected = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,12 +17,13 @@ from pathlib import Path
 
 import pytest
 import runs
+from safetensors.torch import load_file, save_file
+from terminal import Terminal, attach
 
 import fulltilt
 from fulltilt.knobs import LEDGER
 from fulltilt.schema import keys
 from fulltilt.starter import TASKS
-from fulltilt.training.checkpoint import write_manifest
 
 ModelFolders = Callable[[str], Path]
 COMMANDS = {
@@ -306,13 +309,16 @@ def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
     # The handler is Python's own. Where this suite runs in the background of a shell, its processes begin with the signal ignored.
     script = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fulltilt import cli, config; "
-        "config.load = lambda *a, **k: signal.raise_signal(signal.SIGINT); cli.main()"
+        "config.parse = lambda *a, **k: signal.raise_signal(signal.SIGINT); cli.main()"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script, "train", "run.toml"],
         cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "stopped\n")
+    assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[-1]) == (130, "", "stopped")
+
+
+# -- output that is lost ----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -323,21 +329,123 @@ def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
         pytest.param(("doctor", "--json"), id="doctor --json", marks=pytest.mark.long),  # imports torch
     ],
 )
-def test_a_reader_that_goes_away_is_no_fault(folder: Path, command: tuple[str, ...]) -> None:
-    """`fulltilt knobs | head -1`"""
-    script = "from fulltilt import cli; cli.main()"
-    started = subprocess.Popen(
-        [sys.executable, "-c", script, *command],
-        cwd=folder,
-        env=runs.environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert started.stdout is not None and started.stderr is not None
-    started.stdout.close()
-    with started.stderr as said:
-        assert (started.wait(240), said.read()) == (141, "")
+@pytest.mark.parametrize(("output", "code"), [("| true", 141), ("> /dev/full", 2), (">&-", 2)])
+def test_a_lost_result_is_an_error_of_one_line(folder: Path, command: tuple[str, ...], output: str, code: int) -> None:
+    """`fulltilt knobs | head -1` is none, but has an exit code of its own."""
+    line = shlex.join([sys.executable, "-m", "fulltilt", *command])
+    ended = subprocess.run(
+        ["bash", "-c", f"{line} {output}; exit ${{PIPESTATUS[0]}}"],
+        cwd=folder, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    said = ended.stderr.removeprefix("loading PyTorch ...\n")
+    assert (ended.returncode, ended.stdout, said.count("\n")) == (code, "", int(code == 2)), ended
+    assert said.startswith("error: standard output is lost: ") or code == 141
+
+
+def fill_disk() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+def close_output(*descriptors: int) -> None:
+    """As Python finds it after `>&-`."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+        setattr(sys, ("stdin", "stdout", "stderr")[descriptor], None)
+
+
+def write_ascii() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(encoding="ascii", errors="strict")  # type: ignore[union-attr]
+
+
+OUTPUTS: dict[str, tuple[Callable[[], None], str]] = {
+    "a full disk": (fill_disk, "warning: standard output is lost: No space left on device. The run continues"),
+    "closed": (partial(close_output, 1), "warning: standard output is lost: it is closed. The run continues"),
+    "all closed": (partial(close_output, 0, 1, 2), ""),
+    "ascii": (write_ascii, ""),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_a_run_outlives_its_output(folder: Path, name: str) -> None:
+    lose, said = OUTPUTS[name]
+    ended = runs.command_forked(folder, "train", "run.toml", "run.steps=1", "run.eval_before=false", "run.dir=läuft", first=lose)
+    assert ended.code == 0, ended.error
+    assert [path.name for path in (folder / "läuft" / "checkpoints").iterdir()] == ["step-00000001"]
+    assert said in ended.error and ended.error.count("lost") == bool(said) and "Traceback" not in ended.error
+    if name == "ascii":
+        assert r"done: 1 step in l\xe4uft" in ended.out
+
+
+# -- what people see --------------------------------------------------------------------------------------------------------------------
+
+STOP_AT_TORCH = """
+import os, sys
+sys.addaudithook(lambda event, given: os._exit(7) if event == "import" and given[0] == "torch" else None)
+from fulltilt.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command", ["train run.toml", "eval run.toml", "chat model", "demo --dir new", "doctor", "prove", "bench rollout --device cpu"]
+)
+def test_every_command_answers_before_torch_is_loaded(folder: Path, command: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STOP_AT_TORCH, *command.split()],
+        cwd=folder, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (7, ""), ended
+    assert re.fullmatch(r"loading .* \.\.\.\n", ended.stderr), ended
+
+
+def test_errors_cannot_control_the_terminal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evil = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\r.toml"
+    refused = runs.command_here(folder, "train", evil)
+    assert_refused(refused, r"\x1b]52;c;ZXZpbA==\x07\x1b[2J\r.toml: no such file")
+    change(folder, 'path = "model"', '"\\u001b[2J" = 1')
+    assert_refused(runs.command_here(folder, "train", "run.toml"), r"\x1b[2J")
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError(evil)
+
+    monkeypatch.setattr("fulltilt.api.train", fail)
+    broken = runs.command_here(folder, "train", "run.toml")
+    assert broken.code == 1 and "Traceback" in broken.error and r"RuntimeError: \x1b]52;c" in broken.error
+    assert "\x1b" not in refused.error + broken.error and "\r" not in refused.error + broken.error
+
+
+def test_the_console_at_80_and_120_columns(folder: Path) -> None:
+    """docs/console.md shows the same: one line per step, no line too long, no word broken, a bar that keeps its width."""
+    arguments = ("train", "run.toml", "run.steps=3")
+    piped = runs.command_forked(folder, *arguments)
+    notes = {word for line in piped.out.splitlines() if not line.startswith("step ") for word in line.split()}
+    for columns in (80, 120):
+        shutil.rmtree(folder / "run")
+        terminal = Terminal(columns)
+        ended = runs.command_forked(folder, *arguments, first=partial(attach, terminal.path))
+        screen = terminal.close()
+        lines = str(screen).splitlines()
+        assert ended.code == 0 and screen.broken == [] and max(map(len, lines)) <= columns, screen
+        assert [line.split()[1] for line in lines if line.startswith("step ")] == ["0/3", "1/3", "2/3", "3/3"]
+        shown = [line for line in lines if not line.startswith(("step ", "loading ", "done: ")) and "elapsed" not in line]
+        assert {word for line in shown for word in line.split()} <= notes
+        assert len(set(screen.bars)) == 1 and screen.bars[0] > 10
+        assert lines[-2:] == ["model: run/checkpoints/step-00000003/model", "try it: fulltilt chat run"]
+    # At 120 columns every field is shown.
+    assert all(word in lines[-5] for word in ("reward ", "length ", "KL ", "entropy ", "loss ", "lr ", " tok/s", " s")), lines[-5]
+
+
+@pytest.mark.long
+def test_reports_of_libraries_do_not_reach_the_console(folder: Path) -> None:
+    """transformers' table of missing weights: our error says the same in one line. FULLTILT_WARNINGS shows it again."""
+    broken = Path(shutil.copytree(folder / "model", folder / "broken"))
+    weights = load_file(broken / "model.safetensors")
+    weights["extra.weight"] = weights.pop("model.norm.weight")
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    ended = runs.command(folder, "train", "run.toml", "model.path=broken")
+    assert_refused(ended, "model.norm.weight")
+    assert ended.error.count("\n") == 2 and "REPORT" not in ended.error
 
 
 # -- output for machines ----------------------------------------------------------------------------------------------------------------
@@ -383,19 +491,16 @@ def test_eval_has_its_own_mistakes(folder: Path) -> None:
 # -- ours -------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_what_only_we_can_have_done_wrong_exits_with_1(ended: Outcome, tmp_path: Path) -> None:
-    """A checkpoint that is intact by its own manifest and yet lacks what every checkpoint holds: no user wrote that. The traceback is for
-    the report."""
-    folder = runs.copy(ended("three steps")[0], tmp_path / "broken")
-    checkpoint = runs.checkpoints(folder)[3]
-    state = runs.state(checkpoint)
-    del state["cursor"]
-    (checkpoint / "state.json").write_text(json.dumps(state))
-    (checkpoint / "manifest.json").unlink()
-    write_manifest(checkpoint, 3)
-    outcome = runs.command_forked(folder, "train", "run.toml", "run.steps=4")
+def test_what_only_we_can_have_done_wrong_exits_with_1(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in fulltilt's own code: the traceback is for the report."""
+
+    def wrong(*given: object) -> None:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("fulltilt.loop.opening.check_data", wrong)
+    outcome = runs.command_here(folder, "train", "run.toml")
     assert outcome.code == 1
-    assert "Traceback" in outcome.error and "cursor" in outcome.error
+    assert "Traceback" in outcome.error and "ZeroDivisionError: ours" in outcome.error
 
 
 def test_check_looks_at_reward_and_data_although_both_are_wrong(folder: Path) -> None:

@@ -282,7 +282,7 @@ def test_malformed_overrides(run: dict[str, dict[str, Any]], override: str) -> N
         (["~run.steps=3"], "~run.steps=3: a key is unset without a value. Write ~run.steps"),
         (["~train.lr"], "~train.lr: nothing to unset, for the file does not set train.lr. Remove it"),
         (["~run.steps.x"], "~run.steps.x: nothing to unset, for the file does not set run.steps.x. Remove it"),
-        (["run.dir=\udcff"], "run.dir=\\udcff: not UTF-8 text. Write it into the file, which can name every character"),
+        (["run.dir=\udcff"], "run.dir=\\U0000dcff: not UTF-8 text. Write it into the file, which can name every character"),
         (["\x1b[2J=1"], "\\u001b[2J: unknown key; no known key is similar: remove it. docs/reference.md lists every key"),
         (["a" + ".a" * 500 + "=1"], f"{'a.' * 48}a...: not an override. Write section.key=value, for example run.steps=100"),
         (["train.lr=" + "[" * 40 + "]" * 40], f"train.lr={'[' * 40}{']' * 40}: not an override. Write section.key=value, for example"),
@@ -353,7 +353,7 @@ def test_wrong_values(run: dict[str, dict[str, Any]], override: str, mistake: st
 def test_missing_keys_say_what_they_mean() -> None:
     model, data, steps = mistakes_of({})
     assert model.startswith("model.path: missing, and every run needs it. Folder of a Hugging Face")
-    assert data.startswith("data.train: missing, and every run needs it. Parquet")
+    assert data.startswith("data.train: missing, and every run needs it. Data file (parquet")
     assert steps.startswith("run.steps: missing, but run.epochs is not set. Set it: Steps to run.")
 
 

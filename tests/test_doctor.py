@@ -21,6 +21,7 @@ from fulltilt import doctor
 from fulltilt.doctor import Finding, Report, examine, in_range
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.observe import health
+from fulltilt.reward import confine
 from fulltilt.words import in_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,3 +232,21 @@ def test_what_is_broken_is_said_with_its_reason(tmp_path: Path) -> None:
         assert reason in found[name]["detail"]
         assert "pip install" in found[name]["remedy"]
     assert "cuda" not in found  # without torch nobody can tell
+
+
+@pytest.mark.parametrize(
+    ("landlock", "seccomp", "words"),
+    [
+        (7, True, "reward functions cannot signal the trainer or write into run.dir"),
+        (6, False, "reward functions cannot signal the trainer or write into run.dir"),
+        (4, False, "reward functions can signal the trainer"),
+        (1, True, "reward functions can truncate files in run.dir"),
+        (0, False, "reward functions can write into run.dir and into the trainer's memory and signal the trainer"),
+    ],
+)
+def test_what_the_kernel_lacks_for_the_reward_sandbox(monkeypatch: pytest.MonkeyPatch, landlock: int, seccomp: bool, words: str) -> None:
+    monkeypatch.setattr(confine, "landlock_version", lambda: landlock)
+    monkeypatch.setattr(confine, "has_seccomp", lambda: seccomp)
+    found = doctor.examine_sandbox()
+    assert found.detail.endswith(words) and (found.status == "ok") == ("cannot" in words) and not found.core
+    assert bool(found.remedy) == (found.status != "ok")

@@ -47,7 +47,7 @@ OTHER_PROGRAMS = {"git", "mkdir", "pip", "source"}
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page: ```kind file, or the file in a comment on its first line."""
+    """A fenced block of a page. The text above it ends with the name of its file and a colon, or its first line is a comment with it."""
 
     page: str
     number: int
@@ -60,8 +60,9 @@ class Block:
 
 
 def blocks_of(page: str) -> list[Block]:
-    found = re.findall(r"^```(\w*) ?(\S*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return [Block(page, number, kind, file or first_comment(text), text) for number, (kind, file, text) in enumerate(found, 1)]
+    fenced = r"(?:`(mine/\S+)`:\n\n)?^```(\w*)\n(.*?)^```$"  # a name beside the fence would not be shown by a rendered page
+    found = re.findall(fenced, (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return [Block(page, number, kind, file or first_comment(text), text) for number, (file, kind, text) in enumerate(found, 1)]
 
 
 def first_comment(text: str) -> str:
@@ -149,6 +150,7 @@ def load(path: str | Path, *overrides: str) -> Config:
 def test_there_is_something_to_test() -> None:
     assert {Path(path).parent.name for path in RUN_FILES} >= {"demo", "gsm8k", "custom_reward", "chat", "math"}
     assert {block.file for block in BLOCKS if block.file} >= {"mine/run.toml", "mine/reward.py", "mine/train.jsonl"}
+    assert [page for page in PAGES if re.search(r"^```\w+ ", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE)] == []
     assert len(commands()) > 20
 
 

@@ -102,6 +102,7 @@ BORDERS = [
     ("entropy-collapse", {"rollout/entropy": 0.00499}, {"rollout/entropy": 0.005}),
     ("all-clipped", {"response_length/clip_ratio": 0.9901}, {"response_length/clip_ratio": 0.99}),
     ("reward-errors", {"reward/errors": 33}, {"reward/errors": 32}),
+    ("all-rewards-failed", {"val/reward_errors": 4}, {"val/reward_errors": 4, "val/reward/mean": 0.0}),
     ("logprob-gap", {"rollout_corr/logprob_abs_gap": 0.0501}, {"rollout_corr/logprob_abs_gap": 0.05}),
 ]
 
@@ -146,7 +147,7 @@ def test_groups_without_variance_may_still_teach_algorithms_without_group_baseli
 def test_rewards_that_all_failed_are_not_said_to_be_alike() -> None:
     """They are the errors' rule."""
     failed = {"reward/groups_with_variance": 0.0, "reward/errors": 64, "reward/samples": 64}
-    assert sick({**failed, **NO_ADVANTAGE}) == ("reward-errors",)
+    assert sick({**failed, **NO_ADVANTAGE}) == ("reward-errors", "all-rewards-failed")
 
 
 def test_a_single_sample_has_nothing_to_differ_from() -> None:
@@ -383,6 +384,12 @@ def fails_later(data_source, solution_str, ground_truth, extra_info):
     return letters(solution_str)
 
 
+def all_fail_later(data_source, solution_str, ground_truth, extra_info):
+    if float(ground_truth) >= 32:
+        raise RuntimeError("no opinion")
+    return letters(solution_str)
+
+
 def root_of_zero(terms):
     """Its value is the surrogate's; the gradient of a square root at 0 is infinite."""
     distance = (terms.logprobs - terms.logprobs.detach()).square().sum().sqrt()
@@ -486,7 +493,7 @@ def make(folder: Path, model: Path) -> Path:
 
 
 def test_every_rule_that_stops_a_run_has_one_that_fails() -> None:
-    assert {fault.rule for fault in REAL} == {rule.name for rule in RULES if rule.stops}
+    assert {fault.rule for fault in REAL} == {rule.name for rule in RULES if rule.stops and not rule.at_once}
 
 
 @pytest.mark.parametrize("fault", REAL, ids=lambda fault: fault.rule)
@@ -575,3 +582,37 @@ def test_a_run_with_one_sample_a_step_is_no_sick_run(tmp_path: Path, model_folde
     trained = runs.train(folder, *QUICK, CAPITALS, *options, ignore, "run.steps=2")
     assert trained.summary.steps == 2 and "no-variance" not in trained.said
     assert [(line["reward/samples"], line["reward/groups_with_variance"]) for line in runs.metrics(folder)] == [(1, 0), (1, 0)]
+
+
+def test_a_step_whose_rewards_all_failed_stops_the_run_at_once(tmp_path: Path, model_folders: ModelFolders) -> None:
+    """The last step too. The message names the rule, and repeating the command resumes from the step before."""
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = (*QUICK, CAPITALS, "reward.function=faults.py:all_fail_later", "run.steps=3", "health.patience=10")
+    failed = runs.command_here(folder, "train", "run.toml", *options)
+    assert failed.code == 2 and "Traceback" not in failed.error, failed.error
+    _, _, message = failed.error.partition("error: ")
+    assert message.startswith("the run stopped itself after step 3\n  all-rewards-failed for 1 step in a row"), message
+    assert "every sample of the step failed (16 of 16)" in message and "read the run's reward_errors.jsonl" in message
+    assert "The last good checkpoint is run/checkpoints/step-00000002" in message
+    assert list(runs.checkpoints(folder)) == [1, 2]
+    ignored = runs.command_here(folder, "train", "run.toml", *options, 'health.ignore=["all-rewards-failed"]')
+    assert ignored.code == 0, ignored.error
+    assert list(runs.checkpoints(folder))[-1] == 3
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_run_whose_rewards_never_worked_does_not_end_well_when_repeated(tmp_path: Path, model_folders: ModelFolders, steps: int) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = (*QUICK, "reward.function=reward.py:always_fails", f"run.steps={steps}")
+    for _ in range(2):
+        failed = runs.command_here(folder, "train", "run.toml", *options)
+        assert failed.code == 2 and "all-rewards-failed" in failed.error, failed.error
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_a_validation_whose_rewards_all_failed_is_an_error(tmp_path: Path, model_folders: ModelFolders, command: str) -> None:
+    folder = make(tmp_path / "folder", model_folders("qwen2"))
+    options = ("reward.function=reward.py:always_fails", "run.steps=1", "run.eval_every=1")
+    failed = runs.command_here(folder, command, "run.toml", *options)
+    assert failed.code == 2 and "error: all-rewards-failed: the reward of every sample of the validation failed" in failed.error
+    assert "Traceback" not in failed.error

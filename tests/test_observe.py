@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -10,11 +11,15 @@ import re
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
+from typing import TextIO
 
 import numpy as np
 import pytest
+from terminal import Screen
 
+from fulltilt.observe import streams
 from fulltilt.observe.console import Console, clock
 from fulltilt.observe.metrics import (
     MetricsFile,
@@ -26,7 +31,7 @@ from fulltilt.observe.metrics import (
     summarise_scores,
     summarise_time,
 )
-from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+from fulltilt.records import Group, Prompt, Row, RunWarning, Sample, Score, UserError
 
 
 def sample(index: int, length: int, finish: str = "stop", text: str = "four") -> Sample:
@@ -284,8 +289,11 @@ def steps(console: Console, count: int = 2) -> None:
             console.begin_step(step)
             with console.phase("rollout"):
                 console.phase_progress(1, 4)
-            with console.phase("update-actor"):
+                time.sleep(0.01)
+            with console.phase("sync"):
                 pass
+            with console.phase("update-actor"):
+                time.sleep(0.01)
             console.end_step({"critic/score/mean": step / 4, "response_length/mean": 40.0})
 
 
@@ -296,7 +304,7 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     console.note("saved [bold]runs/x[/bold] " + "y" * 200)
     console.warn("top_p")
     first, second, note = out.getvalue().splitlines()
-    assert re.fullmatch(r"step 1/2  reward 0\.250  length 40\.0  \d\.\d s  \(rollout \d\.\d, update-actor \d\.\d\)", first)
+    assert re.fullmatch(r"step 1/2  reward 0\.250  length 40\.0  \d\.\d s \(rollout \d\.\d, update-actor \d\.\d\)", first)
     assert second.startswith("step 2/2  reward 0.500  ")
     assert note == "saved [bold]runs/x[/bold] " + "y" * 200
     assert err.getvalue() == "warning: top_p\n"
@@ -317,18 +325,131 @@ def test_json_goes_to_stdout_and_words_to_stderr() -> None:
     assert words[0].startswith("step 1/2") and words[2:] == ["a note", "warning: a warning"]
 
 
-@pytest.mark.parametrize("as_json", [True, False])
-def test_a_reader_that_goes_away_does_not_end_the_run(as_json: bool) -> None:
-    """As with `| head`: what is read is gone, what is said elsewhere is not, and it says so once."""
+def lose_reader(path: Path) -> TextIO:
     reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def lose_disk(path: Path) -> TextIO:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    return open("/dev/full", "w")
+
+
+def lose_terminal(path: Path) -> TextIO:
+    master, slave = os.openpty()
+    os.close(master)
+    return os.fdopen(slave, "w")
+
+
+def close_file(path: Path) -> TextIO:
+    file = open(path / "closed", "w")  # noqa: SIM115
+    file.close()
+    return file
+
+
+LOSSES = {
+    "its reader has gone": lose_reader,
+    "No space left on device": lose_disk,
+    "Input/output error": lose_terminal,
+    "closed": close_file,
+}
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+@pytest.mark.parametrize("reason", LOSSES)
+def test_a_stream_that_is_lost_does_not_end_the_run(tmp_path: Path, reason: str, as_json: bool) -> None:
+    """What is for this stream is gone, what is said elsewhere is not, and it says so once."""
     err = io.StringIO()
-    with os.fdopen(writer, "w") as out:
-        console = Console(json=as_json, stdout=out, stderr=err)
-        steps(console, 1)
-        os.close(reader)
-        steps(console, 3)
-    assert err.getvalue().count("warning: the reader of this output has gone") == 1
+    out = LOSSES[reason](tmp_path)
+    console = Console(json=as_json, stdout=out, stderr=err)
+    steps(console, 3)
+    with contextlib.suppress(ValueError):
+        out.close()  # its buffer is written now, as when the process ends
+    assert err.getvalue().count("warning: standard output is lost: ") == 1 and reason in err.getvalue()
     assert ("step 3/3" in err.getvalue()) == as_json
+
+
+def test_a_slow_reader_of_a_non_blocking_stream_loses_nothing() -> None:
+    """As after a program that shares the terminal has made it non-blocking."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    found: list[str] = []
+    slow = threading.Timer(0.1, lambda: found.append(os.fdopen(reader).read()))
+    slow.start()
+    with os.fdopen(writer, "w") as out:
+        console = Console(stdout=out, stderr=io.StringIO())
+        for number in range(4000):
+            console.note(f"line {number} of a run that says much")
+    slow.join()
+    assert [int(line.split()[1]) for line in found[0].splitlines()] == list(range(4000))
+
+
+@pytest.mark.parametrize("reason", LOSSES)
+def test_standard_error_that_is_lost_costs_only_its_own_text(tmp_path: Path, reason: str) -> None:
+    out, error = io.StringIO(), LOSSES[reason](tmp_path)
+    console = Console(stdout=out, stderr=error)
+    console.warn("nobody reads this")
+    steps(console, 2)
+    with contextlib.suppress(ValueError):
+        error.close()
+    assert "step 2/2" in out.getvalue() and "lost" not in out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"), [("ascii", r"\u20ac \xe9 \ud800"), ("latin-1", r"\u20ac é \ud800"), ("utf-8", r"€ é \ud800")]
+)
+def test_characters_that_a_stream_does_not_have_are_escaped(tmp_path: Path, encoding: str, written: str) -> None:
+    with open(tmp_path / "out", "w", encoding=encoding) as out:
+        Console(stdout=out, stderr=io.StringIO()).note("€ é \ud800")
+    assert (tmp_path / "out").read_text(encoding=encoding) == written + "\n"
+
+
+def test_text_of_others_cannot_control_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    evil = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b2J over\rwritten \u202etxt.exe \x08\x7f"
+    for terminal in (True, False):
+        out, err = io.StringIO(), io.StringIO()
+        console = Console(stdout=out, stderr=err, terminal=terminal)
+        console.note(f"first\n\tsecond {evil}")
+        console.warn(evil)
+        shown = re.sub(r"\x1b\[\d+m", "", out.getvalue() + err.getvalue())  # the warning's own colour
+        assert [character for character in shown if not character.isprintable() and character not in "\n\t"] == []
+        assert (
+            r"\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b2J over\rwritten \u202etxt.exe \x08\x7f" in shown.replace("\n", " ") and "first\n" in shown
+        )
+
+
+WHOLE = {
+    "critic/score/mean": 0.25, "response_length/mean": 412.5, "actor/kl_loss": 0.0012, "rollout/entropy": 1.234, "actor/pg_loss": -0.0123,
+    "actor/lr": 5e-4, "perf/throughput": 81234.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("columns", "line"),
+    [
+        (60, "step 7/100  reward 0.250  length 412.5  loss -0.0123  "),
+        (80, "step 7/100  reward 0.250  length 412.5  KL 0.0012  loss -0.0123  "),
+        (100, "step 7/100  reward 0.250  length 412.5  KL 0.0012  entropy 1.23  loss -0.0123  81234 tok/s  "),
+        (120, "step 7/100  reward 0.250  length 412.5  KL 0.0012  entropy 1.23  loss -0.0123  lr 0.0005  81234 tok/s  "),
+    ],
+)
+def test_a_step_leaves_one_line_that_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, columns: int, line: str) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    out = io.StringIO()
+    console = Console(stdout=out, stderr=io.StringIO(), terminal=True)
+    with console.run(total=100, done=6):
+        console.begin_step(7)
+        with console.phase("rollout"):
+            time.sleep(0.01)
+        console.end_step(WHOLE)
+        console.warn("words " * 40)
+    screen = Screen(columns).show(out.getvalue())
+    assert screen.broken == [] and max(map(len, str(screen).splitlines())) <= columns
+    assert str(screen).startswith(line) and len(set(screen.bars)) == (columns >= 80)
 
 
 def test_quiet_keeps_warnings_and_json() -> None:
@@ -363,9 +484,9 @@ def test_bar_shows_phase_progress_times_and_reward(monkeypatch: pytest.MonkeyPat
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert "1/4" in drawn and "2/4" in drawn and "3/4" not in drawn
     assert "rollout 3/8" in drawn and "rollout 8/8" in drawn and "save " in drawn
-    assert "0:00 elapsed, 0:00 left" in drawn and "reward 0.125" in drawn
+    assert "0:00 elapsed, 0:00 left" in drawn
     assert "warning: beside the bar\n" in drawn
-    assert "step 2/4" not in drawn
+    assert drawn.count("step 2/4  reward 0.125  ") == 1
     assert out.getvalue().rstrip().endswith("\x1b[?25h"), "the cursor must come back"
 
 
@@ -404,6 +525,28 @@ def test_each_step_has_its_own_seconds() -> None:
     assert console.seconds == {}
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (7, "0:07"), (760, "12:40"), (10925, "3:02:05")])
+@pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (7, "0:07"), (760, "12:40"), (10925, "3:02:05"), (400_000, "111:06:40")])
 def test_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
+
+
+# ---- warnings of libraries
+
+
+def test_warnings_of_libraries_are_hidden_and_those_about_ones_own_code_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = tmp_path / "loss.py"
+    mine.touch()
+    monkeypatch.setattr(sys, "warnoptions", [])
+    monkeypatch.delenv(streams.SHOW_ALL, raising=False)
+    for name in streams.QUIET:
+        monkeypatch.setenv(name, "as it was")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        streams.quiet_libraries()
+        for place in (np.__file__, json.__file__, streams.__file__, "sys"):
+            warnings.warn_explicit("of a library", UserWarning, place, 1)
+        warnings.warn_explicit("divide by zero \x1b[2J", RuntimeWarning, str(mine), 7)
+        warnings.warn("decoding is slower", RunWarning, stacklevel=1)
+    assert capsys.readouterr().err == f"warning: {mine}:7: divide by zero \\x1b[2J\nwarning: decoding is slower\n"

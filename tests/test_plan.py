@@ -511,6 +511,24 @@ def test_published_configurations_run_as_they_did(shape: str, roles: tuple[str, 
     assert decode_bytes(given, Facts("cuda", 0, 0, actor, 512, 1), 1024) == DECODING[shape]
 
 
+def test_more_than_the_memory_can_hold_is_refused_by_the_key_that_asks_for_it() -> None:
+    cpu = {"device": "cpu", "device_bytes": 0, "host_bytes": 16 * GIB, "longest": 8}
+    for sections, refused in (
+        (
+            {"algorithm": {"prompts_per_step": 10**6, "samples_per_prompt": 64}},
+            r"^algorithm\.samples_per_prompt: a step of 64000000 ",
+        ),
+        (
+            {"rollout": {"max_seqs": 2**31 - 1}},
+            r"^rollout\.max_seqs: decoding 2147483647 samples at once takes .* are free\. Use less",
+        ),
+        ({"rollout": {"kv_bytes": 10**15}}, r"^rollout\.kv_bytes: 1000000000000000 makes a KV cache of 909\.5 TiB, .* Lower it"),
+        ({"rollout": {"block_tokens": 2**31 - 1}}, r"the KV cache: .* or lower rollout\.block_tokens$"),
+    ):
+        with pytest.raises(UserError, match=refused):
+            plan_of(Shape.named("small"), config(**sections), **cpu)  # type: ignore[arg-type]
+
+
 def test_free_memory_is_predicted_where_it_is_not_measured() -> None:
     facts = {"device": "cuda", "device_bytes": 80 * GIB, "host_bytes": 1000 * GIB, "longest": 512}
     shape = Shape.named("1.5B")

@@ -11,20 +11,26 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import runs
 
-from fulltilt.records import Group, Prompt, Sample, Score, UserError
-from fulltilt.reward import functions, process, sums
+from fulltilt.algo.advantage import group_mean_whitened, group_relative, leave_one_out
+from fulltilt.memory.host import usable_cores
+from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+from fulltilt.reward import confine, functions, process, sums
 from fulltilt.reward.base import ERRORS_FILE, RewardPool, RewardStats
+from fulltilt.reward.calls import RewardCall
 from fulltilt.reward.rules import gsm8k
-from fulltilt.reward.worker import MOST_CHILDREN, family_of
+from fulltilt.reward.worker import MOST_CHILDREN, Request, family_of
 from fulltilt.schema import RewardConfig
 
 MISBEHAVING = '''
@@ -121,6 +127,7 @@ def score(solution_str):
 @pytest.fixture
 def bad_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("REWARD_TEST_PIDS", str(tmp_path / "pids"))
+    (tmp_path / "pids").touch()  # beside a run folder no new file can be made
     path = tmp_path / "misbehaving.py"
     path.write_text(MISBEHAVING)
     return path
@@ -132,6 +139,7 @@ def pool_of() -> Iterator[Callable[..., RewardPool]]:
 
     def make(function: str | dict[str, float], run_dir: Path | None = None, **settings: Any) -> RewardPool:
         settings = {"workers": 2, "timeout_s": 20.0, "memory_gb": 0.5} | settings
+        settings.setdefault("env", [name for name in ("REWARD_TEST_PIDS",) if name in os.environ])
         pools.append(RewardPool(RewardConfig(function=function, **settings), run_dir))
         return pools[-1]
 
@@ -277,7 +285,6 @@ def load(path: str, **args: Any) -> functions.RewardFunction:
         ("def score(solution_str, weight): return 1", "requires 'weight'"),
         ("def score(solution_str, /): return 1", "requires 'solution_str'"),
         ("def score(solution_str, ground_truths): return 1", "mixes the parameter names"),
-        ("async def score(solution_str): return 1", "is async"),
         ("import os\nos._exit(5)", "ended its process with exit code 5"),
         ("import os\nos.abort()", "crashed with SIGABRT"),
     ],
@@ -411,9 +418,9 @@ def test_a_reward_that_is_no_number_stops_the_run(tmp_path: Path, pool_of: Any, 
 def test_the_page_about_rewards_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```(\w+)\n(.*?)```", page, re.DOTALL)
-    assert {language for language, _ in blocks} == {"python", "toml", "sh"}
+    assert {language for language, _ in blocks} == {"python", "toml", "sh", "text"}
     for language, text in blocks:
-        if language == "sh":  # test_examples.py runs these
+        if language in ("sh", "text") or "JUDGE_URL" in text:  # test_examples.py and the test below run these
             continue
         if language == "toml":
             sections = tomllib.loads(text)
@@ -515,6 +522,7 @@ PARTED = """
     def score(solution_strs): return [{"score": -1.0, "size": len(solution_strs), "pred": "last"}] * len(solution_strs)
     def reward_model(): return 3.0
     def huge(): return 1e308
+    def large(): return 1e36
     """
 
 
@@ -539,7 +547,7 @@ def test_a_sum_weighs_its_functions_and_keeps_what_each_said(tmp_path: Path, poo
 
 def test_the_answer_is_the_first_that_a_function_gives(tmp_path: Path, pool_of: Any) -> None:
     file = parted(tmp_path)
-    pool = pool_of({f"{file}:huge": 1e-308, "gsm8k": 1.0, f"{file}:length": 1.0})
+    pool = pool_of({f"{file}:large": 1e-36, "gsm8k": 1.0, f"{file}:length": 1.0})
     assert [score.answer for score in pool.collect([group_of(["#### 18", "no"])])[0]] == ["18", "first"]
 
 
@@ -577,10 +585,26 @@ def test_rewards_of_one_name_are_told_apart() -> None:
     assert list(sums.short_labels(names).values()) == ["a.py:score", "b.py:score", "style", "gsm8k", "mine/gsm8k.py:gsm8k"]
 
 
-def test_a_sum_beyond_all_numbers_stops_the_run(tmp_path: Path, pool_of: Any) -> None:
-    pool = pool_of({f"{parted(tmp_path)}:huge": 10.0, "gsm8k": 1.0})
-    with pytest.raises(UserError, match="weighted sum of 10 x 1e\\+308, 1 x 1 is not finite"):
-        pool.collect([group_of(["#### 18"])])
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ({"huge": 1.0}, "huge returned 1e+308, which is too large"),
+        ({"large": 10.0, "fails": 1.0}, "the weighted sum of 10 x 1e+36, 1 x 1 is"),
+    ],
+)
+def test_a_reward_beyond_float32_is_a_failed_call(tmp_path: Path, pool_of: Any, function: dict[str, float], message: str) -> None:
+    file = parted(tmp_path)
+    pool = pool_of({f"{file}:{name}": weight for name, weight in function.items()}, on_error="score", error_score=-7.0)
+    (score,) = pool.collect([group_of(["18"])])[0]
+    assert score.value == -7.0 and score.error is not None and message in score.error and "float32" in score.error
+
+
+def test_the_largest_rewards_give_finite_advantages() -> None:
+    rewards = [functions.LARGEST, -functions.LARGEST] * 512
+    none = np.zeros(1, dtype=np.int64)
+    rows = [Row(none, np.ones(1, dtype=bool), group=0, reward=reward) for reward in rewards]
+    for found in (group_relative(rows, False), group_relative(rows, True), leave_one_out(rows), group_mean_whitened(rows, True)):
+        assert all(row.advantages is not None and np.isfinite(row.advantages).all() for row in found)
 
 
 def test_the_reward_model_is_left_to_the_device(tmp_path: Path, pool_of: Any) -> None:
@@ -948,3 +972,354 @@ def test_an_error_that_is_no_utf8_is_written_down_like_any_other(tmp_path: Path)
         ((scored,),) = pool.collect([group_of(["x"])])
     assert scored.error is not None and "bad" in scored.error
     assert "bad" in (tmp_path / "run" / "reward_errors.jsonl").read_text(encoding="utf-8")
+
+
+# Asynchronous functions: a judge behind a real server
+
+ASK = """
+    import asyncio, os
+    LOOPS = set()
+    async def ask(text):
+        LOOPS.add(id(asyncio.get_running_loop()))
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(os.environ["JUDGE_PORT"]))
+        writer.write(f"GET /{text} HTTP/1.0\\r\\n\\r\\n".encode())
+        answer = (await reader.read()).decode()
+        writer.close()
+        if " 200 " not in answer.partition("\\r\\n")[0]:
+            raise RuntimeError(answer.partition("\\r\\n")[0])
+        return float(answer.rpartition("\\r\\n")[2])
+    async def score(solution_str):
+        if solution_str == "forever":
+            await asyncio.sleep(600)
+        if solution_str == "deaf":
+            while True:
+                try:
+                    await asyncio.sleep(600)
+                except asyncio.CancelledError:
+                    pass
+        if solution_str == "blocks":
+            __import__("time").sleep(600)
+        if solution_str == "exits":
+            os._exit(3)
+        return {"score": await ask(solution_str), "loops": len(LOOPS), "pid": os.getpid()}
+    async def batch(solution_strs):
+        return await asyncio.gather(*map(ask, solution_strs))
+    """
+
+
+class Judge(ThreadingHTTPServer):
+    """Answers /NUMBER with the number, after a while; the first `failures` requests for /NUMBER?flaky get the status 503."""
+
+    request_queue_size = 64
+    daemon_threads = True
+
+    def __init__(self, latency_s: float = 0.05, failures: int = 0) -> None:
+        super().__init__(("127.0.0.1", 0), _Answer)
+        self.latency_s, self.failures = latency_s, failures
+        self.asked: list[str] = []
+        self.in_flight = self.most = 0
+        self.lock = threading.Lock()
+
+
+class _Answer(BaseHTTPRequestHandler):
+    server: Judge
+
+    def do_POST(self) -> None:
+        """As an OpenAI-compatible server: grades the answer with the number that it is."""
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert (self.path, self.headers["Authorization"]) == ("/v1/chat/completions", "Bearer key-of-the-judge")
+        self.path = "/" + re.findall(r"Answer: (.*)", request["messages"][0]["content"])[0]
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        judge, (number, _, flaky) = self.server, self.path[1:].partition("?")
+        with judge.lock:
+            judge.asked.append(number)
+            judge.in_flight += 1
+            judge.most = max(judge.most, judge.in_flight)
+            fails = bool(flaky) and judge.asked.count(number) <= judge.failures
+        time.sleep(judge.latency_s)
+        with judge.lock:
+            judge.in_flight -= 1
+        self.send_response(503 if fails else 200)
+        self.end_headers()
+        chosen = {"choices": [{"message": {"role": "assistant", "content": number}}]}
+        self.wfile.write((number if self.command == "GET" else json.dumps(chosen)).encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
+    with Judge() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        monkeypatch.setenv("JUDGE_PORT", str(server.server_address[1]))
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("concurrency", [1, 16])
+def test_async_calls_are_in_flight_together_and_scores_stay_with_their_samples(
+    tmp_path: Path, pool_of: Any, judge: Judge, concurrency: int
+) -> None:
+    pool = pool_of(write(tmp_path, ASK), concurrency=concurrency, env=["JUDGE_PORT"])
+    groups = [group_of([str(4 * uid + index) for index in range(4)], uid) for uid in range(3 * concurrency)]
+    for group in groups:
+        pool.submit(group)
+    for uid, scores in enumerate(pool.collect(groups)):
+        assert values(scores) == [4 * uid + index for index in range(4)]
+    assert judge.most == concurrency
+    # One process, and one event loop for its whole life: a client made at module level works in every call.
+    assert {score.parts["loops"] for score in pool.collect([group_of(["1", "2"], 99)])[0]} == {1.0}
+    assert pool.stats().calls == len(judge.asked) == 12 * concurrency + 2
+
+
+def test_the_judge_of_the_page_about_rewards_runs(tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    (source,) = (text for text in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "JUDGE_URL" in text)
+    (settings,) = (tomllib.loads(text)["reward"] for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "JUDGE_URL" in text)
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{judge.server_address[1]}/v1")
+    monkeypatch.setenv("JUDGE_KEY", "key-of-the-judge")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    pool = pool_of(**settings | {"function": write(tmp_path, source), "memory_gb": 2.0})
+    groups = [group_of([str(number % 10) for number in range(16)], uid) for uid in range(3)]
+    assert [values(scores) for scores in pool.collect(groups)] == [[number % 10 / 10 for number in range(16)]] * 3
+    assert (judge.most, len(judge.asked)) == (16, 48)
+
+
+def test_async_and_plain_functions_mix(tmp_path: Path, pool_of: Any, judge: Judge) -> None:
+    file = write(tmp_path, ASK).removesuffix(":score")
+    plain = write(tmp_path, "def score(solution_str): return -float(solution_str)", "plain.py")
+    pool = pool_of({f"{file}:score": 1.0, f"{file}:batch": 10.0, plain: 100.0}, env=["JUDGE_PORT"])
+    assert values(pool.collect([group_of(["1", "2", "3"])])[0]) == [-89.0, -178.0, -267.0]
+    assert pool.stats().calls == 7
+
+
+def test_a_deadline_cancels_an_async_call_and_not_its_process(tmp_path: Path, pool_of: Any, judge: Judge) -> None:
+    pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=0.5)
+    scores = pool.collect([group_of(["1", "forever", "2", "forever"])])[0]
+    after = pool.collect([group_of(["3"], 1)])[0]
+    assert values([*scores, *after]) == [1.0, 0.0, 2.0, 0.0, 3.0]
+    assert all(scores[place].error and "deadline of 0.5 s" in scores[place].error for place in (1, 3))
+    assert len({score.parts["pid"] for score in (scores[0], scores[2], *after)}) == 1
+    assert (pool.stats().timeouts, pool.stats().failed, pool.stats().retries) == (2, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"), [("deaf", "deadline of 0.5 s"), ("blocks", "deadline of 0.5 s"), ("exits", "ended its process with exit code 3")]
+)
+def test_an_async_call_that_takes_the_process_with_it_costs_no_other_call(
+    tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch, bad: str, message: str
+) -> None:
+    monkeypatch.setattr("fulltilt.reward.overlap.GRACE_S", 0.3)
+    pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=0.5)
+    scores = pool.collect([group_of(["1", "2", bad, "3", "4"])])[0]
+    assert values(scores) == [1.0, 2.0, 0.0, 3.0, 4.0]
+    assert scores[2].error is not None and message in scores[2].error
+    assert pool.stats().failed == 1 and values(pool.collect([group_of(["5"], 1)])[0]) == [5.0]
+
+
+def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:
+    with pytest.raises(UserError, match=r"reward\.concurrency has no effect: no reward function is async"):
+        pool_of("gsm8k", concurrency=8)
+
+
+# Retries
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_failed_calls_are_tried_again(tmp_path: Path, pool_of: Any, judge: Judge, asynchronous: bool) -> None:
+    plain = """
+        import os, urllib.request
+        def score(solution_str):
+            return float(urllib.request.urlopen(f"http://127.0.0.1:{os.environ['JUDGE_PORT']}/{solution_str}").read())
+        """
+    judge.failures = 2
+    name, texts = write(tmp_path, ASK if asynchronous else plain), ["1", "2?flaky", "3"]
+    once = pool_of(name, env=["JUDGE_PORT"], retries=1).collect([group_of(texts)])[0]
+    assert values(once) == [1.0, 0.0, 3.0] and once[1].error is not None and "503" in once[1].error
+    judge.asked.clear()
+    pool = pool_of(name, env=["JUDGE_PORT"], retries=2)
+    assert values(pool.collect([group_of(texts)])[0]) == [1.0, 2.0, 3.0]
+    assert sorted(judge.asked) == ["1", "2", "2", "2", "3"]
+    assert (pool.stats().calls, pool.stats().failed, pool.stats().retries) == (3, 0, 2)
+
+
+def test_retries_wait_longer_and_longer_by_the_call_alone() -> None:
+    request = Request(0, 0, b"", ("x",), seed=5)
+    waits = [RewardCall(request, group_of(["x"]), 0, 0, failures=count).seconds_to_wait() for count in range(10)]
+    assert waits == [RewardCall(request, group_of(["x"]), 0, 0, failures=count).seconds_to_wait() for count in range(10)]
+    assert all(min(30.0, 0.5 * 2**count) / 2 <= wait <= min(30.0, 0.5 * 2**count) for count, wait in enumerate(waits))
+
+
+def test_a_reward_that_is_no_number_is_not_tried_again(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, "import os\ndef score(solution_str):\n    open(solution_str, 'a').write('x')\n    return None")
+    with pytest.raises(UserError, match="returned None"):
+        pool_of(name, retries=5).collect([group_of([str(tmp_path / "calls")])])
+    assert (tmp_path / "calls").read_text() == "x"
+
+
+# Trust
+
+NAMES = "import os\ndef score(): return {'score': 1, **{name: 1 for name in os.environ}}"
+
+
+def test_reward_processes_see_no_secrets(tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {"HF_HOME": "/h", "LC_ALL": "C.UTF-8", "https_proxy": "http://p", "CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "0"}
+    gone = ["HF_TOKEN", "OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "WANDB_API_KEY", "HF_API_KEY"]
+    for name, value in {**kept, **dict.fromkeys(gone, "secret"), "JUDGE_KEY": "k"}.items():
+        monkeypatch.setenv(name, value)
+    (score,) = pool_of(write(tmp_path, NAMES), env=["JUDGE_KEY"]).collect([group_of(["x"])])[0]
+    assert {"PATH", "JUDGE_KEY", *kept} <= set(score.parts) and not set(gone) & set(score.parts)
+    with pytest.raises(UserError, match=r"reward\.env: NOT_SET_ANYWHERE is not set"):
+        pool_of("gsm8k", env=["NOT_SET_ANYWHERE"])
+
+
+@pytest.mark.parametrize("where", ["score", "module"])
+def test_a_function_that_misses_a_removed_variable_is_told(
+    tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-value")
+    read = 'os.environ["OPENAI_API_KEY"]'
+    source = f"import os\nKEY = {read}\ndef score(): return 1" if where == "module" else f"import os\ndef score(): return {read}"
+    told = "OPENAI_API_KEY is not passed to reward processes; add it to reward.env"
+    try:
+        (score,) = pool_of(write(tmp_path, source), run_dir=tmp_path / "run").collect([group_of(["x"])])[0]
+        assert where == "score" and score.error is not None and score.error.endswith(told)
+        assert "secret-value" not in (tmp_path / "run" / ERRORS_FILE).read_text()
+    except UserError as error:
+        assert where == "module" and str(error).endswith(told)
+
+
+TRIES = """
+import os, resource, signal, subprocess, sys
+def attempt(action):
+    try:
+        action()
+    except OSError as error:
+        return 0.0
+    return 1.0
+def end_child():
+    child = subprocess.Popen(["sleep", "60"])
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+def score(extra_info):
+    run, trainer, beside = extra_info["run"], os.getppid(), extra_info["beside"]
+    return {"score": 1, **{name: attempt(action) for name, action in {
+        "signal": lambda: os.kill(trainer, 0),
+        "signal its group": lambda: os.killpg(os.getpgid(trainer), 0),
+        "signal everyone": lambda: os.kill(-1, 0),
+        "signal by pidfd": lambda: signal.pidfd_send_signal(os.open(f"/proc/{trainer}", os.O_RDONLY), 0),
+        "limit": lambda: resource.prlimit(trainer, resource.RLIMIT_CPU, (10**6, 10**6)),
+        "memory": lambda: open(f"/proc/{trainer}/mem", "r+b"),
+        "write": lambda: open(run + "/file", "r+").write("x"),
+        "make": lambda: open(run + "/new", "w"),
+        "remove": lambda: os.remove(run + "/file"),
+        "move": lambda: os.rename(run, beside + "/run"),
+        "link": lambda: os.link(run + "/file", beside + "/link"),
+        "truncate": lambda: os.truncate(run + "/file", 0),
+        "own child": end_child,
+        "own files": lambda: open(beside + "/new", "w").write("x"),
+        "temporary files": lambda: __import__("tempfile").TemporaryFile(),
+        "own processes": lambda: __import__("multiprocessing").get_context("fork").Process(target=abs, args=(1,)).start(),
+        "own alarm": lambda: signal.alarm(0),
+    }.items()}}
+"""
+ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm"}
+FILES = {"write", "make", "remove", "move", "link", "memory"}
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")
+@pytest.mark.parametrize("version", [None, 5, 1, 0])
+def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
+    tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch, version: int | None
+) -> None:
+    """Also as older kernels do, and as those without Landlock do."""
+    actual = confine.landlock_version()
+    if actual < (version or 1):
+        pytest.skip(f"this kernel has version {actual} of Landlock")
+    if version is not None:
+        monkeypatch.setattr(confine, "landlock_version", lambda: version)
+    run, beside = tmp_path / "runs" / "run", tmp_path / "beside"
+    run.mkdir(parents=True)
+    beside.mkdir()
+    (run / "file").write_text("good")
+    pool = pool_of(write(tmp_path, TRIES), run_dir=run)
+    (score,) = pool.collect([group_of(["x"], extra={"run": str(run), "beside": str(beside)})])[0]
+    assert score.error is None, score.error
+    unprotected = set() if version is None or version >= 3 else {"truncate"} if version else {"truncate", *FILES}
+    assert {name for name, done in score.parts.items() if done} - unprotected == ALLOWED
+    assert version == 0 or ("truncate" in unprotected or (run / "file").read_text() == "good")
+    words = {None: (), 5: (), 1: ("truncate files in run.dir",), 0: ("write into run.dir and into the trainer's memory",)}
+    assert pool.lacking == words[version]
+
+
+@pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
+def test_a_reward_that_is_refused_a_file_is_told_why(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, f"def score(): return open({str(tmp_path / 'log.txt')!r}, 'a').write('x')")
+    (score,) = pool_of(name, run_dir=tmp_path / "run").collect([group_of(["x"])])[0]
+    assert score.error is not None and "PermissionError" in score.error
+    assert f"cannot write into run.dir ({tmp_path / 'run'})" in score.error and "reward.sandbox = false" in score.error
+    pool_of(name, run_dir=tmp_path / "run", sandbox=False).collect([group_of(["x"])])
+    assert (tmp_path / "log.txt").exists()
+
+
+def test_a_pool_leaves_no_descriptor_and_no_temporary_file(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
+    name = write(tmp_path, "import tempfile\ndef score():\n    return len(tempfile.mkdtemp())")
+    with contextlib.closing(RewardPool(RewardConfig(function=name, workers=1), tmp_path / "run")) as pool:
+        assert pool.collect([group_of(["x"])])[0][0].error is None
+        folder = Path(pool._dispatcher._folder)
+        assert len(list(folder.iterdir())) == 1
+    assert not folder.exists()
+    assert sys.platform != "linux" or len(os.listdir("/proc/self/fd")) == before
+
+
+# What is found before a run
+
+
+def test_all_wrong_functions_are_reported_at_once(tmp_path: Path, pool_of: Any) -> None:
+    first = write(tmp_path, "def score(solution_str, weight): return 1")
+    second = write(tmp_path, "1 +", "second.py")
+    with pytest.raises(UserError, match=r"requires 'weight'(.|\n)*syntax error at .*second\.py:1"):
+        pool_of({first: 1.0, second: 1.0})
+    with pytest.raises(UserError, match=r"one\.py(.|\n)*two\.py"):
+        pool_of({"no/one.py:score": 1.0, "no/two.py:score": 1.0})
+
+
+def test_each_function_is_called_once_on_a_row_that_it_scores(tmp_path: Path, pool_of: Any) -> None:
+    source = """
+        import time
+        def good(solution_str, ground_truth): return float(solution_str == ground_truth)
+        def fails(extra_info): return extra_info["missing"]
+        def nothing(solution_str): return None
+        def slow(solution_str): time.sleep(600)
+        """
+    file = write(tmp_path, source).removesuffix(":score")
+    names = {f"{file}:{name}": 1.0 for name in ("good", "fails", "nothing")}
+    pool = pool_of(names, sources={"slow": f"{file}:slow", "unused": f"{file}:good"}, timeout_s=0.5)
+    prompts = [group_of([], uid, source=source).prompt for uid, source in enumerate(["plain", "slow", "plain"])]
+    fails, nothing, slow = pool.failures_on(prompts)
+    assert "fails raised KeyError: 'missing' (mine.py:4) (called for prompt 0, with its ground truth as the response)" in fails
+    assert "returned None" in nothing and "deadline of 0.5 s" in slow and "prompt 1" in slow
+    assert (pool.stats().calls, pool.failures_on([])) == (3, [])
+
+
+def test_workers_beyond_the_cores_start_as_calls_arrive(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of("gsm8k", workers=1000)
+    assert values(pool.collect([group_of(["#### 18"] * 3)])[0]) == [1.0] * 3
+    assert len(pool._dispatcher._threads) <= max(3, usable_cores())
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [("always_fails", "raised RuntimeError: no opinion at all (reward.py:19)"), ("not_a_number", "returned nan for a sample")],
+)
+def test_check_calls_the_rewards_once(tmp_path: Path, model_folders: Callable[[str], Path], function: str, message: str) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    ended = runs.command_here(folder, "train", "run.toml", "--check", f"reward.function=reward.py:{function}")
+    assert ended.code == 2 and message in ended.error and "with its ground truth as the response" in ended.error, ended.error
+    assert not (folder / "run").exists()

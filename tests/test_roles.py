@@ -398,8 +398,9 @@ def test_a_checkpoint_that_knows_of_no_critic_gives_none(folder: Path) -> None:
 
 
 def test_a_step_in_which_every_reward_fails_leaves_the_critic_alone_too(folder: Path) -> None:
-    line = one_step(folder, *PPO, "reward.function=reward.py:always_fails")
+    line = one_step(folder, *PPO, "reward.function=reward.py:always_fails", 'health.ignore=["all-rewards-failed"]')
     assert (line["critic/updates"], line["actor/updates"], line["reward/excluded"]) == (0, 0, 16)
+    assert (line["reward/calls"], line["reward/failed_calls"], line["reward/retries"]) == (16, 16, 0)
     assert not load_file(runs.checkpoints(folder)[1] / "trainer.safetensors")["critic/parameter/score.weight"].any()
 
 

@@ -492,6 +492,15 @@ def test_a_full_device_names_the_keys_of_its_phase() -> None:
         assert named and set(named) <= keys().keys(), phase
 
 
+def test_a_full_host_is_told_too() -> None:
+    told = r"^out of memory in rollout: .*(memory: you tried|MemoryError).* Set a smaller rollout\.kv_bytes"
+    for ask in (lambda: torch.empty(2**58, dtype=torch.uint8), lambda: [None] * 2**58):
+        with pytest.raises(UserError, match=told), worker.enough_memory("rollout"):
+            ask()
+    with pytest.raises(RuntimeError, match="shape"), worker.enough_memory("rollout"):
+        torch.zeros(2).reshape(3)
+
+
 # -- stop and go on ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from fulltilt import api
 from fulltilt.loop.generation import Generation, Texts, open_generation
 from fulltilt.records import UserError
-from fulltilt.words import many
+from fulltilt.words import many, printable
 
 MOST_TOKENS = 8192  # of a conversation: the KV cache is made for them, also where the model has positions for more
 HELP = "/reset begins a new conversation, /exit or the end of the input ends, Ctrl-C ends an answer"
@@ -120,6 +120,6 @@ class Printed:
 
     def finish(self, text: str) -> None:
         if text.startswith(self.text):
-            self._out.write(text[len(self.text) :])
+            self._out.write(printable(text[len(self.text) :]))
             self._out.flush()
             self.text = text

@@ -7,6 +7,7 @@ errors are quick.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,7 +19,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TextIO, get_type_hints
 
@@ -49,7 +49,8 @@ class Group(TyperGroup):
 
 def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
     known = {"-h", "--help", *(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))}
-    for given, following in pairwise([*args, None]):
+    followers: list[str | None] = [*args[1:], None]
+    for given, following in zip(args, followers, strict=False):  # without arguments there is still a last None
         option = given.partition("=")[0]
         if option in known or not re.match(r"--?[A-Za-z]", given):
             continue
@@ -99,7 +100,10 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            tell("error: this process may not open more files. Raise the limit, for example: ulimit -n 4096", sys.stderr)
+            sys.exit(2)
         tell(traceback.format_exc().rstrip(), sys.stderr)
         sys.exit(1)
 
@@ -236,10 +240,11 @@ def chat(
     seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
 ) -> None:
     """Talk to a model. Lines are read from standard input, also from a pipe; answers go to standard output, notes to standard error."""
+    loading(model)
     from fulltilt import chat as conversation
 
     options = conversation.ChatOptions(model, step, system, plain, max_new_tokens, temperature, seed)
-    conversation.chat(options, typed_lines(), sys.stdout, partial(print, file=sys.stderr, flush=True))
+    conversation.chat(options, typed_lines(), sys.stdout, partial(tell, where=sys.stderr))
 
 
 def typed_lines() -> Iterator[str]:
@@ -417,7 +422,7 @@ def init(
     from fulltilt import starter
 
     for text in starter.write(task, file, model, data):
-        print(text)
+        tell(text)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,20 @@ from pydantic import ValidationError
 from fulltilt import knobs, schema, user_code
 from fulltilt.presets import LARGEST_ERROR, NORMALISED_SUM, PRESETS
 from fulltilt.records import UserError
-from fulltilt.schema import AlgorithmConfig, Config, conditions, flatten, keys, legal_values, row_of, sections, shown, value_of, words
+from fulltilt.schema import (
+    AlgorithmConfig,
+    Config,
+    conditions,
+    flatten,
+    keys,
+    legal_values,
+    row_of,
+    sections,
+    shown,
+    toml_value,
+    value_of,
+    words,
+)
 from fulltilt.settings import algorithm_settings, holds, in_effect, is_set, own_functions, used_keys
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, many, printable, shortened
@@ -139,9 +152,9 @@ def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterat
         name = key.lstrip("~+-")
         parts, given = _key_parts(name), _override_value(value)
         if not all(parts) or len(parts) > MOST_DEPTH or _too_deep(given) or not (equals or key.startswith("~")):
-            yield Mistake(f"{shortened(printable(typed), 100)}: not an override. Write section.key=value, for example run.steps=100")
+            yield Mistake(f"{_in_a_line(typed)}: not an override. Write section.key=value, for example run.steps=100")
         elif wrong := _wrong_spelling(typed, override, key, value):
-            yield Mistake(f"{shortened(printable(typed), 100)}: {wrong}", (name,))
+            yield Mistake(f"{_in_a_line(typed)}: {wrong}", (name,))
         else:
             yield from _set(tables, parts, given) if equals else _unset(tables, parts)
 
@@ -263,8 +276,13 @@ def _take_unknown_keys(tables: dict[str, Any]) -> Iterator[Mistake]:
                 yield from _unknown(f"{name}.{key}", tables[name].pop(key))
 
 
+def _in_a_line(text: str) -> str:
+    """What a user typed as a message shows it, whatever characters it holds."""
+    return shortened(toml_value(text)[1:-1], 100)
+
+
 def _unknown(key: str, value: Any) -> Iterator[Mistake]:
-    found, said = knobs.find(key), printable(key)
+    found, said = knobs.find(key), _in_a_line(key)
     if isinstance(value, dict) and value and not any(source == "native" for _, source in found):
         for part, inner in value.items():
             yield from _unknown(f"{key}.{part}", inner)

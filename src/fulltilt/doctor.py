@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt.memory.host import free_host_bytes, usable_cores
-from fulltilt.words import first_line, in_bytes
+from fulltilt.reward import confine
+from fulltilt.words import first_line, in_bytes, joined
 
 Status = Literal["ok", "missing", "broken"]
 
@@ -127,7 +128,7 @@ def examine(run: Path | None = None) -> Report:
     devices = tuple(examine_devices()) if imports("torch") is None else ()
     extras = needed_on(devices, tuple(examine_package(package) for package in PACKAGES if package.extra))
     measured = examine_memory_of(run) if run else ()
-    return Report((examine_python(), *examine_computer(), *core, *devices, *extras, *measured))
+    return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *measured))
 
 
 def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -153,6 +154,18 @@ def examine_computer() -> Iterator[Finding]:
     yield Finding("memory", "ok", f"{in_bytes(free_host_bytes())} available of {in_bytes(installed)}")
     disk = shutil.disk_usage(Path.cwd())
     yield Finding("disk", "ok", f"{in_bytes(disk.free)} free of {in_bytes(disk.total)} in {Path.cwd()}")
+
+
+def examine_sandbox() -> Finding:
+    """Check what the kernel keeps reward functions from."""
+    landlock, seccomp = confine.landlock_version(), confine.has_seccomp()
+    has = f"Landlock {f'version {landlock}' if landlock else 'missing'}, seccomp {'available' if seccomp else 'missing'}"
+    lacking = confine.lacking(landlock, seccomp)
+    fault = f"{has}: reward functions can {joined(lacking, 'and')}" if lacking else None
+    remedy = "use Linux 6.2 or newer with Landlock enabled (lsm= on the kernel's command line), in a container that allows its system calls"
+    return judged(
+        "reward sandbox", f"{has}: reward functions cannot signal the trainer or write into run.dir", fault, remedy, status="missing"
+    )
 
 
 def examine_package(package: Package) -> Finding:

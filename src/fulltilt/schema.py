@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
-from fulltilt.words import either, printable, shortened
+from fulltilt.words import either, shortened
 
 MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -476,9 +476,13 @@ class RewardConfig(Section):
     sources: dict[str, str | dict[str, Signed]] = row({}, names="sources")
     """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: Seconds = _calls_a_function(10.0, free=True)
-    """Time limit of one call. A call that exceeds it is killed, counted and scored by `on_error`."""
+    """Time limit of one call. A call that exceeds it is killed (cancelled, if it is `async`), counted and scored by `on_error`."""
     workers: Annotated[int, Field(ge=1, le=256)] | Auto = _calls_a_function("auto", free=True)
     """Reward processes. `auto`: one per core."""
+    concurrency: Annotated[int, Field(ge=1, le=4096)] | Auto = _calls_a_function("auto", free=True)
+    """Calls of `async def` functions in flight at once; they share one process. `auto`: 32."""
+    retries: Annotated[int, Field(ge=0, le=100)] = _calls_a_function(0, free=True)
+    """How often a call that failed or timed out is tried again, after 0.5 s, then 1 s, 2 s and so on up to 30 s."""
     memory_gb: float = _calls_a_function(4.0, ge=0.1, le=1_000_000)
     """Address space of one reward process; beyond it a call fails with MemoryError."""
     on_error: Literal["exclude", "score"] = "exclude"
@@ -487,6 +491,10 @@ class RewardConfig(Section):
     """The reward of a failed call under `on_error = "score"`."""
     args: dict[str, Any] = _calls_a_function({})
     """Extra keyword arguments of your own function."""
+    env: list[NotEmpty] = _calls_a_function([], free=True)
+    """Environment variables that reward processes get beside paths, locale, proxies and devices, such as an API key, by name."""
+    sandbox: bool = _calls_a_function(True, free=True)
+    """Reward functions cannot signal the trainer or write into `run.dir`, where the kernel can prevent it (docs/rewards.md)."""
 
 
 class TrainConfig(Section):
@@ -718,15 +726,16 @@ class EvalConfig(Section):
 
 
 HealthRule = Literal[
-    "no-variance", "not-finite", "entropy-collapse", "entropy-explosion", "all-clipped", "reward-errors", "logprob-gap", "memory-growth"
-]
+    "no-variance", "not-finite", "entropy-collapse", "entropy-explosion", "all-clipped", "reward-errors", "all-rewards-failed",
+    "logprob-gap", "memory-growth",
+]  # fmt: skip
 
 
 class HealthConfig(Section):
     free = True
 
     patience: Positive = row(10, used_if=when("stop", True))
-    """A rule that holds for this many steps in a row stops the run. It warns at the first."""
+    """A rule that holds for this many steps in a row stops the run. It warns at the first. `all-rewards-failed` stops it at once."""
     stop: bool = True
     """Stop an unhealthy run. Off: only warn."""
     ignore: list[HealthRule] = Field(default_factory=list)
@@ -919,8 +928,8 @@ def toml_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # TOML's basic strings are JSON's; a control character that JSON leaves unescaped is escaped in the same way.
-            return printable(json.dumps(value, ensure_ascii=False))
+            # TOML's basic strings are JSON's, but all that a terminal would not show is escaped.
+            return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(value, ensure_ascii=False))
         case list() | tuple():
             return f"[{', '.join(toml_value(item) for item in value)}]"
         case Mapping():

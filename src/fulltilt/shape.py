@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt.records import UserError
+from fulltilt.words import shortened
 
 Kind = Literal["embedding", "attention", "mlp", "norms", "head"]
 
@@ -103,6 +104,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# Sizes that config.json may hold as a list with a value for each layer.
+PER_LAYER = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size")
+MOST, MOST_LAYERS = 1 << 40, 10_000  # beyond any model: larger numbers are mistakes, which would take memory and time
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,16 @@ class Shape:
         path = Path(folder) / "config.json"
         try:
             given = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            if not isinstance(given, dict):
+                raise ValueError(f"it holds a JSON {type(given).__name__}, not an object")
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read as the configuration of a model: {error}. Give a folder with a config.json") from error
         return Shape.from_config(given)
 
     @staticmethod
     def from_config(given: Mapping[str, Any]) -> Shape:
-        config: Mapping[str, Any] = given.get("text_config") or given
+        text = given.get("text_config")
+        config: Mapping[str, Any] = text if text and isinstance(text, Mapping) else given
         if missing := [key for key in NEEDED if not config.get(key)]:
             raise UserError(f"config.json: {', '.join(missing)} is missing, so the model's sizes are unknown. Use a model that has it")
         model_type = str(config.get("model_type", ""))
@@ -184,11 +191,11 @@ class Shape:
         tied = config.get("tie_word_embeddings")
         return Shape(
             model_type=model_type,
-            vocabulary=config["vocab_size"],
-            width=config["hidden_size"],
-            layers=tuple(layer_of(config, index) for index in range(config["num_hidden_layers"])),
+            vocabulary=size_of(config, "vocab_size"),
+            width=size_of(config, "hidden_size"),
+            layers=tuple(layer_of(config, index) for index in range(size_of(config, "num_hidden_layers", most=MOST_LAYERS))),
             tied=bool(family and family.tied) if tied is None else tied,
-            positions=config.get("max_position_embeddings"),
+            positions=None if config.get("max_position_embeddings") is None else size_of(config, "max_position_embeddings"),
             family=family and with_config(family, config),
         )
 
@@ -316,22 +323,40 @@ def with_config(family: ModelFamily, config: Mapping[str, Any]) -> ModelFamily:
     return replace(family, **found)  # type: ignore[arg-type]
 
 
+def size_of(config: Mapping[str, Any], key: str, default: int | None = None, most: int = MOST) -> int:
+    found = default if config.get(key) is None else config[key]
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= most:
+        raise UserError(f"config.json: {key} is {shortened(repr(found), 40)}, which is not a possible number. Correct it")
+    return found
+
+
 def layer_of(config: Mapping[str, Any], index: int) -> DecoderLayer:
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    inner = config.get("intermediate_size") or 4 * width
+    own = layer_config(config, index)
+    heads, width = size_of(own, "num_attention_heads"), size_of(config, "hidden_size")
+    inner = size_of(own, "intermediate_size", 4 * width)
     return DecoderLayer(
         heads=heads,
-        key_heads=config.get("num_key_value_heads") or heads,
-        head_width=config.get("head_dim") or width // heads,
+        key_heads=size_of(own, "num_key_value_heads", heads),
+        head_width=size_of(own, "head_dim", width // heads),
         inner=inner,
-        experts=experts_of(config, index, inner),
+        experts=experts_of(own, index, inner),
     )
+
+
+def layer_config(config: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """The configuration of one layer: its overrides (`per_layer_config`), and its values where a size is listed for each layer."""
+    overrides = config.get("per_layer_config") or {}
+    try:
+        own = {**config, **overrides.get(str(index), {})}
+        return own | {key: own[key][index] for key in PER_LAYER if isinstance(own.get(key), list | tuple)}
+    except (AttributeError, IndexError, TypeError) as error:
+        raise UserError(f"config.json: the sizes of layer {index} cannot be read: {error}. Give one for each layer") from error
 
 
 def experts_of(config: Mapping[str, Any], index: int, inner: int) -> Experts | None:
     count = config.get("num_experts") or config.get("num_local_experts")
-    dense = index in (config.get("mlp_only_layers") or ()) or (index + 1) % (config.get("decoder_sparse_step") or 1)
-    if not count or dense:
+    if not count or index in (config.get("mlp_only_layers") or ()) or (index + 1) % (config.get("decoder_sparse_step") or 1):
         return None
+    active = size_of(config, "num_experts_per_tok", config.get("top_k_experts") or 1)
     shared = config.get("shared_expert_intermediate_size") or 0
-    return Experts(count, config.get("num_experts_per_tok") or 1, config.get("moe_intermediate_size") or inner, shared)
+    return Experts(count, active, size_of(config, "moe_intermediate_size", inner), shared)

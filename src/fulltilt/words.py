@@ -41,8 +41,8 @@ def shortened(text: str, most: int) -> str:
 
 
 def printable(text: str) -> str:
-    """The text with an escape (`\\x1b`) for every character that a terminal would obey or hide instead of showing it."""
-    return _OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    """The text with an escape (`\\u001b`, as TOML and JSON write it) for every character that a terminal would obey or hide."""
+    return _OBEYED.sub(lambda found: f"\\u{ord(found[0]):04x}" if ord(found[0]) < 2**16 else f"\\U{ord(found[0]):08x}", text)
 
 
 def first_line(error: BaseException) -> str:

@@ -25,10 +25,12 @@ from fulltilt.cluster.checks import (
     TextFacts,
     check_lengths,
     choose_device,
+    model_paths,
     read_training_data,
     read_validation_data,
     refuse,
     settings_without_effect,
+    wrong_models,
     wrong_rollout,
     wrong_settings,
 )
@@ -58,6 +60,7 @@ from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.training.optim import Optimizer, restore_parameters
 from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
+from fulltilt.words import joined
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +107,14 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, Path(config.run.dir), resume, kept)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
     """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
     algorithm = build(config)
     device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
-    parts = put_together(config, algorithm, device, read_validation_data, (), None, resume, None)
+    parts = put_together(config, algorithm, device, read_validation_data, (), resume, None)
     refused = (f"a training run would be refused: {text}" for text in settings_without_effect(config, algorithm, device.type))
     return replace(parts, notes=(*parts.notes, *refused))
 
@@ -123,7 +126,7 @@ def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, long
     check_lengths(config, algorithm, longest)
     if config.lora.rank:
         lora.require_peft()
-    models = load_models(config, (), tokenizer, device, None, resume)
+    models = load_models(config, (), tokenizer, device, None, resume, sampled=True)
     texts = TextFacts(tokenizer, end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
     return make_worker(config, algorithm, device, models, texts, (), resume)[0]
 
@@ -139,15 +142,16 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
-    errors_folder: Path | None, resume: Checkpoint | None, kept: dict[str, Any] | None,
+    resume: Checkpoint | None, kept: dict[str, Any] | None,
 ) -> RunParts:  # fmt: skip
-    """The parts of a run. `roles`: those of a training run, none if nothing learns. `errors_folder`: where failed rewards are recorded."""
+    """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     with contextlib.ExitStack() as on_error:
-        reward = RewardPool(config.reward, errors_folder) if "rollout" in algorithm.needs else None
+        reward = RewardPool(config.reward, Path(config.run.dir), write_errors=bool(roles)) if "rollout" in algorithm.needs else None
         if reward:
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
+        refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
         data = read(config, algorithm)
         models = load_models(config, roles, data.tokenizer, device, data.encoder, resume, sampled=reward is not None)
         worker, lacking = make_worker(config, algorithm, device, models, data, roles, resume, kept)
@@ -160,6 +164,8 @@ def put_together(
 def describe(config: Config, reward: RewardPool | None, models: Models) -> Iterator[str]:
     if reward and not reward.memory_limited:
         yield "this system does not limit the memory of reward processes: reward.memory_gb has no effect"
+    if reward and reward.lacking:
+        yield f"this kernel does not keep reward functions from what reward.sandbox forbids: they could {joined(reward.lacking, 'and')}"
     if config.lora.rank:
         parameters = list(models.actor.parameters())
         trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""What a run refuses before its models load: settings without effect, data, tokenizer, packages and device.
+"""What a run refuses before its models load: settings without effect, data, folders of models, tokenizer, packages and device.
 
 Enters: a configuration and its algorithm. Leaves: `RunData`, the data and the tokenizer that read it. Guaranteed: every mistake is a
 UserError with its key and remedy, found without loading a model; `find_mistakes` looks at every part even if another one is wrong.
@@ -6,12 +6,13 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
@@ -20,6 +21,7 @@ from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
+from fulltilt.model.folder import inspect_adapter
 from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
@@ -55,12 +57,20 @@ def choose_device(name: str) -> torch.device:
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What a run would refuse before its model loads: reward functions, data, packages, device."""
-    algorithm = build(config)
+    """What a run would refuse before its model loads: model folders, data, reward functions, each of which is called once, packages,
+    device."""
+    algorithm, prompts = build(config), list[Prompt]()
+
+    def data() -> None:
+        if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
+            return
+        read = read_training_data(config, algorithm)
+        prompts.extend(prompt for each in (read.train, read.val) if isinstance(each, PromptSet) for prompt in each.items)
 
     def rewards() -> None:
         if "rollout" in algorithm.needs:
-            RewardPool(config.reward).close()
+            with closing(RewardPool(config.reward, Path(config.run.dir), write_errors=False)) as pool:
+                found.extend(pool.failures_on(prompts))
 
     def packages() -> None:
         if config.lora.rank:
@@ -71,8 +81,8 @@ def find_mistakes(config: Config) -> list[str]:
         found.extend(wrong_settings(config, algorithm, chosen.type))
         Fusing(config, chosen)
 
-    found: list[str] = []
-    for look in (rewards, partial(read_training_data, config, algorithm), packages, device):
+    found = list(wrong_models(config, model_paths(config, algorithm)))
+    for look in (data, rewards, packages, device):
         try:
             look()
         except UserError as error:
@@ -83,6 +93,30 @@ def find_mistakes(config: Config) -> list[str]:
 def refuse(mistakes: Iterable[str]) -> None:
     if found := list(mistakes):
         raise UserError("\n".join(found))
+
+
+def model_paths(config: Config, algorithm: Algorithm, *, learns: bool = True) -> dict[str, str]:
+    """The settings of a run that name a model or an adapter, with their values. `learns`: whether it trains, or only evaluates."""
+    paths = {
+        "model.path": config.model.path,
+        "ref.path": learns and "ref_logprobs" in algorithm.needs and config.ref.path,
+        "critic.path": learns and algorithm.value_loss and config.critic.path,
+        "reward_model.path": uses_reward_model(config) and config.reward_model.path,
+        "lora.path": config.lora.rank and config.lora.path,
+    }
+    return {key: path for key, path in paths.items() if isinstance(path, str)}
+
+
+def wrong_models(config: Config, paths: Mapping[str, str]) -> Iterator[str]:
+    """What is wrong with the files of models, as far as that shows without loading their weights."""
+    for key, path in paths.items():
+        try:
+            if key == "lora.path":
+                inspect_adapter(path, key)
+            else:
+                load.check_model(config.model, path, key, AutoModelForCausalLM if key in ("model.path", "ref.path") else AutoModel)
+        except UserError as error:
+            yield str(error)
 
 
 def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[str]:
@@ -165,9 +199,8 @@ def read(
 
 def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:
     """Every model that reads whole samples must have positions for the longest."""
-    others = {"ref.path": "ref_logprobs" in algorithm.needs and config.ref.path, "critic.path": algorithm.value_loss and config.critic.path}
-    for key, path in {"model.path": config.model.path, **others}.items():
-        if path:
+    for key, path in model_paths(config, algorithm).items():
+        if key in ("model.path", "ref.path", "critic.path"):
             whose = "the model" if key == "model.path" else f"the model of {key}"
             limit = load.context_limit(load.read_config(config.model, path, key))
             check_context(config, longest, limit, rollout="rollout" in algorithm.needs, whose=whose)

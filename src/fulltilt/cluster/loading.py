@@ -131,7 +131,6 @@ def load_critic(config: Config, tokenizer: PreTrainedTokenizerBase, device: torc
     """What it has learned is in the checkpoint's tensors; its body is loaded from where the run started, also after a resume."""
     key = "critic.path" if config.critic.path else "model.path"
     model = load_scalar(config.model, device, config.critic.path, key=key, head="new")
-    verify(model.body, key)
     check_tokens(config, model.body, tokenizer, "critic.path", config.critic.path)
     if config.lora.rank and config.lora.critic:
         lora.add_adapters(model.body, of_body(config.lora, model.body), config.run.seed)
@@ -163,7 +162,6 @@ def load_reward_model(config: Config, device: torch.device, encoder: RewardEncod
     path = config.reward_model.path
     assert path is not None
     model = load_scalar(config.model, device, path, key="reward_model.path", head="required")
-    verify(model.body, "reward_model.path")
     load.check_vocabulary(model.body, encoder.tokenizer)
     model.requires_grad_(False)
     fusing.fuse("reward_model", model.body)

@@ -21,12 +21,12 @@ from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.fuse import check_fused
 from fulltilt.model.heads import Head
+from fulltilt.model.load import shape_of
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.plan import Budgets, Facts, RoleFacts, given_settings, longest_response, uses_graphs
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
-from fulltilt.shape import Shape
 
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
@@ -60,9 +60,7 @@ def find_facts(device: torch.device, models: Models, texts: TextFacts, learners:
 def role_facts(model: torch.nn.Module, *, learns: bool) -> RoleFacts:
     body = model.body if isinstance(model, ScalarModel) else model
     assert isinstance(body, PreTrainedModel)
-    text, parameters = body.config.get_text_config(), list(model.parameters())
-    aliases = {name: getattr(text, name, None) for name in text.attribute_map}  # a few families have names of their own for usual sizes
-    shape = Shape.from_config(text.to_dict() | aliases)
+    shape, parameters = shape_of(body.config), list(model.parameters())
     return RoleFacts(
         shape=shape if body is not model else replace(shape, vocabulary=len(Head.of(body).weight)),
         parameter_bytes=sum(parameter.nbytes for parameter in parameters),

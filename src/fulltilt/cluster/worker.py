@@ -101,7 +101,7 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError) as error:
         # On a CPU torch raises a plain RuntimeError.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
         what = first_line(error)

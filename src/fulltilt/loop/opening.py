@@ -30,6 +30,7 @@ from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
+from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles, read_lines, write_whole
 from fulltilt.plan import Budgets
@@ -297,6 +298,8 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
         console.begin_step(found.step if found else 0)
         with console.run(total=1), console.phase("eval"):
             metrics = validate(config, parts, console).metrics
+            if failed := Health(config.health).failed(metrics):
+                raise Unhealthy(failed)
     which = {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0}
     return {**which, **({"skipped": "; ".join(store.skipped)} if store.skipped else {}), **metrics}
 

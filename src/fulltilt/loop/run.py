@@ -30,7 +30,7 @@ from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
 from fulltilt.loop.interrupts import Interrupted, Interrupts
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
-from fulltilt.observe.health import Health, Unhealthy, last_good
+from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.observe.validation import sample_rows
@@ -150,6 +150,7 @@ class Run:
         excluded = sum(len(entry.group.samples) for entry in filled.kept) - len(rows)
         return {
             **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=excluded),
+            **reward_stats.metrics(),
             **measure.summarise_rows(rows),
             **penalty,
             **updated,
@@ -309,7 +310,10 @@ class Run:
                     metrics = self._validate(0)
                     self._record(0, metrics)
                     self.console.end_step(metrics)
+                    if failed := self.health.failed(metrics):
+                        raise Unhealthy(failed)
                     self._require_metric_of_best(0, metrics, validated=True)
+                self._refuse_failed_end()
                 for step in range(self.progress.step + 1, steps + 1):
                     self._whole_step(step)
         except Interrupted:
@@ -388,7 +392,7 @@ class Run:
             self.console.warn(text)
         for text in verdict.notes:
             self.console.note(text)
-        if verdict.stop and step < self.parts.plan.steps:
+        if verdict.stop and (verdict.failed or step < self.parts.plan.steps):
             self._keep_what_is_written()
             if self.store.newest == 0:
                 self.save()
@@ -421,6 +425,15 @@ class Run:
         self._finish_background_save(wait=True)
         found = BestCheckpoint(self.config.run.keep_best or "", step, float(value))
         return found if found.beats(self.store.best) else None
+
+    def _refuse_failed_end(self) -> None:
+        """A run that failed in its last step, and had to save that step to have something to resume from, has not ended well."""
+        step = self.progress.step
+        if step >= self.parts.plan.steps and EVERY_REWARD_FAILED in self.health.streaks and self.config.health.stop:
+            raise Unhealthy(
+                f"the run ended at step {step}, in which every reward failed. Ask for more steps with run.steps, or start again in another "
+                f"run.dir; health.ignore turns the rule {EVERY_REWARD_FAILED} off"
+            )
 
     def _record(self, step: int, metrics: Metrics) -> None:
         self._require_folder()

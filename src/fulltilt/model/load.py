@@ -1,14 +1,17 @@
 """Loading unmodified Hugging Face models and tokenizers.
 
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
-tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised); remote code runs only if asked for; end
-tokens are all that the generation config, the model config or the tokenizer name.
+tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised) and is a finite number; remote code runs
+only if asked for; end tokens are all that the generation config, the model config or the tokenizer name. Whatever transformers raises for
+the content of a folder or a hub's files is a UserError of one line, with the original error as its cause.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,15 +22,18 @@ from transformers.utils import logging as transformers_logging
 
 from fulltilt.model import attention, experts
 from fulltilt.model.chat import read_template
+from fulltilt.model.folder import inspect_model
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
+from fulltilt.shape import Shape
 from fulltilt.words import first_line, listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# A line of transformers' report on tensors that have another shape than the architecture's.
+MISMATCH = re.compile(r"^(\S.*?)\s*\|\s*MISMATCH.*?ckpt: torch\.Size\((.*?)\) vs model:\s*torch\.Size\((.*?)\)", re.MULTILINE)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-READ_ERRORS = (OSError, ValueError, KeyError, ImportError, TypeError, RuntimeError)  # raised by transformers for unreadable files
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -47,9 +53,10 @@ def read_model(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model through one of transformers' Auto classes, and transformers' report on the files. `key` is the setting that names `source`,
     for messages."""
+    check_model(config, source, key, kind)
     transformers_logging.disable_progress_bar()
-    options = origin(config, source)
-    with reading(f"{source} could not be loaded as {what}", key, source, "config.json and the files of its weights"):
+    failure = f"{source} could not be loaded as {what}"
+    with reading(failure, key, source, "config.json and the files of its weights"), loading_report() as said:
         try:
             model, report = kind.from_pretrained(
                 source,
@@ -57,24 +64,87 @@ def read_model(
                 attn_implementation=attention.register(),
                 experts_implementation=experts.register(),
                 output_loading_info=True,
-                **options,
+                **origin(config, source),
             )
+        except RuntimeError:
+            refuse_incomplete([], MISMATCH.findall("\n".join(said)), source, key)
+            raise
         except KeyError as error:
             if attention.NAME not in str(error):
                 raise
-            names = ", ".join(AutoConfig.from_pretrained(source, **options).architectures or ["unnamed"])
+            names = ", ".join(read_config(config, source, key).architectures or ["unnamed"])
             raise attention.UnsupportedModel(
                 f"{key}: the architecture of {source} ({names}) does not use transformers' attention interface, so packed documents would "
-                "mix. It cannot be run here"
+                "mix. Use a model of another architecture: docs/models.md lists those that run"
             ) from error
-    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report.get("mismatched_keys", ()))
-    if missing:
-        raise UserError(
-            f"{key}: {source} lacks weights that its architecture ({type(model).__name__}) needs, or has them in another shape: "
-            f"{listed(missing, 4)}. Use a complete checkpoint"
-        )
+    refuse_incomplete(sorted(report["missing_keys"]), [], source, key)
     # Evaluation mode throughout: dropout would make training disagree with rollout, which runs the same weights.
-    return model.to(device).eval(), report
+    model.to(device).eval()
+    refuse_not_finite(model.named_parameters(), source, key)
+    return model, report
+
+
+@contextlib.contextmanager
+def loading_report() -> Iterator[list[str]]:
+    """Collect what transformers logs while it loads, instead of letting it print: errors here name what matters of it."""
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    said: list[str] = []
+    logger, level = logging.getLogger("transformers"), transformers_logging.get_verbosity()
+    handlers, logger.handlers = logger.handlers, [Collector()]
+    transformers_logging.set_verbosity_warning()
+    try:
+        yield said
+    finally:
+        logger.handlers = handlers
+        transformers_logging.set_verbosity(level)
+
+
+def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoModelForCausalLM) -> None:
+    """Refuse what can be known to be wrong with a model before its weights are loaded. `kind`: the Auto class that will load it."""
+    inspect_model(source, key)
+    found = read_config(config, source, key)
+    if type(found) not in kind._model_mapping and kind.__name__ not in (getattr(found, "auto_map", None) or {}):
+        other = ", which reads more than text," if found.get_text_config() is not found else ""
+        raise attention.UnsupportedModel(
+            f"{key}: {source} is a model of the type {found.model_type}{other} and transformers has no causal language model of that type. "
+            "Give a language model: docs/models.md lists those that run"
+        )
+    try:
+        shape_of(found)
+    except UserError as error:
+        raise UserError(f"{key}: {source}: {error}") from error
+
+
+def shape_of(config: PretrainedConfig) -> Shape:
+    """The sizes of a model. A few families have names of their own for usual sizes."""
+    text = config.get_text_config()
+    given = text.to_dict()
+    return Shape.from_config(given | {name: given.get(own, getattr(text, own, None)) for name, own in text.attribute_map.items()})
+
+
+def refuse_incomplete(missing: Sequence[str], mismatched: Sequence[tuple[str, str, str]], source: str, key: str) -> None:
+    """transformers would initialise such weights at random. `mismatched`: names, stored shapes, and those of the architecture."""
+    wrong = [*missing, *(f"{name} ({stored}, not {wanted})" for name, stored, wanted in mismatched)]
+    if wrong:
+        raise UserError(
+            f"{key}: {source} lacks weights that its architecture needs, or has them in another shape: {listed(wrong, 4)}. Use a complete "
+            "checkpoint, and the config.json that came with it"
+        )
+
+
+@torch.no_grad()
+def refuse_not_finite(tensors: Iterable[tuple[str, torch.Tensor]], source: str, key: str) -> None:
+    """Every log-prob would be NaN. The largest number of each tensor shows it in one pass, without a copy."""
+    wrong = [name for name, tensor in tensors if tensor.numel() and not torch.linalg.vector_norm(tensor, torch.inf).isfinite()]
+    if wrong:
+        raise UserError(
+            f"{key}: {source} holds weights that are NaN or infinite: {listed(wrong, 4)}. Use an intact checkpoint, from before a training "
+            "diverged; if its numbers are too large for half precision, set model.dtype to float32"
+        )
 
 
 def origin(config: ModelConfig, source: str) -> dict[str, Any]:
@@ -128,11 +198,17 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
         reads = reading(f"the generation config of {config.path} could not be loaded", "model.path", config.path, "generation_config.json")
         with reads, contextlib.suppress(EntryNotFoundError):  # many models have none
             named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
-    named.append(getattr(read_config(config).get_text_config(), "eos_token_id", None))
+    text = read_config(config).get_text_config()
+    named.append(getattr(text, "eos_token_id", None))
     ids: set[int] = set()
     for entry in named:
         ids.update(entry if isinstance(entry, list | tuple) else [] if entry is None else [entry])
-    return frozenset(int(token) for token in ids)
+    if ids and min(ids) >= text.vocab_size:
+        raise UserError(
+            f"model.path: {config.path} names the end token {min(ids)}, but has {text.vocab_size} tokens: no response would end. Correct "
+            "eos_token_id in config.json and generation_config.json"
+        )
+    return frozenset(ids)
 
 
 def export(
@@ -164,13 +240,15 @@ def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
     """Turn what transformers raises into a UserError that says what to do. `files`: those of the model's folder that are read."""
     try:
         yield
-    except attention.UnsupportedModel:
+    except (UserError, torch.OutOfMemoryError, MemoryError):
         raise
-    except READ_ERRORS as error:
+    except Exception as error:  # whatever its code, and that of the readers below it, does with values that it does not expect
         if "trust_remote_code" in str(error):
             remedy = "Read that code, then set model.trust_remote_code = true"
         elif not Path(source).is_dir():
             remedy = "It is not a folder here, and a hub name needs a network: offline, give the folder of a downloaded model"
         else:
             remedy = f"Repair or replace {files} in that folder, or give the folder of another model"
-        raise UserError(f"{key}: {failure}: {first_line(error).rstrip('.')}. {remedy}") from error
+        text = first_line(error).rstrip(".")
+        reason = text if isinstance(error, OSError | ValueError | ImportError) else f"{type(error).__name__}: {text}"
+        raise UserError(f"{key}: {failure}: {reason}. {remedy}") from error

@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fulltilt.model import experts
+from fulltilt.model.folder import inspect_adapter
+from fulltilt.model.load import refuse_not_finite
 from fulltilt.records import UserError
 from fulltilt.schema import LoraConfig, ModelConfig
 from fulltilt.words import first_line, listed
@@ -43,6 +45,8 @@ PLAIN: dict[str, Any] = {
 def add_adapters(model: PreTrainedModel, config: LoraConfig, seed: int, path: str | None = None) -> None:
     """Put adapters into the model, in the type of their layers, and freeze all else. `path`: an adapter to start from, as peft saves it."""
     peft = require_peft()
+    if path:
+        inspect_adapter(path, "lora.path")
     settings = stored_settings(model, path) if path else fresh_settings(model, config)
     layers, parameters = targeted_layers(model, settings), targeted_parameters(model, settings)
     if not layers and not parameters:
@@ -155,7 +159,7 @@ def stored_settings(model: PreTrainedModel, path: str) -> Any:
     peft = require_peft()
     try:
         settings = peft.PeftConfig.from_pretrained(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # whatever peft does with values that it does not expect
         raise UserError(
             f"lora.path: the adapter in {path} could not be read: {first_line(error)}. Give the folder of an adapter that peft saved"
         ) from error
@@ -304,7 +308,8 @@ def read_adapter(model: PreTrainedModel, path: str) -> None:
         report: Any = set_peft_model_state_dict(model, load_peft_weights(path, device="cpu"), adapter_name=NAME)
         odd = [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]
         misfit = listed(odd, 3)
-    except (RuntimeError, ValueError, OSError, KeyError) as error:
-        misfit = " ".join(str(error).split())[:300]
+    except Exception as error:  # of peft, safetensors, pickle and torch
+        misfit = " ".join(str(error).split())[:300] or type(error).__name__
     if misfit:
         raise UserError(f"lora.path: the adapter in {path} does not fit the model: {misfit}. Give an adapter of model.path")
+    refuse_not_finite(((name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name), path, "lora.path")

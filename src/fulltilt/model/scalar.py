@@ -15,11 +15,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
-from transformers.utils import logging as transformers_logging
 
-from fulltilt.model.attention import Context
+from fulltilt.model.attention import Context, Packed
 from fulltilt.model.forward import hidden_states
-from fulltilt.model.load import origin, read_model
+from fulltilt.model.load import origin, read_model, refuse_not_finite
+from fulltilt.model.verify import verify
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 
@@ -63,19 +63,15 @@ def load_scalar(
     first update changes the head alone, the following ones the body too.
     """
     source = str(path or config.path)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # no warning about the head, which this way of loading does not use
-    try:
-        body, report = read_model(AutoModel, "a transformer", config, device, source, key)
-    finally:
-        transformers_logging.set_verbosity(verbosity)
+    body, report = read_model(AutoModel, "a transformer", config, device, source, key)
     stored = stored_head(source, config, key) if WEIGHT in report["unexpected_keys"] else {}
     if not stored and head == "required":
         raise UserError(
             f"{key}: {source} has no score head ({WEIGHT}): it is not a reward model. Give a model that was trained for sequence "
             "classification with one label"
         )
-    width = body.config.get_text_config().hidden_size
+    verify(body, key)
+    width = width_of(body)
     score = torch.nn.Linear(width, 1, bias=BIAS in stored, dtype=torch.promote_types(body.dtype, torch.float32))
     for name, parameter in score.named_parameters():
         tensor = stored.get(f"score.{name}", torch.zeros_like(parameter))
@@ -85,7 +81,15 @@ def load_scalar(
                 "number is needed for each token. Give a model with one label"
             )
         parameter.data.copy_(tensor)
+    refuse_not_finite(((f"score.{name}", parameter) for name, parameter in score.named_parameters()), source, key)
     return ScalarModel(body, score.to(device)).eval()
+
+
+@torch.no_grad()
+def width_of(body: PreTrainedModel) -> int:
+    """The width of the body's results, which some families project to another width than that of their layers."""
+    first = torch.zeros(1, dtype=torch.int64, device=body.device)
+    return hidden_states(body, first, first, Packed.of([0, 1], body.device)).shape[-1]
 
 
 def stored_head(source: str, config: ModelConfig, key: str) -> dict[str, torch.Tensor]:

@@ -27,6 +27,8 @@ PASSING = ("peak", "activations", "head", "reserved")  # kinds that are not held
 WARM_UP_STEPS = 2  # steps in which caches fill and graphs are captured
 GROWTH_STEPS = 10  # steps in a row: a number that varies by chance does not grow in all of them
 GROWTH_GIB = 1 / 16
+EVERY_REWARD_FAILED = "all-rewards-failed"
+FAILED_REWARDS = "read the run's reward_errors.jsonl, then fix the function, or raise reward.timeout_s or reward.memory_gb"
 PAGE = "docs/health.md"  # has a section for each rule
 ENTROPY = "rollout/entropy"
 ENTROPY_NATS = 1.0  # per token; below this no rise counts as an explosion, because a multiple of almost nothing is still small
@@ -59,6 +61,7 @@ class HealthRule:
     cause: str
     remedy: str
     stops: bool = True  # False: it only warns
+    at_once: bool = False  # stops the run in the first step that it holds for, the last one included, whatever `health.patience` says
 
 
 def _no_variance(metrics: Metrics, health: Health) -> str | None:
@@ -71,7 +74,7 @@ def _no_variance(metrics: Metrics, health: Health) -> str | None:
     if metrics.get("reward/groups_with_variance") != 0 or (learns and told_apart) or metrics.get("reward/samples", 2) < 2:
         return None
     if metrics.get("reward/errors", 0) >= metrics.get("reward/samples", math.inf):
-        return None  # no sample has a reward at all: the rule reward-errors covers that
+        return None  # no sample has a reward at all: the rule all-rewards-failed covers that
     same = metrics.get("critic/score/max")
     everywhere = f": every sample got {same:g}" if same is not None and same == metrics.get("critic/score/min") else ""
     return f"no group of this step has two different rewards{everywhere}"
@@ -113,6 +116,15 @@ def _reward_errors(metrics: Metrics, health: Health) -> str | None:
     if not samples or not errors / samples > limit:
         return None
     return f"the reward of {errors:.0f} of {samples:.0f} samples failed, more than health.max_reward_errors = {limit:g}"
+
+
+def every_reward_failed(metrics: Metrics) -> str | None:
+    """What failed, if no sample of the step, or none of its validation, has a reward."""
+    errors, samples, validated = (metrics.get(name, 0) for name in ("reward/errors", "reward/samples", "val/reward_errors"))
+    found = [f"the reward of every sample of the step failed ({errors:.0f} of {samples:.0f})"] if 0 < samples <= errors else []
+    if validated and "val/reward/mean" not in metrics:
+        found.append(f"the reward of every sample of the validation failed ({validated:.0f} of {validated:.0f})")
+    return "; ".join(found) or None
 
 
 def _memory_growth(metrics: Metrics, health: Health) -> str | None:
@@ -170,7 +182,14 @@ RULES: tuple[HealthRule, ...] = (
         "reward-errors",
         _reward_errors,
         cause="the reward function fails on many samples",
-        remedy="read the run's reward_errors.jsonl, then fix the function, or raise reward.timeout_s or reward.memory_gb",
+        remedy=FAILED_REWARDS,
+    ),
+    HealthRule(
+        EVERY_REWARD_FAILED,
+        lambda metrics, health: every_reward_failed(metrics),
+        cause="the reward function, or a service that it calls, does not work",
+        remedy=f"{FAILED_REWARDS}; `fulltilt train --check` calls it once",
+        at_once=True,
     ),
     HealthRule(
         "logprob-gap",
@@ -200,6 +219,7 @@ class Verdict:
     stop: str | None  # why the run must stop; None: it continues
     may_save: bool  # a checkpoint of this step may be saved
     notes: tuple[str, ...] = ()  # one line for each rule that no longer holds
+    failed: bool = False  # the run stops even after its last step
 
 
 class Health:
@@ -226,7 +246,7 @@ class Health:
 
     def look(self, step: int, metrics: Metrics) -> Verdict:
         self._follow(metrics)
-        warnings, notes, stops = [], [], []
+        warnings, notes, stops, failed = [], [], [], False
         before, self._streaks = self._streaks, {}
         for rule in self._rules:
             measured, streak = rule.holds(metrics, self), before.get(rule.name, 0)
@@ -236,14 +256,21 @@ class Health:
                 self._told.discard(rule.name)
                 continue
             streak = self._streaks[rule.name] = streak + 1
-            if self.config.stop and rule.stops and streak >= self.config.patience:
+            if self.config.stop and rule.stops and (rule.at_once or streak >= self.config.patience):
+                failed |= rule.at_once
                 stops.append(f"  {rule.name} for {many(streak, 'step')} in a row: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
             elif rule.name not in self._told:
                 outlook = self._outlook(streak) if rule.stops else "This rule only warns"
                 warnings.append(f"step {step}: {rule.name}: {measured}. {outlook}: see {PAGE}#{rule.name}")
             self._told.add(rule.name)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save, notes=tuple(notes))
+        return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save, notes=tuple(notes), failed=failed)
+
+    def failed(self, metrics: Metrics) -> str | None:
+        """Why a validation that is not part of a step stops the run, if it does."""
+        watched = self.config.stop and EVERY_REWARD_FAILED not in self.config.ignore
+        found = every_reward_failed(metrics) if watched else None
+        return f"{EVERY_REWARD_FAILED}: {found}. Remedy: {FAILED_REWARDS}; health.ignore turns this rule off" if found else None
 
     def _follow(self, metrics: Metrics) -> None:
         """Remember what later steps are compared with."""

@@ -72,6 +72,10 @@ class Outlet:
     def _surviving(self) -> Iterator[None]:
         try:
             yield
+        except BlockingIOError:  # a program that shares the stream made it non-blocking, and its reader is slow
+            with contextlib.suppress(OSError, ValueError):
+                os.set_blocking(self._stream.fileno(), True)
+                self._stream.flush()
         except (OSError, ValueError) as error:  # ValueError: the stream was closed
             if self.lost:
                 return
@@ -95,6 +99,7 @@ def protect() -> tuple[Outlet, Outlet]:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+    sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (open as long as the process)
     out, error = outlet(sys.stdout), outlet(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, error)
     return out, error

@@ -1,9 +1,9 @@
 """The reward pool: groups enter while generation continues, one score for each sample leaves, in the order of groups and samples.
 
 A group's reward is a weighted sum of functions (`sums`), usually of one. They run in worker processes, one per core, each call with a
-deadline. Whatever a function does (hang, crash, exit, fork, print, eat memory) costs that one call: the run continues, the failure is
-counted, shown and scored as `reward.on_error` says. Where the only reward is the reward model there are no processes, and every score is
-0 until the model's is added (`model`).
+deadline; asynchronous functions run in one process, many calls at once. Whatever a function does (hang, crash, exit, fork, print, eat
+memory) costs that one call: the run continues, the failure is counted, shown and scored as `reward.on_error` says. Where the only reward is
+the reward model there are no processes, and every score is 0 until the model's is added (`model`).
 
 A failed call gives its samples a `Score` with `error` set. Under `reward.on_error = "exclude"` its value is 0.0 and means nothing: the
 loop leaves rows whose score has an error out of the batch and of their group's baseline. Under `"score"` the value is
@@ -24,10 +24,16 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from fulltilt.records import Group, Score, UserError
-from fulltilt.reward.dispatch import Dispatcher, RewardCall
+import numpy as np
+
+from fulltilt.records import Group, Prompt, Sample, Score, UserError
+from fulltilt.reward import confine
+from fulltilt.reward.calls import RewardCall
+from fulltilt.reward.dispatch import Dispatcher
 from fulltilt.reward.process import Outcome
 from fulltilt.reward.sums import Component, Sums, combine
 from fulltilt.reward.worker import Request
@@ -37,6 +43,7 @@ from fulltilt.words import shortened
 ERRORS_FILE = "reward_errors.jsonl"
 MOST_ERRORS_WRITTEN = 1000
 TEXT_SHOWN = 80
+NO_TOKENS, NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
 FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # an outcome's failure, and the count in RewardStats
 
 
@@ -48,12 +55,15 @@ class RewardStats:
     errors: int = 0  # raised an exception, ran out of memory, returned the wrong number of results
     timeouts: int = 0
     crashes: int = 0
-    retries: int = 0  # tried again in a fresh process after the first try ended a used one
+    retries: int = 0  # calls tried again: in a fresh process after ending a used one, or because of reward.retries
     last: str = ""  # the newest message of a failed call
 
     @property
     def failed(self) -> int:
         return self.errors + self.timeouts + self.crashes
+
+    def metrics(self) -> dict[str, float]:
+        return {"reward/calls": self.calls, "reward/failed_calls": self.failed, "reward/retries": self.retries}
 
     def since(self, before: RewardStats) -> RewardStats:
         counts = {name: getattr(self, name) - getattr(before, name) for name in ("calls", *FAILURES.values(), "retries")}
@@ -77,14 +87,16 @@ class _GroupScores:
 
 
 class RewardPool:
-    def __init__(self, config: RewardConfig, run_dir: Path | None = None) -> None:
-        """Starts the processes and loads every configured function; UserError for what is wrong with one of them.
+    def __init__(self, config: RewardConfig, run_dir: Path | None = None, *, write_errors: bool = True) -> None:
+        """Starts the processes and loads every configured function; UserError for all that is wrong with them.
 
-        With `run_dir`, failed calls are written to `reward_errors.jsonl` there, with traceback and sample, up to a thousand.
+        With `run_dir`, the functions cannot write there, as far as the kernel prevents it; with `write_errors`, failed calls are written to
+        `reward_errors.jsonl` there, with traceback and sample, up to a thousand.
         """
         self._config = config
-        self._errors_file = run_dir / ERRORS_FILE if run_dir is not None else None
+        self._errors_file = run_dir / ERRORS_FILE if run_dir is not None and write_errors else None
         self._errors_written = 0
+        self._writing = threading.Lock()
         self._changed = threading.Condition()
         self._groups: dict[Group, _GroupScores] = {}
         self._next_id = 0
@@ -93,8 +105,12 @@ class RewardPool:
         self._error: BaseException | None = None
         self._trainer = os.getpid()
         self._sums = Sums(config)
-        self._dispatcher = Dispatcher(config, self._sums.names, self._done, self._fail)
+        self._dispatcher = Dispatcher(config, self._sums.names, self._done, self._fail, run_dir)
         atexit.register(self.close)
+        if config.concurrency != "auto" and self._error is None and not any(self._dispatcher.asynchronous):
+            self._fail(
+                UserError("reward.concurrency has no effect: no reward function is async. Remove the key; reward.workers is for others")
+            )
         if self._error is not None:
             self.close()
             self._check()
@@ -104,10 +120,19 @@ class RewardPool:
         """False where the system refused to limit the processes' memory (macOS may)."""
         return self._dispatcher.memory_limited
 
+    @property
+    def lacking(self) -> tuple[str, ...]:
+        """What this kernel lets the functions do although `reward.sandbox` is on."""
+        found = self._dispatcher.confinement
+        return confine.lacking(found.landlock, found.seccomp) if found else ()
+
     def submit(self, group: Group) -> None:
         """Hands a group's samples to the processes and returns at once."""
+        self._submit(group, self._sums.of(group.prompt.data_source))
+
+    def _submit(self, group: Group, components: tuple[Component, ...]) -> None:
         self._check()
-        components, samples = self._sums.of(group.prompt.data_source), len(group.samples)
+        samples = len(group.samples)
         with self._changed:
             assert group not in self._groups, "a group is submitted once"
             found = [[Score(0.0)] * len(components) for _ in range(samples)]
@@ -140,7 +165,29 @@ class RewardPool:
             self._changed.wait_for(lambda: self._error or not any(self._groups[group].left for group in groups))
             self._check()
             complete = [self._groups.pop(group) for group in groups]
-        return [[combine(group.components, scores) for scores in group.found] for group in complete]
+        return [[combine(group.components, scores, self._error_value) for scores in group.found] for group in complete]
+
+    def failures_on(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Calls each function once, on the first of the prompts that it scores, with the ground truth as the response. What went wrong."""
+        found = []
+        for number in range(len(self._sums.names)):
+            routed = ((prompt, part) for prompt in prompts for part in self._sums.of(prompt.data_source) if part.function == number)
+            for prompt, component in islice(routed, 1):
+                group = Group(prompt, (Sample(0, NO_TOKENS, NO_LOGPROBS, "stop", _plausible(prompt.ground_truth)),))
+                try:
+                    self._submit(group, (component,))
+                    ((score,),) = self.collect([group])
+                    failure = score.error
+                except UserError as error:
+                    failure, self._error = str(error), None
+                    self._groups.clear()
+                if failure:
+                    found.append(f"{failure} (called for prompt {prompt.uid}, with its ground truth as the response)")
+        return found
+
+    @property
+    def _error_value(self) -> float:
+        return self._config.error_score if self._config.on_error == "score" else 0.0
 
     def stats(self) -> RewardStats:
         with self._changed:
@@ -165,22 +212,23 @@ class RewardPool:
             self._error = self._error or error
             self._changed.notify_all()
 
-    def _done(self, call: RewardCall, outcome: Outcome, retried: bool) -> None:
+    def _done(self, call: RewardCall, outcome: Outcome) -> None:
         """One call has ended."""
         name = self._sums.names[call.request.function]
         if outcome.failure == "mistake":
             self._fail(_mistake(name, call, outcome))
             return
         scores = [Score(value, parts, answer=answer) for value, parts, answer in outcome.scores]
+        if outcome.failure is not None:
+            message = f"{name} {outcome.message}{self._dispatcher.note_on(outcome.message, call.request.function)}"
+            scores = [Score(self._error_value, error=message)] * len(call.request.texts)
+            self._write_error(call, outcome, message)
         with self._changed:
             self._counts["calls"] += 1
-            self._counts["retries"] += retried
+            self._counts["retries"] += call.repeats
             if outcome.failure is not None:
                 self._counts[FAILURES[outcome.failure]] += 1
-                self._last = f"{name} {outcome.message}"
-                self._write_error(call, outcome, self._last)
-                value = self._config.error_score if self._config.on_error == "score" else 0.0
-                scores = [Score(value, error=self._last)] * len(call.request.texts)
+                self._last = message
             group = self._groups[call.group]
             for sample, score in enumerate(scores, start=call.first):
                 group.found[sample][call.component] = score
@@ -189,9 +237,8 @@ class RewardPool:
                 self._changed.notify_all()
 
     def _write_error(self, call: RewardCall, outcome: Outcome, message: str) -> None:
-        if self._errors_file is None or self._errors_written >= MOST_ERRORS_WRITTEN:
+        if self._errors_file is None:
             return
-        self._errors_written += 1
         line = {
             "kind": outcome.failure,
             "message": message,
@@ -201,12 +248,25 @@ class RewardPool:
             "text": call.request.texts[0][:2000],
             "detail": outcome.detail,
         }
+        with self._writing:
+            if self._errors_written >= MOST_ERRORS_WRITTEN:
+                return
+            self._errors_written += 1
+            self._append(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _append(self, line: str) -> None:
+        assert self._errors_file
         try:
             self._errors_file.parent.mkdir(parents=True, exist_ok=True)
             with self._errors_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.write(line)
         except OSError as error:
             raise UserError(f"cannot write {self._errors_file}: {error.strerror}. Make room or choose another run.dir") from error
+
+
+def _plausible(ground_truth: Any) -> str:
+    """A response that a reward function should be able to score."""
+    return str(ground_truth) if isinstance(ground_truth, (str, int, float)) else ""
 
 
 def _mistake(name: str, call: RewardCall, outcome: Outcome) -> UserError:

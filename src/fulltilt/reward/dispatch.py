@@ -4,6 +4,8 @@ Calls enter by `put`, from any thread; each leaves exactly once through `done`, 
 - a process that ends, or is killed at a deadline, loses only the call that was running; its other calls are handed out again;
 - a call that crashes or runs out of memory in a process in which others had run before is tried once more in a fresh process, so that
   its outcome does not depend on those others;
+- a failed call is tried again `reward.retries` times, after a while;
+- there are never more processes than calls have been waiting, beyond one per core; asynchronous functions have one process (`overlap`);
 - if processes fail to start three times in a row and none is alive, the error says why.
 """
 
@@ -11,36 +13,33 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import pickle
+import shutil
+import tempfile
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 
 from fulltilt.callables import travelling
 from fulltilt.memory.host import usable_cores
-from fulltilt.records import Group, UserError
-from fulltilt.reward import functions
-from fulltilt.reward.process import Guard, Outcome, StartFailed, WorkerProcess
-from fulltilt.reward.worker import Request, Setup
+from fulltilt.records import UserError
+from fulltilt.reward import confine, functions
+from fulltilt.reward.calls import CallQueue, RewardCall
+from fulltilt.reward.environment import make_environment
+from fulltilt.reward.overlap import Overlap
+from fulltilt.reward.process import Guard, Loaded, Outcome, StartFailed, WorkerProcess
+from fulltilt.reward.worker import Setup
 from fulltilt.schema import RewardConfig
-from fulltilt.user_code import UserCodeError
+from fulltilt.user_code import UserCode, UserCodeError
 
 START_TRIES = 3
 MOST_CALLS_AT_ONCE = 32
+ASYNC_CALLS_AT_ONCE = 32  # the value that `reward.concurrency = "auto"` stands for
 # How much work a worker gets at once, estimated by the mean time of a call so far. With less, the threads are busy; with more, cores idle
 # at the end.
 HANDOUT_S = 0.02
-
-
-@dataclass(frozen=True, eq=False)
-class RewardCall:
-    """A request, and where its scores belong: a component of a group's sum, samples `first` and following."""
-
-    request: Request
-    group: Group
-    component: int
-    first: int
 
 
 class Dispatcher:
@@ -48,25 +47,24 @@ class Dispatcher:
         self,
         config: RewardConfig,
         names: Sequence[str],
-        done: Callable[[RewardCall, Outcome, bool], None],
+        done: Callable[[RewardCall, Outcome], None],
         failed: Callable[[BaseException], None],
+        run_dir: Path | None = None,
     ) -> None:
         """Returns once a process has loaded every named function, or `failed` was told what kept it from doing so; without names there are
         no processes. UserError if a function's file cannot be read, or if it cannot be sent to a process.
+        `run_dir`: a folder that the functions must not write into.
 
-        Called on the threads: `done` with a call, its outcome and whether it was tried again; `failed` if no call can end any more."""
-        try:
-            located = tuple(travelling(functions.locate(name)) for name in names)
-        except UserCodeError as error:
-            raise UserError(str(error)) from None
-        self._setup = pickle.dumps(Setup(located, dict(config.args), int(config.memory_gb * 2**30)))
-        self._files = ", ".join(sorted({place.path for place in located if place.path})) or "fulltilt"
+        Called on the threads: `done` with a call and its outcome; `failed` if no call can end any more."""
+        self._located = locate_all(names)
+        self._files = ", ".join(sorted({place.path for place in self._located if place.path})) or "fulltilt"
+        self._environment = make_environment(config.env)
+        self._config = config
         self._size = usable_cores() if config.workers == "auto" else config.workers
-        self._timeout_s = config.timeout_s
         self._done = done
         self._failed = failed
-        self._changed = threading.Condition()
-        self._queue: deque[RewardCall] = deque()
+        self._changed = threading.Lock()
+        self._calls, self._async_calls = CallQueue(), CallQueue()
         self._processes: set[WorkerProcess] = set()
         self._threads: list[threading.Thread] = []
         self._failed_starts = 0
@@ -74,17 +72,38 @@ class Dispatcher:
         self._loaded = threading.Event()
         self._closing = threading.Event()
         self.batch: tuple[bool, ...] = ()  # for each function, once loaded
+        self.asynchronous: tuple[bool, ...] = ()
         self.memory_limited = True
+        self.confinement: confine.Confinement | None = None
         if names:
-            self._guard = Guard()
+            self._prepare(run_dir)
             self._launch(1)
             self._loaded.wait()
-            self._launch(self._size - 1)
+            self._launch_for(usable_cores())
+
+    def _prepare(self, run_dir: Path | None) -> None:
+        """What every process gets: the functions, a folder for temporary files, what it must not do."""
+        try:
+            self._folder = tempfile.mkdtemp(prefix="fulltilt-reward-")
+        except OSError as error:
+            raise UserError(f"no folder for the temporary files of reward functions: {error}. Make room, or set TMPDIR") from error
+        self._guard = Guard()
+        self._environment.variables["TMPDIR"] = self._folder
+        if self._config.sandbox:
+            self.confinement = confine.confinement(run_dir, (os.getpid(), self._guard.pid))
+        memory = int(self._config.memory_gb * 2**30)
+        self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), memory, self._config.timeout_s, self.confinement))
 
     def put(self, calls: Sequence[RewardCall]) -> None:
-        with self._changed:
-            self._queue.extend(calls)
-            self._changed.notify(len(calls))
+        if not calls:
+            return
+        self._async_calls.put([call for call in calls if self.asynchronous[call.request.function]])
+        self._calls.put([call for call in calls if not self.asynchronous[call.request.function]])
+        self._launch_for(len(self._calls))
+
+    def note_on(self, message: str, *functions: int) -> str:
+        """What to add to the message of functions that failed."""
+        return self._environment.note(" ".join([message, *(self._located[each].source.decode(errors="replace") for each in functions)]))
 
     def close(self) -> None:
         """Kills every process."""
@@ -93,28 +112,42 @@ class Dispatcher:
             thread.join()
         if self._threads:
             self._guard.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if self.confinement and self.confinement.ruleset is not None:
+                os.close(self.confinement.ruleset)
+        self._threads = []
+
+    def _launch_for(self, calls: int) -> None:
+        """Starts the threads that this many calls of plain functions can use, beside the one that may serve the asynchronous ones."""
+        with self._changed:
+            if not self._closing.is_set() and not all(self.asynchronous):
+                self._launch(min(self._size, calls) + any(self.asynchronous) - len(self._threads))
 
     def _launch(self, count: int) -> None:
         for _ in range(count):
-            self._threads.append(threading.Thread(target=self._run, name="fulltilt-reward", daemon=True))
+            self._threads.append(threading.Thread(target=self._run, args=(not self._threads,), name="fulltilt-reward", daemon=True))
             self._threads[-1].start()
 
     def _stop(self) -> None:
         self._closing.set()
+        self._calls.close()
+        self._async_calls.close()
         with self._changed:
             for process in self._processes:
                 process.interrupt()
-            self._changed.notify_all()
 
     # Everything below runs on each worker's own thread: Linux ends a process with the thread that started it.
 
-    def _run(self) -> None:
+    def _run(self, first: bool) -> None:
         again: list[RewardCall] = []
         try:
             while not self._closing.is_set():
                 try:
                     with self._process() as process:
-                        again = self._use(process, again)
+                        if first and any(self.asynchronous):
+                            self._use_at_once(process)
+                        else:
+                            again = self._use(process, again)
                 except StartFailed as failure:
                     self._wait_after(failure)
         except BaseException as error:
@@ -125,13 +158,14 @@ class Dispatcher:
     @contextlib.contextmanager
     def _process(self) -> Iterator[WorkerProcess]:
         """A process that has loaded every function."""
-        process = WorkerProcess(self._guard)
+        ruleset = self.confinement.ruleset if self.confinement else None
+        process = WorkerProcess(self._guard, self._environment.variables, *([] if ruleset is None else [ruleset]))
         with self._changed:
             self._processes.add(process)
             if self._closing.is_set():
                 process.interrupt()
         try:
-            self.memory_limited, self.batch = process.load(self._setup, self._files)
+            self.memory_limited, self.batch, self.asynchronous = self._load(process)
             self._failed_starts = 0
             self._loaded.set()
             yield process
@@ -139,6 +173,14 @@ class Dispatcher:
             with self._changed:
                 self._processes.remove(process)
             process.kill()
+
+    def _load(self, process: WorkerProcess) -> Loaded:
+        try:
+            return process.load(self._setup, self._files)
+        except StartFailed:
+            raise
+        except UserError as error:
+            raise UserError(f"{error}{self.note_on(str(error), *range(len(self._located)))}") from None
 
     def _wait_after(self, failure: StartFailed) -> None:
         if self._closing.is_set():
@@ -151,33 +193,50 @@ class Dispatcher:
 
     def _use(self, process: WorkerProcess, again: list[RewardCall]) -> list[RewardCall]:
         """Gives a process calls, `again` first, until it must be replaced. Returns the call that the next process must try again."""
-        while calls := again or self._take():
-            outcomes = process.outcomes([call.request for call in calls], self._timeout_s)
+        while calls := again or self._calls.take(self._handful):
+            outcomes = process.outcomes([call.request for call in calls], self._config.timeout_s)
             for number, (call, outcome) in enumerate(zip(calls, outcomes, strict=True), start=1):
                 if self._closing.is_set():
                     return []
-                retry = outcome.try_again and not again
-                if not retry:
-                    self._done(call, outcome, bool(again))
+                in_fresh_process = outcome.try_again and not again
+                if not in_fresh_process:
+                    self._end(call, outcome)
                 if outcome.ends_process:
-                    self._put_back(calls[number:])
-                    return [call] if retry else []
+                    self._calls.put_back(calls[number:])
+                    return [replace(call, repeats=call.repeats + 1)] if in_fresh_process else []
                 self._mean_s = outcome.seconds if self._mean_s == math.inf else 0.9 * self._mean_s + 0.1 * outcome.seconds
             again = []
         return []
 
-    def _take(self) -> list[RewardCall]:
-        """The next calls for a worker, waited for; none once the dispatcher is closing."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closing.is_set())
-            if self._closing.is_set():
-                return []
-            fair = len(self._queue) // (2 * self._size)
-            quick = HANDOUT_S / self._mean_s if self._mean_s else MOST_CALLS_AT_ONCE
-            count = max(1, int(min(fair, quick, MOST_CALLS_AT_ONCE)))
-            return [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
+    def _use_at_once(self, process: WorkerProcess) -> None:
+        limit = ASYNC_CALLS_AT_ONCE if self._config.concurrency == "auto" else self._config.concurrency
+        Overlap(process, self._async_calls, limit, self._config.timeout_s, self._end).run()
 
-    def _put_back(self, calls: Sequence[RewardCall]) -> None:
-        with self._changed:
-            self._queue.extendleft(reversed(calls))
-            self._changed.notify(len(calls))
+    def _end(self, call: RewardCall, outcome: Outcome) -> None:
+        """One try of a call has ended."""
+        if self._closing.is_set():
+            return
+        if outcome.failure in (None, "mistake") or outcome.final or call.failures >= self._config.retries:
+            self._done(call, outcome)
+            return
+        queue = self._async_calls if self.asynchronous[call.request.function] else self._calls
+        queue.put_later(replace(call, failures=call.failures + 1, repeats=call.repeats + 1), call.seconds_to_wait())
+
+    def _handful(self, ready: Sequence[RewardCall]) -> int:
+        """How many of the calls that are ready a worker gets at once."""
+        fair = len(ready) // (2 * self._size)
+        quick = HANDOUT_S / self._mean_s if self._mean_s else MOST_CALLS_AT_ONCE
+        return max(1, int(min(fair, quick, MOST_CALLS_AT_ONCE)))
+
+
+def locate_all(names: Sequence[str]) -> tuple[UserCode, ...]:
+    """The files of the functions, read. UserError with everything that is wrong."""
+    found, wrong = [], []
+    for name in names:
+        try:
+            found.append(travelling(functions.locate(name)))
+        except UserCodeError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise UserError("\n".join(wrong))
+    return tuple(found)

@@ -9,9 +9,10 @@ verl's names:
 and the keys of `reward.args`. It is given only what it names; with `**kwargs` it gets verl's four names and all of `reward.args`.
 `prompt_str` (the prompt's text) is an addition of fulltilt and is given only when named.
 
-It returns a number (int, float, bool, numpy or torch scalar) or a dict with the number under "score". The answer that it read, text or
-number, may stand under "pred"; other finite numbers become the score's parts. A batch function returns a list of these. Guaranteed: what
-leaves `RewardFunction.score` is finite, one per sample. Imports neither torch nor numpy: worker processes import this module.
+It may be `async def`. It returns a number (int, float, bool, numpy or torch scalar) or a dict with the number under "score". The answer
+that it read, text or number, may stand under "pred"; other finite numbers become the score's parts. A batch function returns a list of
+these. Guaranteed: what leaves `RewardFunction.results` is finite, in float32 too, one per sample. Imports neither torch nor numpy: worker
+processes import this module.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ BATCH = tuple(f"{name}s" for name in SINGLE)
 GIVEN = "data_source, solution_str, ground_truth, extra_info and prompt_str, or the same names with an s for a batch function"
 
 ANSWER_LENGTH = 200
+LARGEST = 2.0**120  # of a reward: differences and sums of a few thousand of them are still finite in float32, which training computes in
+TOO_LARGE = f"training computes in float32, and rewards may be at most {LARGEST:.2g} in magnitude. Scale the reward"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 Scored = tuple[float, dict[str, float], str | None]  # value, parts, answer
@@ -44,8 +47,8 @@ class NotANumber(Exception):
     """The function returned something other than a finite number: `args` are the sample's place in the call and what was returned."""
 
 
-class WrongCount(Exception):
-    """A batch function returned more or fewer results than it was given samples."""
+class WrongResult(Exception):
+    """The call has failed by what it returned: too large a number, or, from a batch function, another number of results than samples."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +58,27 @@ class RewardFunction:
     takes: tuple[str, ...]  # the names of SINGLE or BATCH it is given
     args: Mapping[str, Any] = field(default_factory=dict)
 
-    def score(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> list[Scored]:
-        """One call: all texts of a group for a batch function, exactly one text otherwise."""
-        if self.batch:
-            columns = {f"{name}s": [value] * len(texts) for name, value in prompt.items()}
-            results = _one_each(self._called(columns | {"solution_strs": list(texts)}), len(texts))
-        else:
-            (text,) = texts
-            results = [self._called({**prompt, "solution_str": text})]
-        return [checked(result, place) for place, result in enumerate(results)]
+    @property
+    def asynchronous(self) -> bool:
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None))  # noqa: B004
 
-    def _called(self, values: Mapping[str, Any]) -> Any:
+    def call(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> Any:
+        """What the function returns, to be awaited if it is asynchronous: for all texts of a group, or for exactly one text."""
+        values: dict[str, Any] = {f"{name}s": [value] * len(texts) for name, value in prompt.items()} if self.batch else dict(prompt)
+        values |= {"solution_strs": list(texts)} if self.batch else {"solution_str": texts[0]}
         return self.function(**{name: values[name] for name in self.takes}, **self.args)
+
+    def results(self, returned: Any, count: int) -> list[Scored]:
+        """The scores of `count` samples from what a call returned."""
+        results = _one_each(returned, count) if self.batch else [returned]
+        return [checked(result, place) for place, result in enumerate(results)]
 
 
 def _one_each(results: Any, count: int) -> list[Any]:
     if isinstance(results, (str, bytes, Mapping)) or not hasattr(results, "__len__") or not hasattr(results, "__getitem__"):
-        raise WrongCount(f"returned a {type(results).__name__}; a batch function returns a list with one result for each sample")
+        raise WrongResult(f"returned a {type(results).__name__}; a batch function returns a list with one result for each sample")
     if len(results) != count:
-        raise WrongCount(f"returned {len(results)} results for {count} samples")
+        raise WrongResult(f"returned {len(results)} results for {count} samples")
     return [results[place] for place in range(count)]
 
 
@@ -85,7 +90,7 @@ def checked(result: Any, sample: int) -> Scored:
         raise NotANumber(sample, f"a dict without 'score' (its keys: {', '.join(map(str, result)) or 'none'})")
     score = _finite(result["score"], sample, result)
     others = {str(key): _number(value) for key, value in result.items() if key not in ("score", "pred")}
-    return score, {key: value for key, value in others.items() if value is not None}, answer_text(result.get("pred"))
+    return score, {key: value for key, value in others.items() if value is not None and fits(value)}, answer_text(result.get("pred"))
 
 
 def answer_text(answer: Any) -> str | None:
@@ -100,7 +105,14 @@ def _finite(value: Any, sample: int, shown: Any) -> float:
     number = _number(value)
     if number is None:
         raise NotANumber(sample, shortened(repr(shown), 120))
+    if not fits(number):
+        raise WrongResult(f"returned {number:g}, which is too large: {TOO_LARGE}")
     return number
+
+
+def fits(value: float) -> bool:
+    """Whether training can compute with a reward of this size. NaN does not fit."""
+    return abs(value) <= LARGEST
 
 
 def _number(value: Any) -> float | None:
@@ -125,19 +137,21 @@ def locate(name: str) -> UserCode:
 
 
 def load(located: Sequence[UserCode], args: Mapping[str, Any]) -> list[RewardFunction]:
-    """Executes the files and checks the signatures. Runs in a worker process."""
-    functions = []
+    """Executes the files and checks the signatures. Runs in a worker process. UserCodeError with everything that is wrong."""
+    functions, wrong = [], []
     for code in located:
         try:
-            functions.append(_bind(_own(code), args) if code.path else _bind(_built_in(code.name), {}))
+            functions.append(_bind(user_code.function(code, as_script=True), args) if code.path else _bind(_built_in(code.name), {}))
         except UserCodeError as error:
-            if isinstance(error.__cause__, MemoryError):
-                error = UserCodeError(f"loading {code.path} took more memory than reward.memory_gb allows")
-            raise UserCodeError(f"reward function {code.name!r}: {error}") from None
-    for key in args:
+            lacks_memory = isinstance(error.__cause__, MemoryError)
+            reason = f"loading {code.path} took more memory than reward.memory_gb allows" if lacks_memory else error
+            wrong.append(f"reward function {code.name!r}: {reason}")
+    for key in () if wrong else args:
         if not any(key in function.args for function in functions):
             names = ", ".join(code.name for code in located)
-            raise UserCodeError(f"reward.args.{key}: no configured reward function ({names}) takes a parameter {key!r}")
+            wrong.append(f"reward.args.{key}: no configured reward function ({names}) takes a parameter {key!r}")
+    if wrong:
+        raise UserCodeError("\n".join(wrong))
     return functions
 
 
@@ -146,13 +160,6 @@ def _built_in(name: str) -> Callable[..., Any]:
         return import_module(f"fulltilt.reward.rules.{name}").score  # type: ignore[no-any-return]
     except ImportError as error:
         raise UserCodeError(f"it needs a package that cannot be imported: {error}") from None
-
-
-def _own(code: UserCode) -> Callable[..., Any]:
-    function = user_code.function(code, as_script=True)
-    if inspect.iscoroutinefunction(function):
-        raise UserCodeError("it is async. Write a plain function; calls already run in parallel")
-    return function
 
 
 def _bind(function: Callable[..., Any], args: Mapping[str, Any]) -> RewardFunction:

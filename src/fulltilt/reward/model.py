@@ -4,7 +4,7 @@
 the policy. Rows are packed like any others; the mask marks the last token, where the model's number is read. `add_model_scores` adds the
 numbers to the scores of the functions. Guaranteed: no text is cut, since a cut text would silently get a wrong score: a text that the
 model cannot read is a failed reward, treated by `reward.on_error`; a sample whose function failed keeps its failure; a number that is not
-finite stops the run.
+finite, or too large for float32, stops the run.
 
     messages        the prompt's messages and the assistant's response, as the reward model's template writes a finished conversation
     plain string    prompt and response as one text, special tokens as the tokenizer adds them; the end token follows a response that
@@ -13,7 +13,6 @@ finite stops the run.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -23,6 +22,7 @@ import numpy as np
 
 from fulltilt.model import chat
 from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
+from fulltilt.reward.functions import fits
 from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
 from fulltilt.words import shortened
 
@@ -120,7 +120,7 @@ def _added(group: Group, sample: Sample, score: Score, weight: float, number: fl
     if isinstance(number, str):
         return Score(config.error_score if config.on_error == "score" else 0.0, error=number)
     value = score.value + weight * number
-    if not math.isfinite(value):
+    if not fits(value):
         raise UserError(
             f"the reward model gave {number:g} for a sample of data source {group.prompt.data_source!r} that begins "
             f"{shortened(sample.text, TEXT_SHOWN)!r}, and its reward would be {value:g}. Check the model at reward_model.path; if half "

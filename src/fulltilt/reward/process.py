@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple, TypeVar
 from pydantic import FiniteFloat, TypeAdapter, ValidationError
 
 from fulltilt.records import UserError
-from fulltilt.reward.worker import LOST_CONNECTION, Request, family_of
+from fulltilt.reward.worker import LOST_CONNECTION, SIZE_BYTES, Request, family_of, past_deadline
 
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[2])
 # Finds this very fulltilt, then takes its folder off the path again so that nothing in it can hide a module of the standard library.
@@ -70,11 +70,21 @@ class Outcome:
     seconds: FiniteFloat = 0.0
     ends_process: bool = False  # the process must be replaced
     try_again: bool = False  # what ran before in the process may have caused the failure: a fresh process should try once more
+    final: bool = False  # another try would end like this one
+
+    def answers(self, request: Request) -> bool:
+        complete = bool(self.failure) or len(self.scores) == len(request.texts)
+        return self.id == request.id and complete and self.sample in range(len(request.texts))
+
+
+def late(timeout_s: float) -> Outcome:
+    return Outcome(failure="timeout", message=past_deadline(timeout_s), seconds=timeout_s, ends_process=True)
 
 
 class Loaded(NamedTuple):
     memory_limited: bool
     batch: tuple[bool, ...]  # for each function of the setup
+    asynchronous: tuple[bool, ...]
 
 
 # What a worker sends, in this order: what it has loaded, or why it cannot; then, for each handful of requests, that it begins, and the
@@ -96,6 +106,10 @@ class Guard:
             start_new_session=True,
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def tell(self, sign: str, pid: int) -> None:
         """`+`: this process group lives; `-`: it does not any more."""
         assert self._process.stdin is not None
@@ -110,8 +124,8 @@ class Guard:
 
 
 class WorkerProcess:
-    def __init__(self, guard: Guard) -> None:
-        """Starts it. StartFailed if the system refuses."""
+    def __init__(self, guard: Guard, environment: Mapping[str, str], *descriptors: int) -> None:
+        """Starts it. StartFailed if the system refuses. `descriptors`: further ones that it inherits."""
         try:
             with contextlib.ExitStack() as theirs, contextlib.ExitStack() as on_failure:
                 self._socket, its_socket = socket.socketpair()
@@ -121,14 +135,14 @@ class WorkerProcess:
                 theirs.callback(os.close, crash_log_end)
                 self._crash_log = on_failure.enter_context(io.FileIO(crash_log))
                 os.set_blocking(crash_log, False)
-                self._process = _start(its_socket.fileno(), crash_log_end)
+                self._process = _start((its_socket.fileno(), crash_log_end, *descriptors), environment)
                 on_failure.pop_all()
         except OSError as error:
             raise StartFailed(f"a reward process could not be started: {error}") from error
         self._guard = guard
         self._guard.tell("+", self._process.pid)
         self._received = b""  # the beginning of the next message
-        self._used = False  # whether it has finished a call
+        self.used = False  # whether it has finished a call
         self.loaded: Loaded | None = None
 
     def load(self, setup: bytes, files: str) -> Loaded:
@@ -153,17 +167,26 @@ class WorkerProcess:
         for request in requests:
             try:
                 if not begun:
-                    self._send(pickle.dumps(requests), timeout_s)
+                    self.give(requests, timeout_s)
                     begun = bool(self._receive(BEGIN, timeout_s))
-                outcome = self._answer(request, timeout_s)
+                outcome = self.outcome(timeout_s)
+                if not outcome.answers(request):
+                    raise ProcessLost(*FORGED)
             except TimeoutError:
-                message = f"ran past its deadline of {timeout_s:g} s (reward.timeout_s)"
-                outcome = Outcome(failure="timeout", message=message, seconds=timeout_s, ends_process=True)
+                outcome = late(timeout_s)
             except ProcessLost as lost:
                 did, wrote = lost.args
-                outcome = Outcome(failure="crash", message=did, detail=wrote, ends_process=True, try_again=self._used or not begun)
-            self._used = True
+                outcome = Outcome(failure="crash", message=did, detail=wrote, ends_process=True, try_again=self.used or not begun)
+            self.used = True
             yield outcome
+
+    def give(self, requests: Sequence[Request], seconds: float) -> None:
+        """Hands requests over. TimeoutError if the process does not take them in time."""
+        self._send(pickle.dumps(requests), seconds)
+
+    def outcome(self, seconds: float) -> Outcome:
+        """The next outcome. TimeoutError if there is none in time, ProcessLost if there can be none."""
+        return self._receive(OUTCOME, seconds)
 
     def interrupt(self) -> None:
         """Called from another thread: the thread that waits for this process finds the connection closed."""
@@ -192,14 +215,7 @@ class WorkerProcess:
         self._socket.settimeout(seconds)
         # A worker that is gone is noticed when its answer is read.
         with contextlib.suppress(ConnectionError):
-            self._socket.sendall(payload)
-
-    def _answer(self, request: Request, seconds: float) -> Outcome:
-        outcome = self._receive(OUTCOME, seconds)
-        complete = outcome.failure or len(outcome.scores) == len(request.texts)
-        if outcome.id != request.id or not complete or outcome.sample not in range(len(request.texts)):
-            raise ProcessLost(*FORGED)
-        return outcome
+            self._socket.sendall(len(payload).to_bytes(SIZE_BYTES) + payload)
 
     def _receive(self, expected: TypeAdapter[Message], seconds: float) -> Message:
         """The next message. TimeoutError if there is none in time, ProcessLost if there can be none."""
@@ -236,17 +252,14 @@ class WorkerProcess:
         return f"crashed with {signal.Signals(-code).name}{hint}{f' at {places[0]}' if places else ''}", wrote
 
 
-def _start(connection: int, crash_log: int) -> subprocess.Popen[bytes]:
-    # There is a process for every core already, and thread pools take address space for every core of the machine.
-    environment = os.environ | dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    # Otherwise the order of a set of strings, and a score that depends on it, would change from worker to worker.
-    environment.setdefault("PYTHONHASHSEED", "0")
+def _start(descriptors: tuple[int, ...], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    connection, crash_log, *_ = descriptors
     return subprocess.Popen(
         [sys.executable, "-P", "-c", BOOTSTRAP, PACKAGE_ROOT, str(connection), str(crash_log), str(os.getpid())],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=crash_log,
-        pass_fds=(connection, crash_log),
+        pass_fds=descriptors,
         # Its own session: Ctrl-C in the terminal is not for it, and its whole group can be killed at once.
         start_new_session=True,
         env=environment,

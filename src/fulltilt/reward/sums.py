@@ -8,12 +8,12 @@ sum; the answer is the first that a function gives, in the table's order.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fulltilt.records import Score, UserError
+from fulltilt.records import Score
+from fulltilt.reward.functions import TOO_LARGE, fits
 from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
 
 
@@ -56,15 +56,15 @@ def short_labels(names: Sequence[str]) -> dict[str, str]:
     return {name: label if count[label] == 1 else name for name, label in short.items()}
 
 
-def combine(components: Sequence[Component], found: Sequence[Score]) -> Score:
-    """The score of one sample from those of the components, in their order. UserError if it is not finite."""
+def combine(components: Sequence[Component], found: Sequence[Score], error_value: float = 0.0) -> Score:
+    """The score of one sample from those of the components, in their order. A sum that is too large has failed."""
     for score in found:
         if score.error is not None:
             return score
     value = sum(component.weight * score.value for component, score in zip(components, found, strict=True))
-    if not math.isfinite(value):
+    if not fits(value):
         terms = ", ".join(f"{component.weight:g} x {score.value:g}" for component, score in zip(components, found, strict=True))
-        raise UserError(f"reward.function: the weighted sum of {terms} is not finite. Use smaller weights or rewards")
+        return Score(error_value, error=f"reward.function: the weighted sum of {terms} is too large: {TOO_LARGE}")
     parts: dict[str, float] = {}
     for component, score in zip(components, found, strict=True):
         if component.label:

@@ -1,12 +1,15 @@
 """A reward process from inside: calls enter over one inherited socket, one answer for each leaves.
 
-Messages to a worker are pickles, one after the other, since ground truths may hold any plain or numpy value. Its answers are lines of
-JSON: a process that runs a user's code must not be able to make the trainer unpickle anything.
+Messages to a worker are pickles, each after its size, since ground truths may hold any plain or numpy value. Its answers are lines of
+JSON: a process that runs a user's code must not be able to make the trainer unpickle anything. A worker answers calls one after the other
+or, from the first call of an asynchronous function on, all at once, on one event loop that lives as long as the process.
 
 Guaranteed: what the function prints goes nowhere and takes no memory (its last two kilobytes are kept for error reports); memory is
 limited; a fork of the function never answers in its parent's place; the process ends with the trainer. What one call leaves behind
 (alarm, working directory, closed output, random state) does not reach the next, so a score does not depend on which worker gave it.
-Imports neither torch nor numpy and starts fast. The trainer enforces deadlines: this process may hang at any point.
+(Asynchronous calls run beside one another: only what happens before a call's first `await` is its own.) The process is confined before
+any code of the user's runs. Imports neither torch nor numpy and starts fast. The trainer enforces deadlines: this process may hang at any
+point.
 """
 
 from __future__ import annotations
@@ -21,18 +24,24 @@ import pickle
 import random
 import resource
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fulltilt.reward import functions
+from fulltilt.reward.confine import Confinement
 from fulltilt.user_code import UserCode, UserCodeError, describe
+
+if TYPE_CHECKING:  # imported where it is used: a worker starts in half the time without it
+    import asyncio
 
 LOST_CONNECTION = 113  # exit code: the function closed the descriptors of its process
 MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to be replaced
+SIZE_BYTES = 8  # before each message to a worker
 OUTPUT_TAIL = 2048
 DETAIL_LENGTH = 8000
 
@@ -49,6 +58,8 @@ class Setup:
     functions: tuple[UserCode, ...]
     args: dict[str, Any]
     memory_bytes: int
+    timeout_s: float  # of an asynchronous call; the trainer keeps the time of the others
+    confinement: Confinement | None
 
 
 @dataclass(frozen=True)
@@ -82,29 +93,53 @@ class _Tail(io.RawIOBase):
         return len(view)
 
 
+def past_deadline(timeout_s: float) -> str:
+    return f"ran past its deadline of {timeout_s:g} s (reward.timeout_s)"
+
+
 class RewardWorker:
     def __init__(self, connection: int) -> None:
         self._connection = connection
         self._pid = os.getpid()
         self._folder = os.getcwd()
         self._functions: list[functions.RewardFunction] = []
-        self._located: tuple[UserCode, ...] = ()
+        self._setup: Setup
         self._finished = 0  # calls
+        self._answers: asyncio.StreamWriter | None = None  # of the event loop, once it runs
 
     def serve(self) -> None:
         """Answers until the trainer is gone, then kills everything that the functions started, and itself."""
-        with open(self._connection, "rb", closefd=False) as stream, contextlib.suppress(EOFError, pickle.UnpicklingError):
-            if self._load(pickle.load(stream)):
-                while True:
-                    self._answer_all(pickle.load(stream))
+        with contextlib.suppress(EOFError, pickle.UnpicklingError):
+            if self._load(self._next_message()):
+                requests = self._next_message()
+                while not self._functions[requests[0].function].asynchronous:
+                    self._answer_all(requests)
+                    requests = self._next_message()
+                self._answer_at_once(requests)
         os.killpg(self._pid, signal.SIGKILL)
+
+    def _next_message(self) -> Any:
+        return pickle.loads(self._read(int.from_bytes(self._read(SIZE_BYTES))))
+
+    def _read(self, size: int) -> bytes:
+        parts: list[bytes] = []
+        while size:
+            parts.append(os.read(self._connection, min(size, 2**20)))
+            if not parts[-1]:
+                raise EOFError
+            size -= len(parts[-1])
+        return b"".join(parts)
 
     def _send(self, message: Any) -> None:
         # A forked child of the user's function must not answer in its parent's place.
         if os.getpid() != self._pid:
             os._exit(0)
-        rest = memoryview(_write_json(message).encode("utf-8", "replace") + b"\n")
+        line = _write_json(message).encode("utf-8", "replace") + b"\n"
         try:
+            if self._answers:
+                self._answers.write(line)
+                return
+            rest = memoryview(line)
             while rest:
                 rest = rest[os.write(self._connection, rest) :]
         except OSError:
@@ -114,14 +149,19 @@ class RewardWorker:
         memory_limited = _limit_memory(setup.memory_bytes)
         # A child that outlives its worker would otherwise keep the trainer from seeing that the worker is gone.
         os.register_at_fork(after_in_child=lambda: os.close(self._connection))
-        self._located = setup.functions
+        self._setup = setup
         _redirect_output()
         try:
+            if setup.confinement:
+                setup.confinement.take_on()
             self._functions = functions.load(setup.functions, setup.args)
+        except OSError as error:
+            self._send(f"the system refuses to confine reward processes: {error}. Set reward.sandbox = false")
+            return False
         except UserCodeError as error:
             self._send(str(error)[:DETAIL_LENGTH])
             return False
-        self._send([memory_limited, [function.batch for function in self._functions]])
+        self._send([memory_limited, [function.batch for function in self._functions], [each.asynchronous for each in self._functions]])
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:
@@ -130,38 +170,81 @@ class RewardWorker:
         for request in requests:
             began = time.perf_counter()
             answer = self._call(request)
-            answer |= {"id": request.id, "seconds": time.perf_counter() - began}
-            answer["ends_process"] = "try_again" in answer or _children_left()
-            self._finished += 1
-            self._send(answer)
-            if answer["ends_process"]:
+            if self._finish(request, answer, began):
                 return
 
-    def _call(self, request: Request) -> dict[str, Any]:
-        """The fields of an `Outcome` (`process`)."""
-        output = _redirect_output()
-        _seed(request.seed)
+    def _answer_at_once(self, requests: Sequence[Request]) -> None:
+        import asyncio
+
+        asyncio.run(self._converse(requests))
+
+    async def _converse(self, requests: Sequence[Request]) -> None:
+        import asyncio
+
+        stream, self._answers = await asyncio.open_connection(sock=socket.socket(fileno=self._connection))
+        running: set[asyncio.Task[None]] = set()  # the loop itself keeps no task alive
+        while True:
+            for request in requests:
+                running.add(task := asyncio.create_task(self._answer(request)))
+                task.add_done_callback(running.discard)
+            size = int.from_bytes(await stream.readexactly(SIZE_BYTES))
+            requests = pickle.loads(await stream.readexactly(size))
+
+    async def _answer(self, request: Request) -> None:
+        import asyncio
+
+        began = time.perf_counter()
+        output = self._prepare(request)
         try:
-            scores = self._functions[request.function].score(pickle.loads(request.prompt), request.texts)
+            async with asyncio.timeout(self._setup.timeout_s) as limit:
+                function = self._functions[request.function]
+                scores = function.results(await function.call(pickle.loads(request.prompt), request.texts), len(request.texts))
             answer: dict[str, Any] = {"scores": scores}
-        except functions.NotANumber as error:
-            answer = {"failure": "mistake", "sample": error.args[0], "message": error.args[1]}
-        except functions.WrongCount as error:
-            answer = {"failure": "error", "message": str(error)}
-        except MemoryError:
-            message = "took more memory than reward.memory_gb allows"
-            answer = {"failure": "error", "message": message, "try_again": self._finished > 0}
         except BaseException as error:
-            # sys.exit and KeyboardInterrupt included: nothing a function raises ends its process.
-            answer = self._describe(error, request, output)
+            answer = self._failure(error, request, output)
+        if limit.expired():  # whatever the call made of being cancelled
+            answer = {"failure": "timeout", "message": past_deadline(self._setup.timeout_s)}
+        self._finish(request, answer, began)
+
+    def _finish(self, request: Request, answer: dict[str, Any], began: float) -> bool:
+        """Sends the answer, with the fields of an `Outcome` (`process`). Whether the process must be replaced."""
         # What the call left behind must not reach the next.
         signal.alarm(0)
         with contextlib.suppress(OSError):
             os.chdir(self._folder)
-        return answer
+        answer |= {"id": request.id, "seconds": time.perf_counter() - began}
+        answer["ends_process"] = "try_again" in answer or _children_left()
+        self._finished += 1
+        self._send(answer)
+        return bool(answer["ends_process"])
+
+    def _prepare(self, request: Request) -> _Tail:
+        _seed(request.seed)
+        return _redirect_output()
+
+    def _call(self, request: Request) -> dict[str, Any]:
+        output = self._prepare(request)
+        try:
+            function = self._functions[request.function]
+            return {"scores": function.results(function.call(pickle.loads(request.prompt), request.texts), len(request.texts))}
+        except BaseException as error:
+            return self._failure(error, request, output)
+
+    def _failure(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
+        """sys.exit and KeyboardInterrupt included: nothing a function raises ends its process."""
+        if isinstance(error, functions.NotANumber):
+            return {"failure": "mistake", "sample": error.args[0], "message": error.args[1]}
+        if isinstance(error, functions.WrongResult):
+            return {"failure": "error", "message": str(error), "final": True}
+        if isinstance(error, MemoryError):
+            message = "took more memory than reward.memory_gb allows"
+            return {"failure": "error", "message": message, "try_again": self._finished > 0}
+        return self._describe(error, request, output)
 
     def _describe(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
-        described = describe(error, self._located[request.function].path)
+        described = describe(error, self._setup.functions[request.function].path)
+        if self._setup.confinement:
+            described += self._setup.confinement.explain(error)
         trace = "".join(traceback.format_exception(error, limit=-20))
         printed = output.kept.decode(errors="replace")
         detail = f"{trace[-DETAIL_LENGTH:]}{'output ends: ' if printed else ''}{printed}"

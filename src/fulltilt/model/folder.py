@@ -1,0 +1,135 @@
+"""Inspection of a model's or an adapter's folder before anything in it is loaded.
+
+Enters: a folder, and the setting that names it. Leaves: nothing, or a UserError with the setting, the file, what is wrong and the remedy.
+Guaranteed: no weights are read, so that `--check` can afford it; what transformers finds wrong with the values of a readable file is told
+when the file is used (`reading` in model/load.py). Only folders are inspected: files of a hub's cache were checked when they came.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from fulltilt.records import UserError
+from fulltilt.words import first_line, shortened
+
+INDEX = "model.safetensors.index.json"
+SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+AGAIN = "Download or copy it again"
+POINTER, PAGE = b"version https://git-lfs", b"<"
+
+
+def inspect_model(source: str, key: str) -> None:
+    """Refuse a folder whose files cannot be those of a model."""
+    folder = Path(source)
+    if not folder.is_dir():
+        return
+    config = read_object(folder / "config.json", key)
+    generation = read_object(folder / "generation_config.json", key, needed=False)
+    for name in SMALL_FILES:
+        read_object(folder / name, key, needed=False)
+    if (folder / "tokenizer.json").exists():  # too large to be read twice
+        refuse_substitute(folder / "tokenizer.json", key)
+    for name, given in {"config.json": config, "generation_config.json": generation}.items():
+        check_end_tokens(folder / name, given.get("eos_token_id"), key)
+    tensors = set(stored_tensors(folder, "model.safetensors", key))
+    layers = config.get("num_hidden_layers")
+    if tensors and isinstance(layers, int) and layers > len(tensors):
+        found = f"num_hidden_layers is {layers}, but the weights of this folder are {len(tensors)} tensors"
+        raise broken(key, folder / "config.json", found, "Use the config.json that came with the weights")
+
+
+def inspect_adapter(source: str, key: str) -> None:
+    """Refuse a folder whose files cannot be those of an adapter that peft saved."""
+    if Path(source).is_dir():
+        read_object(Path(source) / "adapter_config.json", key)
+        list(stored_tensors(Path(source), "adapter_model.safetensors", key))
+
+
+def stored_tensors(folder: Path, name: str, key: str) -> Iterator[str]:
+    """The names of the tensors in a folder's safetensors files; none where it has other files of weights."""
+    if (folder / name).exists():
+        yield from read_names(folder / name, key)
+        return
+    if not (folder / INDEX).exists():
+        if not any(folder.glob("*.bin")):
+            raise broken(key, folder, f"there is no {name}, and no {INDEX}", "Give a folder with weights, as save_pretrained writes them")
+        return
+    shards: dict[str, set[str]] = {}
+    for tensor, shard in shards_of(folder / INDEX, key).items():
+        shards.setdefault(shard, set()).add(tensor)
+    for shard, promised in shards.items():
+        names = set(read_names(folder / shard, key))
+        if missing := promised - names:
+            raise broken(key, folder / shard, f"{min(missing)!r} is not in it, though {INDEX} says so", AGAIN)
+        yield from names
+
+
+def shards_of(index: Path, key: str) -> Mapping[str, str]:
+    """The file of each tensor."""
+    found = read_object(index, key).get("weight_map")
+    if not isinstance(found, dict) or not found:
+        raise broken(key, index, "it has no weight_map with the file of each tensor", AGAIN)
+    for tensor, shard in found.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            given = shortened(repr(shard), 80)
+            raise broken(key, index, f"the weight_map of {tensor!r} is {given}, which is not the name of a file of this folder", AGAIN)
+    return found
+
+
+def read_names(file: Path, key: str) -> list[str]:
+    """The names of the tensors of a safetensors file, whose header must fit its size."""
+    refuse_substitute(file, key)
+    try:
+        with safe_open(file, framework="np") as tensors:
+            return list(tensors.keys())
+    except (SafetensorError, OSError) as error:
+        raise broken(key, file, f"it is damaged or incomplete ({first_line(error)})", AGAIN) from error
+
+
+def read_object(file: Path, key: str, *, needed: bool = True) -> dict[str, Any]:
+    """A JSON file that holds an object; an empty one where the file is not there and not needed."""
+    if not file.exists() and not needed:
+        return {}
+    refuse_substitute(file, key)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise broken(key, file, f"it is not readable as JSON ({first_line(error)})", AGAIN) from error
+    if not isinstance(found, dict):
+        raise broken(key, file, f"it holds a JSON {type(found).__name__}, not an object", AGAIN)
+    return found
+
+
+def refuse_substitute(file: Path, key: str) -> None:
+    """Refuse what often lies where a file should be: nothing, a pointer to it, a web page about it."""
+    if not file.exists():
+        raise broken(key, file, "it is missing", "Give the folder of a complete model")
+    if not file.is_file():
+        raise broken(key, file, "it is not a file", AGAIN)
+    try:
+        with file.open("rb") as opened:
+            start = opened.read(64).lstrip()
+    except OSError as error:
+        raise broken(key, file, f"it cannot be read ({first_line(error)})", "Correct its permissions") from error
+    if not start:
+        raise broken(key, file, "it is empty", AGAIN)
+    if start.startswith(POINTER):
+        raise broken(key, file, "it is a Git LFS pointer, not the file itself", "Run `git lfs pull` in that folder")
+    if start.startswith(PAGE):
+        raise broken(key, file, "it is a web page (HTML), not the file itself", AGAIN)
+
+
+def check_end_tokens(file: Path, given: Any, key: str) -> None:
+    for token in given if isinstance(given, list) else [] if given is None else [given]:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            found = f"eos_token_id is {shortened(repr(given), 80)}, not a token id or a list of them"
+            raise broken(key, file, found, "Correct it, or remove it: the tokenizer names its end token too")
+
+
+def broken(key: str, file: Path, what: str, remedy: str) -> UserError:
+    return UserError(f"{key}: {file}: {what}. {remedy}")

@@ -1,0 +1,194 @@
+"""What the kernel keeps reward processes from: signalling the trainer, touching its memory, writing into the run folder.
+
+Linux only. Landlock (a set of rules that a process takes on for good, and its children with it) allows writing everywhere except below the
+run folder, keeps a process out of the memory of those that are not confined with it, and since Linux 6.12 from signalling them. seccomp (a
+filter of system calls) refuses signals to the processes named here, for older kernels, and changing their limits, which would end them as
+surely. `confinement` runs in the trainer and opens the rules, `Confinement.take_on` runs in the reward process, before any code of the
+user's. Where the kernel lacks something, `lacking` says what. Imports only the standard library: reward processes start from here.
+
+Landlock rules hold for a folder and all below it, so writing is allowed for what lies beside the path to the run folder: a new file can be
+made anywhere, except directly in a folder that contains the run folder. Temporary files go into a folder that exists already (`dispatch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import platform
+import struct
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Numbers of system calls. Those of Landlock are the same everywhere.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_BY_PID = {  # calls whose first argument is the number of a process or thread
+    "x86_64": (62, 200, 234, 129, 297, 434, 311, 302),
+    "aarch64": (129, 130, 131, 138, 240, 434, 271, 261),
+}  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, process_vm_writev, prlimit64
+_SECCOMP = {"x86_64": 317, "aarch64": 277}
+_PIDFD_SEND_SIGNAL = 424
+_OWNER_CALLS = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
+# fcntl (F_SETOWN, F_SETOWN_EX) and ioctl (FIOSETOWN, SIOCSPGRP) choose who gets the signals of a descriptor.
+
+# Landlock's rights: writing, removing, making; later versions add moving between folders and truncating.
+_WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
+_CHANGE_FOLDER = sum(1 << bit for bit in range(4, 13))
+_REFER = 1 << 13
+_SCOPE_SIGNAL = 1 << 1
+_SIGNALS_SINCE, _TRUNCATE_SINCE, _REFER_SINCE = 6, 3, 2  # versions of Landlock
+
+_PR_SET_NO_NEW_PRIVS = 38
+_LOAD, _EQUAL, _AT_LEAST, _JUMP, _RETURN = 0x20, 0x15, 0x35, 0x05, 0x06  # instructions of the filter
+_ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+_MOST_THREADS = 1500  # a filter has at most 4,096 instructions
+
+
+def landlock_version() -> int:
+    """0 where the kernel has no Landlock, or a container refuses it."""
+    return max(0, _syscall(_CREATE_RULESET, None, 0, 1)) if sys.platform == "linux" else 0
+
+
+def has_seccomp() -> bool:
+    number = _SECCOMP.get(platform.machine()) if sys.platform == "linux" else None
+    return number is not None and _syscall(number, 2, 0, ctypes.byref(ctypes.c_uint32(_REFUSE & 0xFFFF0000))) == 0
+
+
+def lacking(landlock: int, seccomp: bool) -> tuple[str, ...]:
+    """What this kernel lets reward functions do although they should not."""
+    found = {
+        "write into run.dir and into the trainer's memory": not landlock,
+        "truncate files in run.dir": 0 < landlock < _TRUNCATE_SINCE,
+        "signal the trainer": landlock < _SIGNALS_SINCE and not seccomp,
+    }
+    return tuple(words for words, holds in found.items() if holds)
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What a reward process takes on."""
+
+    run_dir: str  # resolved; "": no folder is protected
+    ruleset: int | None  # descriptor of Landlock's rules
+    landlock: int
+    seccomp: bool
+    pids: tuple[int, ...]  # processes that it must not signal
+
+    def take_on(self) -> None:
+        """OSError if the kernel refuses, although it said that it would not."""
+        if sys.platform != "linux":
+            return
+        _libc().prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)  # the kernel asks for it: no program may give the process more rights
+        if self.seccomp:
+            _install(_filter(self._protected(), signals=self.landlock < _SIGNALS_SINCE))
+        if self.ruleset is not None:
+            _required(_syscall(_RESTRICT_SELF, self.ruleset, 0))
+            os.close(self.ruleset)
+
+    def _protected(self) -> list[int]:
+        """Arguments that name the processes: their threads, their process groups, and everyone."""
+        threads = [int(name) for pid in self.pids for name in os.listdir(f"/proc/{pid}/task")]
+        return [*threads[:_MOST_THREADS], *{-os.getpgid(pid) for pid in self.pids}, -1]
+
+    def explain(self, error: BaseException) -> str:
+        """What to add to the message of a call that was refused a file."""
+        if not self.run_dir or self.ruleset is None or not isinstance(error, OSError) or not isinstance(error.filename, str):
+            return ""
+        folder = os.path.dirname(os.path.realpath(error.filename))
+        if error.errno not in (errno.EACCES, errno.EXDEV) or os.path.commonpath([folder, self.run_dir]) not in (folder, self.run_dir):
+            return ""
+        return (
+            f". Reward functions cannot write into run.dir ({self.run_dir}), nor make files directly in a folder that contains it: use "
+            "another folder, or set reward.sandbox = false"
+        )
+
+
+def confinement(run_dir: Path | None, pids: tuple[int, ...]) -> Confinement:
+    """What reward processes of this trainer take on, as far as the kernel has it. Runs in the trainer; the ruleset stays open."""
+    version = landlock_version()
+    resolved = os.path.realpath(run_dir) if run_dir is not None else ""
+    return Confinement(resolved, _open_rules(resolved, version) if version else None, version, has_seccomp(), pids)
+
+
+def _open_rules(run_dir: str, version: int) -> int | None:
+    in_file = _WRITE_FILE | (_TRUNCATE if version >= _TRUNCATE_SINCE else 0)
+    rights = (in_file | _CHANGE_FOLDER | (_REFER if version >= _REFER_SINCE else 0)) if run_dir else 0
+    scoped = _SCOPE_SIGNAL if version >= _SIGNALS_SINCE else 0
+    if not rights and not scoped:
+        return None
+    handled = struct.pack("=QQQ", rights, 0, scoped)[: 24 if scoped else 8]
+    ruleset = _syscall(_CREATE_RULESET, handled, len(handled), 0)
+    if ruleset < 0:
+        return None
+    for path in _beside(run_dir) if run_dir else ():
+        with contextlib.suppress(OSError):  # gone meanwhile, or of another user
+            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            rule = struct.pack("=Qi", rights if os.path.isdir(path) else in_file, descriptor)
+            _syscall(_ADD_RULE, ruleset, 1, rule, 0)
+            os.close(descriptor)
+    return ruleset
+
+
+def _beside(run_dir: str) -> Iterator[str]:
+    """Everything in the folders that contain the run folder, except those folders themselves and /proc, which has the trainer's files."""
+    on_the_way = {run_dir, "/proc", *map(str, Path(run_dir).parents)}
+    for folder in Path(run_dir).parents:
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            yield from (entry.path for entry in entries if entry.path not in on_the_way and not entry.is_symlink())
+
+
+# ---- the filter of system calls --------------------------------------------------------------------------------------------------------
+
+
+def _filter(protected: Iterable[int], *, signals: bool) -> bytes:
+    """`signals`: the calls too that choose their target otherwise than by a number, which Landlock does not cover in old kernels."""
+    machine = platform.machine()
+    check = [
+        _step(_LOAD, 16),
+        *(step for number in protected for step in (_step(_EQUAL, number & 0xFFFFFFFF, 0, 1), _step(_RETURN, _REFUSE))),
+    ]
+    check.append(_step(_RETURN, _ALLOW))
+    rest: list[bytes] = []
+    for call, commands in _OWNER_CALLS[machine].items() if signals else ():
+        choices = [step for command in commands for step in (_step(_EQUAL, command, 0, 1), _step(_RETURN, _REFUSE))]
+        rest += [_step(_EQUAL, call, 0, len(choices) + 2), _step(_LOAD, 24), *choices, _step(_RETURN, _ALLOW)]
+    if signals:
+        rest += [_step(_EQUAL, _PIDFD_SEND_SIGNAL, 0, 1), _step(_RETURN, _REFUSE)]
+    rest.append(_step(_RETURN, _ALLOW))
+    calls = _BY_PID[machine]
+    # Another architecture has other numbers, and so has x32 on x86_64: neither is allowed.
+    begin = [
+        *(_step(_LOAD, 4), _step(_EQUAL, _ARCHITECTURES[machine], 1, 0), _step(_RETURN, _REFUSE)),
+        *(_step(_LOAD, 0), _step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _REFUSE)),
+    ]
+    jumps = [_step(_EQUAL, call, len(calls) - place, 0) for place, call in enumerate(calls)]
+    return b"".join([*begin, *jumps, _step(_JUMP, 1), _step(_JUMP, len(rest)), *rest, *check])
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _install(program: bytes) -> None:
+    steps = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HP", len(program) // 8, ctypes.addressof(steps))
+    _required(_syscall(_SECCOMP[platform.machine()], 1, 0, header))
+
+
+def _required(result: int) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _syscall(number: int, *arguments: object) -> int:
+    """The result, or -1. Whole numbers are passed as long as the kernel reads them."""
+    given = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    return int(_libc().syscall(ctypes.c_long(number), *given))
