@@ -96,7 +96,17 @@ def make(seed: int, number: int, root: Path, templates: Templates) -> Tree:
     else:
         change(tree, group, chance)
     if tree.arguments[:1] == ["plot"] or tree.arguments[:1] == ["init"]:
-        tree.outputs = tuple(root / name for name in ("plot.json", "plot.png", "x.png", "x.json", "new.toml", *new_names(tree)))
+        tree.outputs = tuple(
+            root / name
+            for name in (
+                "plot.json",
+                "plot.png",
+                "x.png",
+                "x.json",
+                *(f"{text}.toml" for text in tree.arguments if len(text) < 99),
+                *new_names(tree),
+            )
+        )
     return tree
 
 
@@ -232,7 +242,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
     terminal = "terminal" in tree.surroundings.values()
     if found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both):
         yield Verdict("a control character in the output", repr(both[max(0, found.start() - 200) : found.end() + 50]))
-    shown = tree.surroundings.get("stderr", "file") == "file"
+    shown = tree.surroundings.get("stderr", "file") == "file" and tree.surroundings.get("file_bytes", 2**20) >= 4096
     if ended.code == 2 and shown and not re.search(r"error:|Usage:", ended.error, re.IGNORECASE):
         yield Verdict("exit code 2 without a message", ended.error[-500:])
     if ended.code == 2 and len(ended.error) > LONGEST_MESSAGE:

@@ -282,11 +282,11 @@ def be_the_command(
         _drop_capabilities()
         _limit(about)
         _variables(root, environment)
-        os.umask(about.umask)
         if about.gone_folder:
             os.mkdir("gone")
             os.chdir("gone")
             os.rmdir("../gone")
+        os.umask(about.umask)
         sys.argv = ["fulltilt", *arguments]
         code = _exit_code_of_main(crash)
     except BaseException:

@@ -71,7 +71,7 @@ def short_of(tree: Tree, chance: random.Random) -> str:
 
 @mutation("surroundings", 1)
 def odd_mask(tree: Tree, chance: random.Random) -> str:
-    tree.surroundings["umask"] = chance.choice((0, 0o077, 0o777, 0o222))
+    tree.surroundings["umask"] = chance.choice((0, 0o027, 0o077, 0o222))
     return f"umask {tree.surroundings['umask']:o}"
 
 
