@@ -19,7 +19,7 @@ def test_a_count_has_its_noun(count: int, text: str) -> None:
 def test_characters_that_a_terminal_obeys_or_hides_are_escaped() -> None:
     assert (
         words.printable("\x00\x1b[2J\r\x7f\x9b\u202e\u2066\ufeff\udc80\U000e0041")
-        == r"\x00\x1b[2J\r\x7f\x9b\u202e\u2066\ufeff\udc80\U000e0041"
+        == r"\u0000\u001b[2J\u000d\u007f\u009b\u202e\u2066\ufeff\udc80\U000e0041"
     )
     plain = "two\nlines\t\\x1b 5 € é \u3000 漢字 \U0001f469\u200d\U0001f52c"  # a joined emoji and a wide space are text
     assert words.printable(plain) == plain

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.model import attention, experts
-from fulltilt.model.chat import read_template
+from fulltilt.model.chat_template import read_template
 from fulltilt.model.folder import inspect_model
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
