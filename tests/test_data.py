@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -478,7 +478,7 @@ def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) 
 
 def parquet(*prompts: str) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"prompt": list(prompts)}), sink)
+    pq.write_table(pa.table({"prompt": list(prompts), "answer": ["1"] * len(prompts)}), sink)
     return bytes(sink.getvalue())
 
 
@@ -486,9 +486,7 @@ def parquet(*prompts: str) -> bytes:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
     """A hub with two data sets: one that it converted to parquet, and one of JSON lines that it did not."""
     with hub_server.serve() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        served.use_in_tests(monkeypatch, tmp_path / "cache")
         served.commit("datasets", "org/sums", {"README.md": b"x", "main/train-00000-of-00001.parquet": parquet("own")})
         shards = {
             "main/train/0000": "a",
@@ -577,6 +575,19 @@ def test_only_what_can_be_no_path_is_asked_for_on_the_hub(tmp_path: Path, hub: h
     assert [row for row, _ in read_rows("org/lines:train")] == [{"prompt": "l"}]
     write_lines(tmp_path / "org" / "lines", [{"prompt": "x"}])
     assert "unknown kind of file" in refused("org/lines")
+
+
+@pytest.mark.long  # a process of its own: transformers reads the hub's address when it is imported
+def test_a_run_takes_model_and_data_from_the_hub(hub: hub_server.Hub, tmp_path: Path, model_folders: Callable[[str], Path]) -> None:
+    hub.commit_folder("models", "org/tiny", model_folders("llama"))
+    given = {"model.path": "org/tiny", "data.train": "org/sums/main", "data.val": "org/sums/main:test", "algorithm.prompts_per_step": "2"}
+    given |= {"reward.function": "exact_match", "run.dir": str(tmp_path / "run"), "run.steps": "1", "rollout.max_new_tokens": "4"}
+    environment = {**os.environ, **hub.environment(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY / "src")}
+    (tmp_path / "run.toml").touch()
+    command = [sys.executable, "-m", "fulltilt", "train", "run.toml", *(f"{key}={value}" for key, value in given.items()), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "run.toml: no mistakes found\n"), result.stderr
+    assert "Traceback" not in result.stderr and any("org/tiny/resolve" in request for request in hub.requests)
 
 
 # Rows given from Python
