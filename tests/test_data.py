@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import hub_server
+import models
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +31,8 @@ import pytest
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from fulltilt.data import formats
@@ -40,8 +42,9 @@ from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import load_sft
 from fulltilt.data.template import PromptEncoder
 from fulltilt.model import chat_template
+from fulltilt.model.load import load_tokenizer
 from fulltilt.records import Prompt, UserError
-from fulltilt.schema import DataConfig
+from fulltilt.schema import DataConfig, ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>
@@ -66,7 +69,7 @@ ROWS: list[dict[str, Any]] = [
 
 def make_tokenizer(post: str = "<s> $A", template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Byte-level, so every text comes back as it was; `post` says which special tokens it adds by itself."""
-    core = Tokenizer(models.BPE())
+    core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -850,6 +853,13 @@ def test_a_template_file_is_utf8_text(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"model\.chat_template: .*a\.jinja {word}"):
             chat_template.read_template(str(path), "model.chat_template")
+    folder = models.save("llama", tmp_path / "model")
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"reward_model\.chat_template: .*is not UTF-8"):
+        load_tokenizer(ModelConfig(path=str(folder)), str(folder), "reward_model.path", str(path))
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"can't decode byte 0xff.*Repair or replace .*chat_template\.jinja"):
+        load_tokenizer(ModelConfig(path=str(folder)))
 
 
 def test_a_tokenizer_that_fails_is_named_with_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
