@@ -68,6 +68,7 @@ PACKAGES = (
     Package("rich"),
     Package("typer"),
     Package("numpy"),
+    Package("cloudpickle"),
     Package("triton", extra="gpu", purpose=KERNELS, linux_only=True),
     Package("ray", extra="ray", purpose="more than one device, which this version does not support", probe=False),
     Package("vllm", extra="vllm", purpose="benchmarks against vLLM (`fulltilt bench rollout --against vllm`)", probe=False),

@@ -61,6 +61,7 @@ class SavedState(BaseModel):
     best: BestCheckpoint | None = None
     budgets: dict[str, NonNegativeInt]
     data: str
+    data_versions: list[str] = []
     files: dict[str, str] = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
@@ -220,9 +221,10 @@ def check_data(config: Config, parts: RunParts, state: SavedState | None, consol
     if state is None or state.data == parts.data_digest:
         return
     if config.run.resume != "force":
+        read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
         raise UserError(
-            f"data.train: its rows are not those that the run in {config.run.dir} was started with. Bring them back, use another run.dir "
-            "for a new run, or set run.resume = force to resume with the new ones"
+            f"data.train: its rows are not those that the run in {config.run.dir} was started with{read}. Bring them back, use another "
+            "run.dir for a new run, or set run.resume = force to resume with the new ones"
         )
     console.warn("resuming although the rows of data.train changed")
 

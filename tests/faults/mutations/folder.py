@@ -55,7 +55,7 @@ def foreign_folder(tree: Tree, chance: random.Random) -> str:
     tree.run_dir = None
     contents = chance.sample(lists.FOREIGN_FILES, chance.choice((1, 1, 2, 3)))
     for name in contents:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(chance.choice(("the user's\n", "{}\n", '{"step": 1}\n', "")))
     return f"the run folder holds another tool's {', '.join(contents)}"
 
