@@ -278,6 +278,8 @@ def examine_memory_of(run: Path) -> Iterator[Finding]:
     """The memory that the run's newest step has measured, one finding per phase."""
     path, remedy = run / "metrics.jsonl", "give the folder of a run (its run.dir) that has finished a step"
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe")
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         if any(type(line.get("step")) is not int for line in lines):
             raise ValueError("a line has no step")

@@ -96,7 +96,17 @@ def make(seed: int, number: int, root: Path, templates: Templates) -> Tree:
     else:
         change(tree, group, chance)
     if tree.arguments[:1] == ["plot"] or tree.arguments[:1] == ["init"]:
-        tree.outputs = tuple(root / name for name in ("plot.json", "plot.png", "x.png", "x.json", "new.toml", *new_names(tree)))
+        tree.outputs = tuple(
+            root / name
+            for name in (
+                "plot.json",
+                "plot.png",
+                "x.png",
+                "x.json",
+                *(f"{text}.toml" for text in tree.arguments if len(text) < 99),
+                *new_names(tree),
+            )
+        )
     return tree
 
 
@@ -123,13 +133,13 @@ def run(seed: int, number: int, root: Path, templates: Templates, deadline_s: fl
     for name, mode in tree.modes.items():
         with contextlib.suppress(OSError):
             (root / name).chmod(mode)
-    before = digest(root)
     with held(tree.held):
+        before = digest(root)
         ended = child.run(
             root, tree.arguments, tree.environment, child.Surroundings(**tree.surroundings), deadline_s=deadline_s,
             end_after_s=LONG_S if tree.long else None, meanwhile=tree.meanwhile, run_dir=tree.run_dir,
         )  # fmt: skip
-    after = digest(root)
+        after = digest(root)
     verdicts = (*judge_end(tree, ended, number < len(SCENARIOS)), *judge_output(tree, ended), *judge_files(tree, before, after))
     said = (*tree.said, "fulltilt " + " ".join(text if len(text) < 200 else f"{text[:60]}..." for text in tree.arguments))
     return Result(number, said, ended.code, ended.seconds, verdicts, ended.out, ended.error)
@@ -230,9 +240,9 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
     if not tree.surroundings.get("warnings") and (found := WARNING.search(both)):
         yield Verdict(f"a library's warning: {re.sub(r'[0-9]+', '#', found[0].partition('py:')[2])[:100]}", found[0])
     terminal = "terminal" in tree.surroundings.values()
-    if tree.surroundings.get("encoding") != "utf-16" and (found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both)):
+    if found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both):
         yield Verdict("a control character in the output", repr(both[max(0, found.start() - 200) : found.end() + 50]))
-    shown = tree.surroundings.get("stderr", "file") == "file"
+    shown = tree.surroundings.get("stderr", "file") == "file" and tree.surroundings.get("file_bytes", 2**20) >= 4096
     if ended.code == 2 and shown and not re.search(r"error:|Usage:", ended.error, re.IGNORECASE):
         yield Verdict("exit code 2 without a message", ended.error[-500:])
     if ended.code == 2 and len(ended.error) > LONGEST_MESSAGE:
@@ -242,7 +252,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
 
 
 def judge_json(tree: Tree, out: str) -> Iterator[Verdict]:
-    if tree.surroundings.get("encoding") == "utf-16" or "--help" in tree.arguments:
+    if "--help" in tree.arguments:
         return
     try:
         json.loads(out)

@@ -97,7 +97,7 @@ class Killed:
             self.done += 1
             self.graceful += number != signal.SIGKILL
         code = wait(pid)
-        left = list(child._left_behind())
+        left = list(child.left_behind())
         said = (folder.parent / f"{folder.name}.said" / "error").read_text(errors="replace")
         self.saved |= {int(step) for step in [said.partition("stopped after step ")[2].split(" ")[0]] if step.isdigit()}
         wrong = [f"process left behind: {text}" for text in left]
@@ -151,7 +151,9 @@ def start(folder: Path) -> int:
     record.mkdir(exist_ok=True)
     pid = os.fork()
     if pid == 0:
-        child._be_the_command(folder, record, ["train", "run.toml"], {}, child.Surroundings(), None, LIFE_S)
+        child.be_the_command(
+            folder, record, ["train", "run.toml"], {}, child.Surroundings(), None, os.open(os.devnull, os.O_WRONLY), LIFE_S
+        )
     return pid
 
 
