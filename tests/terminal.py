@@ -98,7 +98,8 @@ def attach(path: str) -> None:
     for descriptor in (1, 2):
         os.dup2(terminal, descriptor)
     os.close(terminal)
-    os.environ.pop("COLUMNS", None)
+    for name in ("COLUMNS", "NO_COLOR"):
+        os.environ.pop(name, None)
     os.environ["TERM"] = "xterm"
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
 

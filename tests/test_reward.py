@@ -1215,6 +1215,7 @@ def score(extra_info):
         "signal by pidfd": lambda: signal.pidfd_send_signal(os.open(f"/proc/{trainer}", os.O_RDONLY), 0),
         "limit": lambda: resource.prlimit(trainer, resource.RLIMIT_CPU, (10**6, 10**6)),
         "memory": lambda: open(f"/proc/{trainer}/mem", "r+b"),
+        "environment": lambda: open(f"/proc/{trainer}/environ").read(),
         "write": lambda: open(run + "/file", "r+").write("x"),
         "make": lambda: open(run + "/new", "w"),
         "remove": lambda: os.remove(run + "/file"),
@@ -1229,7 +1230,7 @@ def score(extra_info):
     }.items()}}
 """
 ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm"}
-FILES = {"write", "make", "remove", "move", "link", "memory"}
+FILES = {"write", "make", "remove", "move", "link", "memory", "environment"}
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")

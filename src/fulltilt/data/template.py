@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fulltilt.model import chat
+from fulltilt.model import chat_template
 from fulltilt.records import UserError
 from fulltilt.words import first_line
 
@@ -95,9 +95,11 @@ class PromptEncoder:
 
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool, limit: str = "") -> list[int]:
         """A conversation as the chat template writes it. `limit` is the key of the length limit that it is left out by, if there is one."""
-        self._template()
+        template = self._template()
         try:
-            text = chat.render(self._tokenizer, messages, add_generation_prompt=add_generation_prompt, **self._template_args)
+            text = chat_template.render(
+                self._tokenizer, template, messages, add_generation_prompt=add_generation_prompt, **self._template_args
+            )
         except UserError as error:
             raise UserError(f"{error} Change the messages, or set model.chat_template.") from error
         # The template writes its own special tokens.
@@ -121,7 +123,7 @@ class PromptEncoder:
 
     def _tokenise(self, text: str, **options: Any) -> list[int]:
         try:
-            return [int(token) for token in self._tokenizer(text, **options)["input_ids"]]
+            return list(map(int, self._tokenizer(text, **options)["input_ids"]))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the tokenizer's compiled code is not an Exception

@@ -25,7 +25,7 @@ from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
 from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
-from fulltilt.folders import RUN_MARKER, refuse_foreign
+from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
@@ -60,6 +60,7 @@ class SavedState(BaseModel):
     best: BestCheckpoint | None = None
     budgets: dict[str, NonNegativeInt]
     data: str
+    data_versions: list[str] = []
     files: dict[str, str] = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
@@ -200,7 +201,7 @@ def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: 
     if state:
         return None if changed else {name: size for name, size in state.budgets.items() if name in SIZES}
     try:
-        plan = json.loads((path / PLAN).read_bytes())
+        plan = json.loads(read_file(path / PLAN))
         known, budgets = plan["config"], plan["budgets"]
         if not isinstance(known, dict) or budgets.keys() != SIZES:
             raise ValueError("its sizes are not those of this version")
@@ -219,9 +220,10 @@ def check_data(config: Config, parts: RunParts, state: SavedState | None, consol
     if state is None or state.data == parts.data_digest:
         return
     if config.run.resume != "force":
+        read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
         raise UserError(
-            f"data.train: its rows are not those that the run in {config.run.dir} was started with. Bring them back, use another run.dir "
-            "for a new run, or set run.resume = force to resume with the new ones"
+            f"data.train: its rows are not those that the run in {config.run.dir} was started with{read}. Bring them back, use another "
+            "run.dir for a new run, or set run.resume = force to resume with the new ones"
         )
     console.warn("resuming although the rows of data.train changed")
 

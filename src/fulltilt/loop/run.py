@@ -488,6 +488,7 @@ class Run:
             "best": asdict(best) if best else None,
             "budgets": asdict(self.parts.plan.budgets),
             "data": self.parts.data_digest,
+            "data_versions": list(self.parts.train_data.versions),
             "files": dict(self.files),
             "metrics_offset": self.metrics.offset(),
             "config": configuration.snapshot(self.config),

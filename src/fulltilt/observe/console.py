@@ -30,7 +30,7 @@ from fulltilt.words import printable
 _STEP_FIELDS = (
     ("reward {:.3f}", ("critic/score/mean",), 1),
     ("length {:.1f}", ("response_length/mean",), 2),
-    ("KL {:.4f}", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), 4),
+    ("KL {:.4f}", ("actor/kl_loss", "actor/reward_kl_penalty"), 4),
     ("entropy {:.2f}", ("rollout/entropy", "actor/entropy"), 5),
     ("loss {:.4f}", ("train/loss", "actor/pg_loss"), 3),
     ("lr {:.2g}", ("actor/lr",), 7),
