@@ -564,7 +564,7 @@ def test_a_run_that_only_warns_goes_on_and_saves(tmp_path: Path, model_folders: 
     folder = make(tmp_path / "folder", model_folders("qwen2"))
     quick = [option for option in QUICK if not option.startswith("health.")]
     trained = runs.train(folder, *quick, CAPITALS, "reward.function=faults.py:constant_later", "health.stop=false", "run.steps=4")
-    assert trained.said.count("no-variance") == 1 and "The run continues because health.stop is off: see" in trained.said
+    assert trained.said.count(": no-variance: ") == 1 and "The run continues because health.stop is off: see" in trained.said
     assert list(runs.checkpoints(folder)) == [1, 2, 3, 4]
 
 
