@@ -297,6 +297,12 @@ def without_clock(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if not name.startswith(CLOCK)} for line in lines]
 
 
+def comparable(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Every name of each line, with the values that do not depend on a clock or on the process."""
+    own = (*(name for name in CLOCK if name != "memory_gib/"), "memory_gib/process")
+    return [{name: None if name.startswith(own) else value for name, value in line.items()} for line in lines]
+
+
 def rollouts(folder: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "run" / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
 
@@ -315,9 +321,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def assert_equal_runs(one: Path, other: Path) -> None:
-    """Two run folders hold the same checkpoints, metrics and rollouts, bit for bit, all that a clock decides aside."""
-    assert without_clock(metrics(one)) == without_clock(metrics(other))
+def assert_equal_runs(one: Path, other: Path, *, same_saves: bool = True) -> None:
+    """Two run folders hold the same checkpoints, metrics and rollouts, bit for bit, all that a clock decides aside. Without `same_saves`,
+    one was stopped and has saved where the other had not."""
+    (ours, theirs), saves = (comparable(metrics(folder)) for folder in (one, other)), ("timing_s/save", "memory_gib/save")
+    if not same_saves:
+        ours, theirs = ([{name: line[name] for name in line if not name.startswith(saves)} for line in lines] for lines in (ours, theirs))
+    assert ours == theirs
     assert contents(one / "run" / "rollouts") == contents(other / "run" / "rollouts")
     found, expected = checkpoints(one), checkpoints(other)
     assert list(found) == list(expected)

@@ -8,6 +8,7 @@ import gc
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -21,7 +22,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import fulltilt
-from fulltilt import callables, user_code
+from fulltilt import callables, demo, user_code
 from fulltilt.callables import Callables, travelling
 from fulltilt.observe.console import Console
 from fulltilt.user_code import UserCodeError
@@ -304,12 +305,14 @@ def test_a_tensor_on_a_gpu_does_not_travel() -> None:
 
 
 def test_what_a_function_raises_names_it_and_its_line(small: dict[str, Any]) -> None:
-    def fails(solution_str: str) -> float:
-        raise KeyError("no opinion")
+    def fails(solution_str: str, ground_truth: str) -> float:
+        if int(ground_truth) % 2:
+            raise KeyError("no opinion")
+        return 1.0
 
     warned: list[str] = []
-    fulltilt.train(**{**small, "reward": {fails: 1.0}, "steps": 1, "reward_on_error": "score"} | {"console": Warned(warned)})
-    line = fails.__code__.co_firstlineno + 1
+    fulltilt.train(**{**small, "reward": fails, "steps": 1}, console=Warned(warned))
+    line = fails.__code__.co_firstlineno + 2
     assert any(f"python:fails raised KeyError: 'no opinion' (test_api.py:{line})" in text for text in warned), warned
 
 
@@ -422,3 +425,57 @@ def test_generate_from_every_kind_of_folder(trained: Path, model_folders: ModelF
 def test_mistakes_of_generate(given: dict[str, Any], words: str, model_folders: ModelFolders) -> None:
     with pytest.raises(fulltilt.UserError, match=words):
         fulltilt.generate(**{"model": model_folders("qwen2"), "prompts": ["1+1="], "device": "cpu", **given})
+
+
+# -- a notebook -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_the_notebook_trains_plots_and_talks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a real kernel: its functions live in no file, and its error would be the last thing it keeps."""
+    import nbclient
+    import nbformat
+
+    monkeypatch.setenv("PYTHONPATH", str(runs.SOURCE))
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    notebook = nbformat.read(runs.SOURCE.parent / "examples" / "notebook" / "train.ipynb", as_version=4)
+    assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs] == []
+    checks = "assert result.reward_first < 0.7 < 0.85 < result.reward_last, result"
+    notebook.cells.append(nbformat.v4.new_code_cell(checks))
+    nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    *_, answers, _ = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert answers.outputs[0].data["text/plain"] == "['5', '8', '5']"
+
+
+# -- the page ---------------------------------------------------------------------------------------------------------------------------
+
+FEWER = {'steps(=|": )20': r"steps\g<1>1", r'max_new_tokens(=|": )\d+': r"max_new_tokens\g<1>6"}
+RUN_FILE = """
+model.path = "models/mine"
+data.train = "mine/rows.jsonl"
+run = { steps = 3, dir = "runs/mine" }
+rollout.max_new_tokens = 6
+"""
+
+
+@pytest.mark.long
+def test_every_example_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the page's order and in one program, with a model that fits here and fewer steps."""
+    page = (runs.SOURCE.parent / "docs" / "python.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    demo.make_model(tmp_path / "models" / "mine")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "run.toml").write_text(RUN_FILE)
+    (tmp_path / "mine" / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"{n}+1=", "ground_truth": "1"}) + "\n" for n in range(64)))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for kind, text in blocks:
+        if kind == "python":
+            for usual, fewer in FEWER.items():
+                text = re.sub(usual, fewer, text)
+            capsys.readouterr()
+            exec(compile(text, "page", "exec"), names)
+        else:  # what the block before it prints
+            assert text.strip() in capsys.readouterr().out
+    assert names["completion"].finish in ("stop", "length") and len(names["completion"].tokens) <= 6

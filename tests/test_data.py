@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import collections
+import csv
+import datetime
+import decimal
+import gzip
 import json
+import math
 import os
+import random
+import re
+import resource
+import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import hub_server
+import models
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
+from fulltilt.data import formats
 from fulltilt.data.files import read_rows, rows_in_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import load_sft
 from fulltilt.data.template import PromptEncoder
+from fulltilt.model import chat_template
+from fulltilt.model.load import load_tokenizer
 from fulltilt.records import Prompt, UserError
-from fulltilt.schema import DataConfig
+from fulltilt.schema import DataConfig, ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>
@@ -51,7 +69,7 @@ ROWS: list[dict[str, Any]] = [
 
 def make_tokenizer(post: str = "<s> $A", template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Byte-level, so every text comes back as it was; `post` says which special tokens it adds by itself."""
-    core = Tokenizer(models.BPE())
+    core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -107,8 +125,24 @@ def write_saved_folder(folder: Path, rows: list[dict[str, Any]], shards: int = 2
 
 
 def write_format(kind: str, folder: Path, rows: list[dict[str, Any]]) -> str:
-    if kind in ("jsonl", "json"):
-        return write_lines(folder / f"train.{kind}", rows)
+    if kind.endswith(".gz"):
+        plain = Path(write_format(kind.removesuffix(".gz"), folder, rows))
+        plain.with_name(plain.name + ".gz").write_bytes(gzip.compress(plain.read_bytes()))
+        return f"{plain}.gz"
+    if kind == "jsonl":
+        return write_lines(folder / "train.jsonl", rows)
+    if kind == "json":
+        (folder / "train.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        return str(folder / "train.json")
+    if kind == "csv":
+        with (folder / "train.csv").open("w", encoding="utf-8", newline="") as file:
+            cells = csv.DictWriter(file, list(rows[0]))
+            cells.writeheader()
+            cells.writerows({key: value if isinstance(value, str) else json.dumps(value) for key, value in row.items()} for row in rows)
+        return str(folder / "train.csv")
+    if kind == "arrow":
+        write_arrow(folder / "train.arrow", rows)
+        return str(folder / "train.arrow")
     if kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet", row_group_size=2)
         return str(folder / "train.parquet")
@@ -138,7 +172,9 @@ def refused(path: str | Path) -> str:
 # Files
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "saved", "saved-splits", "hub"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "json", "csv", "jsonl.gz", "json.gz", "csv.gz", "arrow", "parquet", "saved", "saved-splits", "hub"]
+)
 def test_every_format_gives_the_same_prompts(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = load_prompts(write_format(kind, tmp_path, ROWS), tokenizer, data())
     assert f"{len(ROWS)} rows read" in loaded.describe() and len(loaded) == len(ROWS)
@@ -171,6 +207,40 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 and nothing else", ["a.parquet", "write it again"]),
         ("a.parquet", b"", ["a.parquet", "write it again"]),
         ("a.arrow", b"not a stream", ["a.arrow", "write it again"]),
+        ("a.jsonl", b'{"prompt": "x"} {"prompt": "y"}\n', ["a.jsonl:1", "extra text after column 15"]),
+        (
+            "a.jsonl",
+            b'{"prompt": "x"}\n{"prompt": "y", "n": {"a": 1, "a": 2}}\n',
+            ["a.jsonl:2", "the key 'a' is there twice", "Remove one"],
+        ),
+        ("a.jsonl", b'{"prompt": "\\ud83d"}\n', ["a.jsonl:1", "column 'prompt'", "half of a surrogate pair (\\ud83d)"]),
+        ("a.jsonl", b'{"prompt": "x", "info": [{"\\uDE00": 1}]}\n', ["a.jsonl:1", "column 'info'", "half of a surrogate pair (\\ude00)"]),
+        ("a.jsonl", b'{"prompt": ' + b"[" * 100 + b"]" * 100 + b"}\n", ["a.jsonl:1", "column 'prompt'", "more than 64 deep"]),
+        ("a.jsonl", b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}\n", ["a.jsonl:1", "not valid JSON", "recursion"]),
+        ("a.jsonl", b'{"prompt": ' + b"1" * 5000 + b"}\n", ["a.jsonl:1", "not valid JSON", "digits"]),
+        ("a.jsonl", b'{"prompt": "x\x00"}\n', ["a.jsonl:1", "not valid JSON", "control character"]),
+        ("a.jsonl", b'\xff\xfe{\x00"\x00', ["a.jsonl:1", "not UTF-8", "Save the file as UTF-8"]),
+        ("a.jsonl", b"PAR1\x15\x04", ["a.jsonl: its name ends in .jsonl, but its content is a parquet file", "Rename it"]),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n'), ["a.jsonl", "content is compressed with gzip"]),
+        ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["a.jsonl", "pointer", "git lfs pull"]),
+        ("a.parquet", b"<!DOCTYPE html><html>", ["a.parquet", "a web page"]),
+        ("a.arrow", b"ARROW1\x00\x00", ["a.arrow", "random-access format"]),
+        ("a.json", b'{\n "data": [\n  {"prompt": "x"}\n ]\n}\n', ["a.json:1", "may also be one list of objects"]),
+        ("a.json", b'[{"prompt": "x"},\n {"prompt": "y"}', ["a.json row 2", "no comma or end of the list"]),
+        ("a.json", b'[{"prompt": "x"},\n {"prompt": "y", "prompt": "z"}]', ["a.json row 1", "the key 'prompt' is there twice"]),
+        ("a.json", b'[{"prompt": "x"},]', ["a.json row 1", "not valid JSON"]),
+        ("a.json", b'[{"prompt": "x"}] x', ["a.json", "text after the end of its list"]),
+        ("a.json", b"[7]", ["a.json row 0", "a JSON int, not an object"]),
+        ("a.json", b"[ ]", ["a.json", "holds no rows"]),
+        ("a.csv", b"prompt,answer\nx,5\ny\n", ["a.csv:3", "1 cells, but the header has 2", "between quotes"]),
+        ("a.csv", b"prompt,answer,prompt\nx,5,y\n", ["a.csv", "the column 'prompt' is there twice"]),
+        ("a.csv", b'prompt,answer\n"x,5\ny,6\n', ["a.csv", "cannot be read after row 0", "unexpected end of data"]),
+        ("a.csv", b"prompt,answer\n\xff,5\n", ["a.csv:2", "not UTF-8"]),
+        ("a.csv", b"prompt,answer\n\"[{'role': 'user'}]\",5\n", ["a.csv:2", "as Python prints them", "json.dumps"]),
+        ("a.csv", b'prompt\n"[{""role"": ""user"", ""role"": ""user""}]"\n', ["a.csv:2", "the key 'role' is there twice"]),
+        ("a.csv", b"prompt,answer\n", ["a.csv", "holds no rows"]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
+        ("a.jsonl.gz", b'{"prompt": "x"}\n', ["a.jsonl.gz", "cannot be read after row 0", "ot a gzip"]),
         ("a.txt", b"prompt\nx\n", ["a.txt", "unknown kind of file '.txt'", ".parquet", "Convert it"]),
     ],
 )
@@ -178,6 +248,173 @@ def test_a_broken_file_is_named_with_its_remedy(name: str, content: bytes, words
     (tmp_path / name).write_bytes(content)
     message = refused(tmp_path / name)
     assert all(word in message for word in words), message
+
+
+def test_a_file_of_another_kind_is_refused_before_it_is_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    assert "a.jsonl: a named pipe, not a file" in refused(tmp_path / "a.jsonl")
+    assert "/dev/zero: a device, not a file" in refused("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "s.jsonl"))
+        assert "s.jsonl: a socket, not a file" in refused(tmp_path / "s.jsonl")
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    assert "loop.jsonl: cannot be opened (Too many levels of symbolic links)" in refused(tmp_path / "loop.jsonl")
+    assert "cannot be opened (File name too long)" in refused(tmp_path / ("a" * 300 + ".jsonl"))
+    assert "cannot be opened" in refused(str(tmp_path / "a\0.jsonl"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train").symlink_to(tmp_path / "set")
+    assert "no data files inside" in refused(tmp_path / "set")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.parquet"):
+        (tmp_path / name).touch(mode=0)
+        assert f"{name}: cannot be read (Permission denied)" in refused(tmp_path / name)
+
+
+def test_a_compressed_file_is_not_unpacked_without_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_UNPACKED_BYTES", 2**20)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 2**17))
+    assert "unpacks to more than 200 times its size" in refused(tmp_path / "a.jsonl.gz")
+    monkeypatch.setattr(formats, "_MOST_LINE_BYTES", 1000)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"x" * 1001))
+    assert "a.csv.gz:2: the line has more than 1000 B" in refused(tmp_path / "a.csv.gz")
+
+
+def test_a_parquet_column_that_cannot_be_used_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path, text = tmp_path / "a.parquet", pa.array(["x", "y"])
+    pq.write_table(pa.Table.from_arrays([text, text], names=["prompt", "prompt"]), path)
+    assert "the column 'prompt' is there twice" in refused(path)
+    pq.write_table(pa.table({"prompt": text, "made": pa.array([10**17, 3 * 10**18], pa.duration("s"))}), path)
+    assert "the column 'made' of type duration[s] cannot be read" in refused(path)
+    pq.write_table(pa.table({"prompt": pa.array([b"x"])}), path)
+    with pytest.raises(UserError, match=r"row 0 .*found bytes"):
+        load_prompts(str(path), tokenizer, data())
+
+
+def test_parquet_columns_of_any_type_are_read(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    when = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
+    table = pa.table(
+        {
+            "prompt": pa.array(["1", "2"]).dictionary_encode(),
+            "answer": pa.array([decimal.Decimal("1.50"), None], pa.decimal128(8, 2)),
+            "extra_info": pa.array([{"at": when, "raw": b"\xff", "map": [1]}, None]),
+            "large": pa.array(["a", "b"], pa.large_string()),
+        }
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    loaded = load_prompts(str(tmp_path / "a.parquet"), tokenizer, data())
+    assert [prompt.ground_truth for prompt in loaded.items] == [decimal.Decimal("1.50"), None] and loaded.digest()
+    assert loaded.items[0].extra_info == {"at": when, "raw": b"\xff", "map": [1]}
+
+
+def test_csv_cells_are_text_except_messages_and_objects(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        cells = csv.writer(file)
+        cells.writerow(["", "prompt", "answer", "extra_info"])
+        cells.writerow(["0", json.dumps(USER), "007", json.dumps({"level": 1})])
+        cells.writerow(["1", 'a "quoted",\r\ntwo-line \u00e9 prompt', "", "{not JSON"])
+        cells.writerow(["2", "[1, 2]", '{"a": 1}', ""])
+    assert [(row, place.rpartition(":")[2]) for row, place in read_rows(path)] == [
+        ({"": "0", "prompt": USER, "answer": "007", "extra_info": {"level": 1}}, "2"),
+        ({"": "1", "prompt": 'a "quoted",\r\ntwo-line \u00e9 prompt', "answer": None, "extra_info": "{not JSON"}, "4"),
+        ({"": "2", "prompt": "[1, 2]", "answer": '{"a": 1}', "extra_info": None}, "5"),
+    ]
+
+
+def test_json_lists_and_lines_have_the_same_rows(tmp_path: Path) -> None:
+    for indent in (None, 1):
+        (tmp_path / "a.json").write_text("\ufeff\r\n " + json.dumps(ROWS, indent=indent) + "\n", encoding="utf-8")
+        assert [row for row, _ in read_rows(tmp_path / "a.json")] == ROWS
+    assert [place for _, place in read_rows(tmp_path / "a.json")][3] == f"{tmp_path / 'a.json'} row 3 (counted from 0)"
+    # What JSON has no word for, Python writes and reads.
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "x", "hint": NaN, "top": -Infinity}\r\n')
+    ((row, _),) = read_rows(tmp_path / "a.jsonl")
+    assert row["hint"] != row["hint"] and row["top"] == float("-inf")
+
+
+def damaged(content: bytes, chance: random.Random) -> bytes:
+    """The content with bytes changed, removed, put in or cut off."""
+    left = bytearray(content)
+    for _ in range(chance.randint(1, 4)):
+        place = chance.randrange(len(left) + 1)
+        match chance.randrange(4):
+            case 0:
+                left[place : place + 1] = bytes([chance.randrange(256)])
+            case 1:
+                del left[place:]
+            case 2:
+                del left[place : place + chance.randint(1, 20)]
+            case 3:
+                other = chance.randrange(len(left) + 1)
+                left[place:place] = left[other : other + chance.randint(1, 60)]
+    return bytes(left)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "jsonl.gz", "json.gz", "csv.gz", "parquet", "arrow"])
+def test_a_damaged_file_is_read_or_refused(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    whole = write_format(kind, tmp_path, ROWS)
+    content, path = Path(whole).read_bytes(), tmp_path / f"damaged.{kind}"
+    load_prompts(whole, tokenizer, data())
+    for seed in range(60):
+        path.write_bytes(damaged(content, random.Random(seed)))
+        try:
+            load_prompts(str(path), tokenizer, data())
+        except UserError as error:
+            assert f"damaged.{kind}" in str(error), (seed, error)
+
+
+TEXTS = ["", " ", "2+3=", "\ud800", "\U0001f600", "\x00", "\ufeff", "</s>", "<s>", "assistant", "{{ x }}", "x" * 200]
+KEYS = ["role", "content", "weight", "tool_calls", "reasoning_content", "text", "type", "ground_truth", "\udfff"]
+
+
+def odd_value(chance: random.Random, depth: int = 0) -> Any:
+    match chance.randrange(8 if depth < 4 else 4):
+        case 0 | 1:
+            return chance.choice(TEXTS)
+        case 2:
+            return chance.choice([0, -1, 10**400, True, math.nan, math.inf, 1e308])
+        case 3:
+            return chance.choice([None, {}, []])
+        case 4 | 5:
+            return [odd_value(chance, depth + 1) for _ in range(chance.randrange(4))]
+        case 6:
+            return {chance.choice(KEYS): odd_value(chance, depth + 1) for _ in range(chance.randrange(5))}
+    nested = odd_value(chance, depth + 1)
+    for _ in range(chance.choice([1, 70, 400])):
+        nested = [nested]
+    return nested
+
+
+def odd_message(chance: random.Random) -> dict[str, Any]:
+    message = {"role": chance.choice(["user", "assistant", "system", "tool"]), "content": chance.choice(TEXTS[2:])}
+    return {**message, **{chance.choice(KEYS): odd_value(chance, 1) for _ in range(chance.randrange(3))}}
+
+
+def odd_row(chance: random.Random) -> dict[str, Any]:
+    prompts = [lambda: odd_value(chance), lambda: [odd_message(chance) for _ in range(chance.randrange(4))], lambda: "2+3="]
+    row = {key: chance.choice(prompts)() for key in ("prompt", "messages") if chance.random() < 0.7}
+    others = ("response", "ground_truth", "answer", "reward_model", "extra_info", "data_source", "ability", "\ud800")
+    return row | {key: odd_value(chance) for key in others if chance.random() < 0.12}
+
+
+def test_a_row_of_any_values_is_used_or_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    outcomes = collections.Counter[bool]()
+    for seed in range(150):
+        chance = random.Random(seed)
+        row = odd_row(chance)
+        config = data(apply_template=chance.choice(["auto", "always"]))
+        for load in (load_prompts, load_sft):
+            for give in (lambda row: write_lines(tmp_path / "a.jsonl", [row]), lambda row: rows_in_memory([row])):
+                try:
+                    load(give(row), tokenizer, config).digest()
+                    outcomes[True] += 1
+                except UserError as error:
+                    assert "a.jsonl:1: " in str(error) or "row 0 " in str(error), (seed, error)
+                    outcomes[False] += 1
+    assert min(outcomes[True], outcomes[False]) > 20
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
@@ -237,6 +474,123 @@ def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) 
     (tmp_path / "shards").mkdir()
     write_lines(tmp_path / "shards" / "train-00000-of-00002.jsonl", [{"prompt": "0"}])
     assert "the data set has 2 files, but 1 are here" in refused(tmp_path / "shards")
+
+
+# Data sets of the hub
+
+
+def parquet(*prompts: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({"prompt": list(prompts), "answer": ["1"] * len(prompts)}), sink)
+    return bytes(sink.getvalue())
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
+    """A hub with two data sets: one that it converted to parquet, and one of JSON lines that it did not."""
+    with hub_server.serve() as served:
+        served.use_in_tests(monkeypatch, tmp_path / "cache")
+        served.commit("datasets", "org/sums", {"README.md": b"x", "main/train-00000-of-00001.parquet": parquet("own")})
+        shards = {
+            "main/train/0000": "a",
+            "main/train/0001": "b",
+            "main/test/0000": "t",
+            "hard/train/0000": "h",
+            "big/partial-train/0000": "p",
+        }
+        converted = {f"{shard}.parquet": parquet(prompt) for shard, prompt in shards.items()}
+        served.commit("datasets", "org/sums", converted, "refs/convert/parquet")
+        served.commit("datasets", "org/lines", {"data/train.jsonl": b'{"prompt": "l"}\n', "data/test.jsonl": b'{"prompt": "m"}\n'})
+        yield served
+
+
+@pytest.mark.parametrize(
+    ("name", "branch", "prompts"),
+    [
+        ("org/sums/main", "refs/convert/parquet", ["a", "b"]),
+        ("org/sums/main:test", "refs/convert/parquet", ["t"]),
+        ("org/sums/hard:train", "refs/convert/parquet", ["h"]),
+        ("org/sums@main", "main", ["own"]),
+        ("org/lines", "main", ["l"]),
+        ("org/lines:test", "main", ["m"]),
+    ],
+)
+def test_a_name_on_the_hub_is_downloaded_once(
+    name: str, branch: str, prompts: list[str], hub: hub_server.Hub, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    repository = name.partition("@")[0].partition(":")[0].removesuffix("/main").removesuffix("/hard")
+    version = f"{repository} at commit {hub.branches['datasets', repository][branch]}"
+    for _ in range(2):
+        loaded = load_prompts(name, tokenizer, data())
+        assert [prompt.source for prompt in loaded.items] == prompts and loaded.versions == (version,)
+        assert f"read from {version}, none with" in loaded.describe()
+    gets = [request for request in hub.requests if request.startswith("GET") and "/resolve/" in request]
+    assert len(gets) == len(prompts)
+    # What is in the cache is read without a network, and at the same commit.
+    hub.broken = True
+    assert load_prompts(name, tokenizer, data()).versions == (version,)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("org/sums", "org/sums: name one of its configurations, which are big, hard, main. For example org/sums/big:train"),
+        ("org/sums/easy", "name one of its configurations, which are big, hard, main"),
+        ("org/sums/main:validation", "no split 'validation', but test, train. For example org/sums/main:test"),
+        ("org/sums/big", "converted only the first part of its split 'train'.*org/sums@main:train"),
+        ("org/sums@old:train", "has no revision 'old'"),
+        ("org/lines:validation", "no file of a split 'validation', but data/test.jsonl, data/train.jsonl"),
+        ("org/lines/none", "no folder 'none' in it"),
+        ("org/nothing", "org/nothing: no file or folder here, and no data set on the hub.*HF_TOKEN"),
+    ],
+)
+def test_a_name_that_the_hub_does_not_have_is_refused(name: str, words: str, hub: hub_server.Hub) -> None:
+    assert re.search(words, refused(name))
+
+
+def test_a_hub_that_gives_nothing_is_told_in_one_line(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.gated.add("org/lines")
+    assert "org/lines: the hub gives this data set only to people who accepted its terms" in refused("org/lines")
+    hub.broken = True
+    assert "not whole in its cache (Server error '503" in refused("org/sums/main")
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    message = refused("org/sums/main")
+    assert "refused" in message and "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE" in message and "\n" not in message
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "offline mode is enabled" in refused("org/sums/main")
+    # Of two shards one was lost: what is left is not the split.
+    hub.broken = False
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
+    list(read_rows("org/sums/main"))
+    next(Path(constants.HF_HUB_CACHE).rglob("main/train/0001.parquet")).unlink()
+    hub.broken = True
+    assert "not whole in its cache" in refused("org/sums/main")
+
+
+def test_only_what_can_be_no_path_is_asked_for_on_the_hub(tmp_path: Path, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    paths = ("train", "org/lines", "org2/train.jsonl", "org2/train.tsv", "./org2/lines", "~/org2/lines", "a/b/c/d", "/org2/lines", "org2/")
+    for name in paths:
+        assert "no such file or folder" in refused(name), name
+    assert not hub.requests
+    assert [row for row, _ in read_rows("org/lines:train")] == [{"prompt": "l"}]
+    write_lines(tmp_path / "org" / "lines", [{"prompt": "x"}])
+    assert "unknown kind of file" in refused("org/lines")
+
+
+@pytest.mark.long  # a process of its own: transformers reads the hub's address when it is imported
+def test_a_run_takes_model_and_data_from_the_hub(hub: hub_server.Hub, tmp_path: Path, model_folders: Callable[[str], Path]) -> None:
+    hub.commit_folder("models", "org/tiny", model_folders("llama"))
+    given = {"model.path": "org/tiny", "data.train": "org/sums/main", "data.val": "org/sums/main:test", "algorithm.prompts_per_step": "2"}
+    given |= {"reward.function": "exact_match", "run.dir": str(tmp_path / "run"), "run.steps": "1", "rollout.max_new_tokens": "4"}
+    environment = {**os.environ, **hub.environment(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY / "src")}
+    (tmp_path / "run.toml").touch()
+    command = [sys.executable, "-m", "fulltilt", "train", "run.toml", *(f"{key}={value}" for key, value in given.items()), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "run.toml: no mistakes found\n"), result.stderr
+    assert "Traceback" not in result.stderr and any("org/tiny/resolve" in request for request in hub.requests)
 
 
 # Rows given from Python
@@ -440,7 +794,137 @@ def test_a_prompts_source_is_what_its_ids_were_made_from(tmp_path: Path, tokeniz
     assert tokenizer.apply_chat_template(list(prompt.source), add_generation_prompt=True, return_dict=False) == prompt.ids.tolist()
 
 
+# Templates that go wrong
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "word"),
+    [
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself without end"),
+        (ENDLESS, "does not seem to end"),
+        ("{{ 9 ** 999999999 }}", "does not seem to end"),
+        ("{{ messages[0].role * 100000000000 }}", "more than 4.0 GiB of memory"),
+        ("{% for %}", "Expected an expression"),
+        ("{{ 'a' + 1 }}", "can only concatenate"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ raise_exception('no system messages') }}", "no system messages"),
+    ],
+)
+def test_a_template_that_goes_wrong_is_refused(
+    template: str, word: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": USER}])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:2: the chat template cannot write this conversation: .*set model\.chat_template"
+    ) as caught:
+        load_prompts(path, make_tokenizer(template=template), data())
+    assert word in str(caught.value)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_template_that_does_not_end_for_a_later_row_is_stopped_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.3)
+    tokenizer = make_tokenizer(template="{% if messages[0].content == 'stop' %}" + ENDLESS + "{% endif %}" + TEMPLATE)
+    expected = encode(tokenizer, USER)
+    found: list[object] = []
+
+    def use() -> None:
+        with pytest.raises(UserError, match="does not seem to end") as caught:
+            encode(tokenizer, [{"role": "user", "content": "stop"}])
+        found.extend([caught.value, encode(tokenizer, USER)])
+
+    thread = threading.Thread(target=use)
+    for run in (use, thread.start):
+        run()
+    thread.join()
+    assert found[1] == found[3] == expected
+
+
+def test_a_template_file_is_utf8_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.jinja"
+    path.write_bytes(b"\xef\xbb\xbf{{ bos_token }}")
+    assert chat_template.read_template(str(path), "model.chat_template") == "{{ bos_token }}"
+    for content, word in ((b"{{ '\xff' }}", r"is not UTF-8 text \(invalid start byte at byte 4\)"), (b" \n", "is empty")):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=rf"model\.chat_template: .*a\.jinja {word}"):
+            chat_template.read_template(str(path), "model.chat_template")
+    folder = models.save("llama", tmp_path / "model")
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"reward_model\.chat_template: .*is not UTF-8"):
+        load_tokenizer(ModelConfig(path=str(folder)), str(folder), "reward_model.path", str(path))
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"can't decode byte 0xff.*Repair or replace .*chat_template\.jinja"):
+        load_tokenizer(ModelConfig(path=str(folder)))
+
+
+def test_a_tokenizer_that_fails_is_named_with_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Panic(BaseException):
+        """As compiled code raises it: not an Exception."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise Panic("range end index 7 out of range")
+
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "x"}])
+    tokenizer = make_tokenizer()
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", fail)
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the tokenizer cannot read this text \(range end index"):
+        load_prompts(path, tokenizer, data())
+
+
 # Over-long prompts
+
+
+@pytest.mark.parametrize("template", ["auto", "always"])
+def test_a_prompt_of_megabytes_is_left_out_without_tokenising_it(
+    template: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longest = 0
+
+    def tokenised(self: PromptEncoder, text: str, **options: Any) -> list[int]:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return original(self, text, **options)
+
+    original = PromptEncoder._tokenise
+    monkeypatch.setattr(PromptEncoder, "_tokenise", tokenised)
+    rows = [{"prompt": "1" * 5_000_000}, {"prompt": "2"}, {"prompt": "3" * 900}]
+    loaded = load_prompts(write_lines(tmp_path / "a.jsonl", rows), tokenizer, data(max_prompt_tokens=500, apply_template=template))
+    assert [prompt.uid for prompt in loaded.items] == [1] and longest < 1000
+    assert "3 rows read, 2 left out with prompts of more than 500 tokens" in loaded.describe()
+    with pytest.raises(UserError, match=r"all 1 prompts .*the shortest has at least 15\d+ tokens"):
+        load_prompts(write_lines(tmp_path / "b.jsonl", rows[:1]), tokenizer, data(max_prompt_tokens=500, apply_template=template))
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    lengths=st.lists(st.integers(0, 900), min_size=1, max_size=6),
+    most=st.integers(1, 60),
+    limit=st.integers(1, 60),
+    turns=st.integers(1, 2),
+)
+def test_lengths_by_characters_leave_out_what_lengths_by_tokens_would(
+    lengths: list[int], most: int, limit: int, turns: int, tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = [{"messages": said(*["1" * length, "2" * (length // 3 + 1)] * turns)} for length in lengths]
+    path = write_lines(tmp_path_factory.mktemp("long") / "a.jsonl", [*rows, {"messages": said("1", "2")}])
+    config = data(max_prompt_tokens=24 + most, max_tokens=48 + limit)
+    loaded = load_sft(path, tokenizer, config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PromptEncoder, "_short_enough", lambda self, text, limit: text)
+        whole = load_sft(path, tokenizer, config)
+    assert (loaded.digest(), loaded.said) == (whole.digest(), whole.said)
+
+
+def test_an_sft_row_of_megabytes_without_a_limit_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": said("2+3=", "5")}, {"messages": said("2+3=", "5" * 2**24)}])
+    with pytest.raises(UserError, match=r"a\.jsonl:2: the text has 16\d+ characters.*data\.max_tokens leaves it out"):
+        load_sft(path, tokenizer, data())
+    assert "1 left out with rows of more than 50 tokens" in load_sft(path, tokenizer, data(max_tokens=50)).describe()
 
 
 def test_the_length_filter_counts_final_ids(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

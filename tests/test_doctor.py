@@ -41,7 +41,7 @@ def test_this_environment_is_sound(report: Report) -> None:
     assert not report.broken
     assert finding(report, "python").detail.startswith(".".join(map(str, sys.version_info[:3])))
     assert sys.executable in finding(report, "python").detail
-    for package in ("torch", "transformers", "safetensors", "pydantic", "pyarrow", "rich", "typer", "numpy"):
+    for package in ("torch", "transformers", "safetensors", "pydantic", "pyarrow", "rich", "typer", "numpy", "cloudpickle"):
         assert finding(report, package).status == "ok"
         assert finding(report, package).core
         assert finding(report, package).detail.startswith(metadata.version(package))

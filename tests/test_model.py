@@ -24,6 +24,8 @@ from transformers import (
     HyperCLOVAXConfig,
     Llama4TextConfig,
     LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MistralConfig,
     MptConfig,
     Phi3Config,
@@ -37,7 +39,7 @@ from fulltilt.model import attention
 from fulltilt.model.attention import Packed, Scoring, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.heads import Head, LogitShape, token_logprobs
-from fulltilt.model.load import check_vocabulary, end_tokens, export, load_model, load_tokenizer
+from fulltilt.model.load import check_model, check_vocabulary, end_tokens, export, load_model, load_tokenizer
 from fulltilt.model.verify import decoded_logprobs, packed_hidden, packed_logprobs, random_documents, run_packed, verify
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
@@ -327,6 +329,15 @@ def test_refusals_are_one_line_with_setting_reason_and_remedy(config, reason: st
     message = refused(config, tmp_path)
     assert reason in message and message.startswith(f"model.path: {tmp_path}") and "docs/models.md" in message
     assert "\n" not in message and "tensor(" not in message and "TypeError" not in message and len(message) < 400
+
+
+def test_a_model_that_reads_more_than_text_is_refused_before_it_loads(tmp_path: Path) -> None:
+    sight = {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "image_size": 16}
+    config = LlavaConfig(text_config=LlamaConfig(**models.SMALL), vision_config={**sight, "num_attention_heads": 4, "patch_size": 8})
+    LlavaForConditionalGeneration(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=r"model of the type llava, which reads more than text") as caught:
+        check_model(ModelConfig(path=str(tmp_path)), str(tmp_path), "ref.path")
+    assert str(caught.value).startswith(f"ref.path: {tmp_path}") and "Config" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_documents_that_mix_are_found(model_folders, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -123,9 +124,63 @@ def test_mistakes(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="has no curves"):
         plot.read([tmp_path / "other.json"], [])
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(UserError, match="is damaged: line 1 cannot be read"):
         plot.read([run_folder(tmp_path / "c", [], tail="no JSON\n")], [])
     with pytest.raises(UserError, match="no step has finished"):
         plot.read([run_folder(tmp_path / "d", [])], [])
     with pytest.raises(UserError, match=r"ends in \.png"):
         plot.files(tmp_path / "a.pdf")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x89PNG\x00\xff", b"\xff" * 100, b"[]", b'{"curves": 3}', b'{"curves": [{}]}', b'{"curves": [[1]]}', b"[" * 100_000, b"",
+     b'{"curves": [{"label": 1, "metric": 2, "steps": ["x"], "seconds": [1], "values": [1]}]}',
+     b'{"curves": [{"label": "a", "metric": "b", "steps": [1, 2], "seconds": [1], "values": [1]}]}',
+     b'{"curves": [{"label": "a", "metric": "b", "steps": [1' + b"0" * 400 + b'], "seconds": [1], "values": [1]}]}'],
+)  # fmt: skip
+def test_files_that_are_no_curves(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(UserError, match="has no curves"):
+        plot.read([tmp_path / "file"], [])
+
+
+def test_one_flipped_bit_anywhere_in_the_metrics(tmp_path: Path) -> None:
+    """The line is damaged, or it still is one."""
+    run = run_folder(tmp_path / "a")
+    path = run / "metrics.jsonl"
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+        try:
+            plot.read([run], [])
+        except UserError as error:
+            assert "line" in str(error) or "metric" in str(error) or "no values" in str(error) or "nothing to plot" in str(error), error
+
+
+def test_what_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe")
+    for source in (tmp_path / "run", tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is not a file"):
+            plot.read([source], [])
+
+
+@pytest.mark.parametrize("name", ["package.json", "package.png"])
+def test_no_other_programs_file_is_written_over(tmp_path: Path, name: str) -> None:
+    curves = plot.read([run_folder(tmp_path / "a")], [])
+    (tmp_path / "package.json").write_text('{"name": "mine"}')
+    with pytest.raises(UserError, match=r"package\.json exists, and fulltilt did not write it"):
+        plot.write(curves, tmp_path / name)
+    (tmp_path / "package.json").unlink()
+    plot.write(curves, tmp_path / name)
+    plot.write(curves, tmp_path / name)  # its own
+    (tmp_path / "text.png").write_text("mine")
+    with pytest.raises(UserError, match="is not a PNG"):
+        plot.write(curves, tmp_path / "text.png")
+    assert (tmp_path / "text.png").read_text() == "mine" and not (tmp_path / "text.json").exists()
+
+
+def test_names_are_not_formulas(tmp_path: Path) -> None:
+    lines = [{"step": 1, "reward/parts/$x_": 1.0}]
+    plot.write(plot.read([run_folder(tmp_path / "$a^")], []) + plot.read([run_folder(tmp_path / "b", lines)], []), tmp_path / "c.png")

@@ -1215,6 +1215,7 @@ def score(extra_info):
         "signal by pidfd": lambda: signal.pidfd_send_signal(os.open(f"/proc/{trainer}", os.O_RDONLY), 0),
         "limit": lambda: resource.prlimit(trainer, resource.RLIMIT_CPU, (10**6, 10**6)),
         "memory": lambda: open(f"/proc/{trainer}/mem", "r+b"),
+        "environment": lambda: open(f"/proc/{trainer}/environ").read(),
         "write": lambda: open(run + "/file", "r+").write("x"),
         "make": lambda: open(run + "/new", "w"),
         "remove": lambda: os.remove(run + "/file"),
@@ -1229,7 +1230,7 @@ def score(extra_info):
     }.items()}}
 """
 ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm"}
-FILES = {"write", "make", "remove", "move", "link", "memory"}
+FILES = {"write", "make", "remove", "move", "link", "memory", "environment"}
 
 
 @pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")
@@ -1309,7 +1310,7 @@ def test_each_function_is_called_once_on_a_row_that_it_scores(tmp_path: Path, po
 
 
 def test_workers_beyond_the_cores_start_as_calls_arrive(tmp_path: Path, pool_of: Any) -> None:
-    pool = pool_of("gsm8k", workers=1000)
+    pool = pool_of("gsm8k", workers=256)
     assert values(pool.collect([group_of(["#### 18"] * 3)])[0]) == [1.0] * 3
     assert len(pool._dispatcher._threads) <= max(3, usable_cores())
 

@@ -34,6 +34,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
+    OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
 )
@@ -216,6 +217,22 @@ def test_ppo_has_a_critic_with_phases_and_metrics(folder: Path) -> None:
     assert (line["critic/values/max"], line["critic/values/min"], line["critic/vf_explained_var"]) == (0, 0, 0)
     assert line["critic/returns/max"] == pytest.approx(line["critic/rewards/max"])
     assert "timing_s/ref" not in line
+
+
+def test_a_critics_head_has_the_width_of_its_bodys_results(tmp_path: Path) -> None:
+    """OPT-350m projects its last states from the width of its layers to that of its embedding."""
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=models.VOCABULARY, hidden_size=32, word_embed_proj_dim=16, ffn_dim=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, do_layer_norm_before=False, bos_token_id=0, eos_token_id=1, pad_token_id=1,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    models.tokenizer().save_pretrained(tmp_path / "model")
+    with watched(prepared(tmp_path / "folder", tmp_path / "model"), *PPO, *PLAIN_RATE) as seen:
+        seen.run.rl_step(1)
+        line = seen.run.rl_step(2)
+        assert line["critic/grad_norm"] > 0 and line["critic/values/mean"] != 0
+        assert seen.run.parts.worker.roles["critic"].model.score.in_features == 16
 
 
 def test_without_a_critic_there_is_none_of_it(folder: Path) -> None:

@@ -16,7 +16,17 @@ import models
 import pytest
 import torch
 from layers import apply_recompute
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen2MoeConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+)
 
 from fulltilt.cluster.sizes import role_facts
 from fulltilt.memory.recompute import KeptResults, saving_to
@@ -147,6 +157,50 @@ def test_a_loaded_model_of_an_unknown_family_is_planned_by_what_is_measured() ->
     config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})
     plan = make_plan(config, Facts("cuda", 10**10, 10**10, {"actor": facts}, longest=20, steps_per_epoch=1))
     assert plan.budgets.kv_blocks > 0 and plan.budgets.token_budget == 65536
+
+
+PER_LAYER = {
+    "overrides": Gemma4TextConfig(
+        **models.SMALL | {"head_dim": 8}, global_head_dim=16, num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=12,
+        layer_types=["sliding_attention", "full_attention"], vocab_size_per_layer_input=160, hidden_size_per_layer_input=8,
+    ),
+    "lists": Gemma3nTextConfig(
+        **models.SMALL | {"intermediate_size": [48, 64]}, head_dim=8, laurel_rank=4, altup_num_inputs=2, num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"], sliding_window=12, vocab_size_per_layer_input=160,
+        hidden_size_per_layer_input=8, activation_sparsity_pattern=[0.0, 0.0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", PER_LAYER.values(), ids=PER_LAYER)
+def test_sizes_may_differ_from_layer_to_layer(config: PreTrainedConfig) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.register()).eval()
+    shape = role_facts(model, learns=True).shape
+    seen = verify(model)
+    assert [(layer.key_heads, layer.head_width) for layer in shape.layers] == [(one.key_heads, one.head_width) for one in seen.values()]
+    assert [layer.inner for layer in shape.layers] == [layer.mlp.up_proj.out_features for layer in model.model.layers]
+    assert shape.kept_bytes(2, fused=False) > 0 and shape.kv_bytes_per_token(2) > 0
+
+
+IMPOSSIBLE = {
+    "hidden_size": 0, "num_hidden_layers": 10**9, "num_attention_heads": "4", "vocab_size": -1, "num_key_value_heads": 1.5,
+    "head_dim": [8], "intermediate_size": True, "per_layer_config": [3], "text_config": None, "max_position_embeddings": 10**30,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", IMPOSSIBLE)
+def test_impossible_sizes_are_the_users_mistake(key: str, tmp_path: Path) -> None:
+    config = {**models.SMALL, "model_type": "llama", key: IMPOSSIBLE[key]}
+    if key == "text_config":
+        assert Shape.from_config(config).width == models.SMALL["hidden_size"]
+        return
+    with pytest.raises(UserError, match=r"config\.json"):
+        Shape.from_config(config)
+    for content in ("[1]", "3", "[" * 10_000, "{"):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(UserError, match=r"config\.json: cannot be read"):
+            Shape.read(tmp_path)
 
 
 def test_mistakes_are_told(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def train(recipe: Recipe, stage: str, name: str, model: str, *others: str) -> st
             raise Stopped
         return {"steps": trained.steps}
 
-    begun_with = Path(config.run.dir) / "begun_with.json"
+    begun_with = Path(f"{config.run.dir}.begun_with.json")  # a run begins in an empty folder
     weights = {"weights": weights_of(model)}
     if store.folder.is_dir() and begun_with.is_file() and read(begun_with) != weights:
         raise UserError(f"{config.run.dir} was trained from other weights than {model} holds now. Delete it, or use another --dir")

@@ -108,24 +108,30 @@ def report(origin: str, mistakes: Sequence[str]) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     remedy = "Give the path of a run's TOML file."
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise UserError(f"{path}: {'a folder' if path.is_dir() else 'not a regular file'}. {remedy}")
-        if found.st_size > MOST_BYTES:
-            raise UserError(f"{path}: has {found.st_size:,} bytes, and a run's file at most {MOST_BYTES:,}. {remedy}")
-        text = path.read_bytes().decode("utf-8-sig")
+        odd = _why_no_run_file(path.stat())
+        text = "" if odd else path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise UserError(f"{path}: no such file. {remedy} `fulltilt init` writes one") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text (byte {error.start}). Save it as UTF-8.") from None
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}. {remedy}") from None
+    if odd:
+        raise UserError(f"{path}: {odd}. {remedy}")
     try:
         return tomllib.loads(text)
     except RecursionError:
         raise UserError(f"{path}: tables and lists are nested too deep. No key takes such a value: remove it") from None
     except ValueError as error:  # a TOMLDecodeError, or a number with more digits than Python reads
         raise UserError(_syntax_error(path, text, str(error))) from None
+
+
+def _why_no_run_file(found: os.stat_result) -> str | None:
+    if stat.S_ISDIR(found.st_mode):
+        return "a folder"
+    if not stat.S_ISREG(found.st_mode):  # reading a pipe or a device may never end
+        return "not a regular file"
+    return f"has {found.st_size:,} bytes, and a run's file at most {MOST_BYTES:,}" if found.st_size > MOST_BYTES else None
 
 
 def _too_deep(value: Any, depth: int = 0) -> bool:
@@ -149,7 +155,7 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
 def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
     for typed, override in _separated(overrides):
         key, equals, value = (part.strip() for part in override.partition("="))
-        name = key.lstrip("~+-")
+        name = key.lstrip("~+")
         parts, given = _key_parts(name), _override_value(value)
         if not all(parts) or len(parts) > MOST_DEPTH or _too_deep(given) or not (equals or key.startswith("~")):
             yield Mistake(f"{_in_a_line(typed)}: not an override. Write section.key=value, for example run.steps=100")
@@ -161,7 +167,7 @@ def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterat
 
 def _wrong_spelling(typed: str, override: str, key: str, value: str) -> str | None:
     """What to write for an override whose key and value are understood."""
-    name, equals = key.lstrip("~+-"), "=" in override
+    name, equals = key.lstrip("~+"), "=" in override
     if not _is_text(override):
         return "not UTF-8 text. Write it into the file, which can name every character"
     if typed != override:

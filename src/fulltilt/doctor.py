@@ -68,6 +68,7 @@ PACKAGES = (
     Package("rich"),
     Package("typer"),
     Package("numpy"),
+    Package("cloudpickle"),
     Package("triton", extra="gpu", purpose=KERNELS, linux_only=True),
     Package("ray", extra="ray", purpose="more than one device, which this version does not support", probe=False),
     Package("vllm", extra="vllm", purpose="benchmarks against vLLM (`fulltilt bench rollout --against vllm`)", probe=False),
@@ -277,6 +278,8 @@ def examine_memory_of(run: Path) -> Iterator[Finding]:
     """The memory that the run's newest step has measured, one finding per phase."""
     path, remedy = run / "metrics.jsonl", "give the folder of a run (its run.dir) that has finished a step"
     try:
+        if path.is_fifo():
+            raise ValueError("it is a pipe")
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         if any(type(line.get("step")) is not int for line in lines):
             raise ValueError("a line has no step")

@@ -36,12 +36,22 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
         )
 
 
+def without_waiting(path: str, flags: int) -> int:
+    """An `opener` for `open`: a pipe in place of a file is empty, or cannot be written, instead of waiting for someone at its other end."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o666)
+
+
+def read_file(path: Path) -> bytes:
+    with open(path, "rb", opener=without_waiting) as stream:
+        return stream.read()
+
+
 def refuse_foreign_json(file: Path, key: str, option: str) -> None:
     """Raise UserError if the file exists and is no JSON object with `key`, which all that `option` writes have. A device is no file."""
     if not file.is_file() or file.stat().st_size == 0:
         return
     try:
-        found: Any = json.loads(file.read_bytes())
+        found: Any = json.loads(read_file(file))
     except (OSError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or key not in found:

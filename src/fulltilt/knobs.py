@@ -13,13 +13,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from fulltilt.records import UserError
 from fulltilt.schema import BATCHES, ROLLOUT, TRAINING, conditions, default_value, keys, legal_values, row, row_of, toml_value, words
 
 Source = Literal["native", "verl", "chatlearn"]
-Named = TypeVar("Named")
 
 
 @dataclass(frozen=True)
@@ -286,84 +285,73 @@ def has_another_meaning(key: str) -> bool:
 
 
 @dataclass(frozen=True)
-class KeyFacts:
-    """A key of the configuration, as it is explained."""
+class Entry:
+    """A knob or a key, as it is listed and explained."""
 
-    name: str
-    legal: str
-    default: str
-    meaning: str
-    condition: str  # what to do for it to have an effect; empty: it always has
-    verl: tuple[str, ...]
-    chatlearn: tuple[str, ...]
-    elsewhere: tuple[str, ...]  # further names in verl and TRL
-    note: str
-
-
-def every_key() -> list[KeyFacts]:
-    """All keys, in the order of the schema."""
-    return [_facts(key) for key in keys()]
-
-
-def _facts(key: str) -> KeyFacts:
-    field = keys()[key]
-    own, said = row_of(field), words(field)
-    remedies = dict.fromkeys(each.remedy.format(section=key.partition(".")[0]) for each in conditions(key))
-    spellings = ", ".join(f"{theirs} = {ours}" for theirs, ours in own.spellings.items())
-    note = " ".join(filter(None, (said.note, f"verl's spellings are accepted: {spellings}." if spellings else "")))
-    condition = "; ".join(remedies)
-    return KeyFacts(key, legal_values(field), default_value(field), said.meaning, condition, own.verl, own.chatlearn, ELSEWHERE[key], note)
+    names: tuple[str, ...]  # its own first
+    line: str  # in a list of all
+    facts: Mapping[str, str]  # what is told of it, under a title each
+    document: Mapping[str, Any]  # the same for machines
 
 
 def listing(wanted: Sequence[str], *, everything: bool, as_json: bool) -> str:
-    """What `fulltilt knobs` prints: those with a name or alias that contains one of the words, or all. `everything`: keys, not only
-    knobs."""
-    if everything:
-        found = _chosen(wanted, {each: (each.name, *each.verl, *each.chatlearn, *each.elsewhere) for each in every_key()})
-        chosen = found or _chosen(wanted, {each: (each.meaning.lower(),) for each in every_key()})
-        hint, documents = "`fulltilt knobs --all` lists all keys", [asdict(key) for key in chosen]
-        lines, texts = [f"{key.name:<36} {key.default:<14} {key.meaning.partition('. ')[0]}" for key in chosen], map(describe_key, chosen)
-    else:
-        knobs = _chosen(wanted, {knob: (knob.name, *knob.verl, *knob.chatlearn) for knob in LEDGER})
-        hint = f"`fulltilt knobs --all {' '.join(wanted)}` looks through all keys"
-        documents = [asdict(knob) | {"state": knob.state} for knob in knobs]
-        lines, texts = [f"{knob.name:<36} {knob.state:<10} {knob.must_change}" for knob in knobs], map(describe, knobs)
-    if not documents:
-        raise UserError(f"no {'key' if everything else 'performance knob'} or alias contains {' or '.join(wanted)}. {hint}")
+    """What `fulltilt knobs` prints: the knobs, or `everything`, the keys, with a name or alias that contains one of the words, or all. Keys
+    are also found by a word of their meaning, where no name has it."""
+    entries = [*map(_of_key, keys())] if everything else [*map(_of_knob, LEDGER)]
+    found = [entry for entry in entries if not wanted or _matches(wanted, entry.names)]
+    found = found or [entry for entry in entries if everything and _matches(wanted, [entry.facts["meaning"]])]
+    if not found:
+        kind = "key" if everything else "performance knob"
+        remedy = "` lists all keys" if everything else f" {' '.join(wanted)}` looks through all keys"
+        raise UserError(f"no {kind} or alias contains {' or '.join(wanted)}. `fulltilt knobs --all{remedy}")
     if as_json:
-        return json.dumps(documents, indent=1)
+        return json.dumps([entry.document for entry in found], indent=1)
     if wanted:
-        return "\n\n".join(texts)
+        return "\n\n".join(_in_full(entry) for entry in found)
     option = " --all" if everything else ""
-    return "\n".join([*lines, "", f"`fulltilt knobs{option} WORD` describes those whose name or alias contains WORD"])
+    return "\n".join([*(entry.line for entry in found), "", f"`fulltilt knobs{option} WORD` describes those whose name contains WORD"])
 
 
-def _chosen(wanted: Sequence[str], names: Mapping[Named, Sequence[str]]) -> list[Named]:
-    return [each for each, own in names.items() if not wanted or any(word.lower() in name.lower() for word in wanted for name in own)]
+def _matches(wanted: Sequence[str], texts: Sequence[str]) -> bool:
+    return any(word.lower() in text.lower() for word in wanted for text in texts)
 
 
-def _in_lines(title: str, facts: Mapping[str, str]) -> str:
-    return "\n".join([title, *(f"  {name}: {text}" for name, text in facts.items() if text)])
+def _in_full(entry: Entry) -> str:
+    return "\n".join([entry.names[0], *(f"  {title}: {text}" for title, text in entry.facts.items() if text)])
 
 
-def describe_key(key: KeyFacts) -> str:
-    """All about a key."""
+def _of_key(key: str) -> Entry:
+    field = keys()[key]
+    own, said = row_of(field), words(field)
+    spellings = ", ".join(f"{theirs} = {ours}" for theirs, ours in own.spellings.items())
     facts = {
-        "meaning": key.meaning,
-        "values": key.legal,
-        "default": key.default,
-        "to have an effect": key.condition,
-        "verl": ", ".join(key.verl),
-        "ChatLearn": ", ".join(key.chatlearn),
-        "verl or TRL": ", ".join(key.elsewhere),
-        "note": key.note,
+        "meaning": said.meaning,
+        "values": legal_values(field),
+        "default": default_value(field),
+        "to have an effect": "; ".join(dict.fromkeys(each.remedy.format(section=key.partition(".")[0]) for each in conditions(key))),
+        "verl": ", ".join(own.verl),
+        "ChatLearn": ", ".join(own.chatlearn),
+        "verl or TRL": ", ".join(ELSEWHERE[key]),
+        "note": " ".join(filter(None, (said.note, f"verl's spellings are accepted: {spellings}." if spellings else ""))),
     }
-    return _in_lines(key.name, facts)
+    document = {
+        "name": key,
+        "legal": facts["values"],
+        "default": facts["default"],
+        "meaning": said.meaning,
+        "condition": facts["to have an effect"],
+        "verl": own.verl,
+        "chatlearn": own.chatlearn,
+        "elsewhere": ELSEWHERE[key],
+        "note": facts["note"],
+    }
+    line = f"{key:<36} {facts['default']:<14} {said.meaning.partition('. ')[0]}"
+    return Entry((key, *own.verl, *own.chatlearn, *ELSEWHERE[key]), line, facts, document)
 
 
-def describe(knob: Knob) -> str:
-    """All about a knob."""
+def _of_knob(knob: Knob) -> Entry:
     facts = {
+        "state": knob.state,
         "values": knob.legal,
         "auto": knob.auto,
         "must change": knob.must_change,
@@ -371,4 +359,5 @@ def describe(knob: Knob) -> str:
         "ChatLearn": ", ".join(knob.chatlearn),
         "note": knob.note,
     }
-    return _in_lines(f"{knob.name} ({knob.state})", facts)
+    line = f"{knob.name:<36} {knob.state:<10} {knob.must_change}"
+    return Entry((knob.name, *knob.verl, *knob.chatlearn), line, facts, asdict(knob) | {"state": knob.state})

@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 
 from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
-from fulltilt.words import either, shortened
+from fulltilt.words import either, printable, shortened
 
 MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -477,7 +477,7 @@ class RewardConfig(Section):
     """Another function (or weighted sum) for some values of a row's `data_source`."""
     timeout_s: Seconds = _calls_a_function(10.0, free=True)
     """Time limit of one call. A call that exceeds it is killed (cancelled, if it is `async`), counted and scored by `on_error`."""
-    workers: Annotated[int, Field(ge=1, le=256)] | Auto = _calls_a_function("auto", free=True)
+    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = _calls_a_function("auto", free=True)
     """Reward processes. `auto`: one per core."""
     concurrency: Annotated[int, Field(ge=1, le=4096)] | Auto = _calls_a_function("auto", free=True)
     """Calls of `async def` functions in flight at once; they share one process. `auto`: 32."""
@@ -928,8 +928,8 @@ def toml_value(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # TOML's basic strings are JSON's, but all that a terminal would not show is escaped.
-            return "".join(each if each.isprintable() else f"\\U{ord(each):08x}" for each in json.dumps(value, ensure_ascii=False))
+            # TOML's basic strings are JSON's; a control character that JSON leaves unescaped is escaped in the same way.
+            return printable(json.dumps(value, ensure_ascii=False))
         case list() | tuple():
             return f"[{', '.join(toml_value(item) for item in value)}]"
         case Mapping():

@@ -184,7 +184,7 @@ class Shape:
     def from_config(given: Mapping[str, Any]) -> Shape:
         text = given.get("text_config")
         config: Mapping[str, Any] = text if text and isinstance(text, Mapping) else given
-        if missing := [key for key in NEEDED if not config.get(key)]:
+        if missing := [key for key in NEEDED if config.get(key) is None]:
             raise UserError(f"config.json: {', '.join(missing)} is missing, so the model's sizes are unknown. Use a model that has it")
         model_type = str(config.get("model_type", ""))
         family = FAMILIES.get(model_type)

@@ -46,8 +46,9 @@ def printable(text: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+    """The first line of an error's message, with the next one where it ends in a colon, or its type where it has none."""
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    return (f"{first} {others[0].strip()}" if first.endswith(":") and others else first)[:300]
 
 
 def in_bytes(count: float) -> str:

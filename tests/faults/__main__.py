@@ -12,6 +12,7 @@ sys.path[:0] = [str(TESTS / "faults"), str(TESTS), str(SOURCE)]
 # One thread in every process: one that has started threads cannot be forked safely.
 os.environ.update(
     OMP_NUM_THREADS="1",
+    OMP_STACKSIZE="512K",  # 1,000 threads, which a run may ask for, then fit below the limit of memory
     OPENBLAS_NUM_THREADS="1",
     MKL_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",

@@ -95,14 +95,16 @@ def make(seed: int, number: int, root: Path, templates: Templates) -> Tree:
         tree.arguments = list(chance.choice(lists.COMMANDS))
     else:
         change(tree, group, chance)
-    if tree.arguments[:1] == ["plot"] or tree.arguments[:1] == ["init"]:
-        tree.outputs = tuple(root / name for name in ("plot.json", "plot.png", "x.png", "x.json", "new.toml", *new_names(tree)))
+    if tree.arguments[:1] in (["plot"], ["init"]):
+        tree.outputs = outputs(tree)
     return tree
 
 
-def new_names(tree: Tree) -> list[str]:
-    """Files and folders named on the command line that are not there yet."""
-    return [text for text in tree.arguments[1:] if len(text) < 200 and "\0" not in text and not (tree.root / text).exists()]
+def outputs(tree: Tree) -> tuple[Path, ...]:
+    """What `plot` and `init` may write: files named on the command line, or by default, that are not there yet."""
+    named = [text for text in tree.arguments[1:] if len(text) < 200 and "\0" not in text]
+    names = ("plot.json", "plot.png", "x.png", "x.json", *named, *(f"{name}.toml" for name in named))
+    return tuple(tree.root / name for name in names if not (tree.root / name).exists())
 
 
 def change(tree: Tree, group: str, chance: random.Random) -> None:
@@ -123,13 +125,13 @@ def run(seed: int, number: int, root: Path, templates: Templates, deadline_s: fl
     for name, mode in tree.modes.items():
         with contextlib.suppress(OSError):
             (root / name).chmod(mode)
-    before = digest(root)
     with held(tree.held):
+        before = digest(root)
         ended = child.run(
             root, tree.arguments, tree.environment, child.Surroundings(**tree.surroundings), deadline_s=deadline_s,
             end_after_s=LONG_S if tree.long else None, meanwhile=tree.meanwhile, run_dir=tree.run_dir,
         )  # fmt: skip
-    after = digest(root)
+        after = digest(root)
     verdicts = (*judge_end(tree, ended, number < len(SCENARIOS)), *judge_output(tree, ended), *judge_files(tree, before, after))
     said = (*tree.said, "fulltilt " + " ".join(text if len(text) < 200 else f"{text[:60]}..." for text in tree.arguments))
     return Result(number, said, ended.code, ended.seconds, verdicts, ended.out, ended.error)
@@ -230,9 +232,9 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
     if not tree.surroundings.get("warnings") and (found := WARNING.search(both)):
         yield Verdict(f"a library's warning: {re.sub(r'[0-9]+', '#', found[0].partition('py:')[2])[:100]}", found[0])
     terminal = "terminal" in tree.surroundings.values()
-    if tree.surroundings.get("encoding") != "utf-16" and (found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both)):
+    if found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both):
         yield Verdict("a control character in the output", repr(both[max(0, found.start() - 200) : found.end() + 50]))
-    shown = tree.surroundings.get("stderr", "file") == "file"
+    shown = tree.surroundings.get("stderr", "file") == "file" and tree.surroundings.get("file_bytes", 2**20) >= 4096
     if ended.code == 2 and shown and not re.search(r"error:|Usage:", ended.error, re.IGNORECASE):
         yield Verdict("exit code 2 without a message", ended.error[-500:])
     if ended.code == 2 and len(ended.error) > LONGEST_MESSAGE:
@@ -242,7 +244,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
 
 
 def judge_json(tree: Tree, out: str) -> Iterator[Verdict]:
-    if tree.surroundings.get("encoding") == "utf-16" or "--help" in tree.arguments:
+    if "--help" in tree.arguments:
         return
     try:
         json.loads(out)

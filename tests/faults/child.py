@@ -36,6 +36,7 @@ PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 24, 36
 CAPABILITIES = 41
 MOST_MEMORY = 4 * 2**30  # bytes of address space beyond what the parent has
 MOST_PROCESSES = 150
+CRASH_BYTES = 60_000  # no more than a pipe holds
 FIRST_OF_OURS = 500  # file descriptors from here on are the fuzzer's, and do not count against a limit of open files
 TOLD_TO_END_S = 25.0
 ORPHANS_S = 8.0
@@ -123,10 +124,12 @@ def run(
     master, slave = pty.openpty() if "terminal" in (about.stdout, about.stderr) else (None, None)
     if slave is not None:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, max(0, about.columns) % 65536, 0, 0))
+    crash_reader, crash = os.pipe()  # limits of files do not hold for a pipe
     begin = time.monotonic()
     pid = os.fork()
     if pid == 0:
-        _be_the_command(root, record, arguments, environment, about, slave, deadline_s)
+        be_the_command(root, record, arguments, environment, about, slave, crash, deadline_s)
+    os.close(crash)
     if slave is not None:
         os.close(slave)
     watched = _Watched(pid, master, MEANWHILE.get(meanwhile), run_dir)
@@ -143,16 +146,18 @@ def run(
             os.waitpid(pid, 0)
             end_all(descendants())
     seconds = time.monotonic() - begin
-    left = tuple(_left_behind())
+    left = tuple(left_behind())
     out, error = (record / "out").read_bytes() + watched.shown, (record / "error").read_bytes()
     stuck_at = (record / "stuck").read_text(errors="replace") if code is None else ""
-    crash = (record / "crash").read_text(errors="replace") if (record / "crash").exists() else ""
+    with open(crash_reader, "rb") as reader:
+        crashed = _text(reader.read(), "utf-8")
     code = -signal.SIGKILL if code is None else code
-    return Ended(code, _text(out), _text(error), seconds, crash, stuck_at, told, watched.processes, left)
+    said, complained = _text(out, about.encoding), _text(error, about.encoding)
+    return Ended(code, said, complained, seconds, crashed, stuck_at, told, watched.processes, left)
 
 
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "backslashreplace")
+def _text(data: bytes, encoding: str) -> str:
+    return data.decode(encoding, "backslashreplace")
 
 
 @dataclass
@@ -240,7 +245,7 @@ def _reap() -> None:
             pass
 
 
-def _left_behind() -> Iterator[str]:
+def left_behind() -> Iterator[str]:
     """What still runs some seconds after the command ended. It is then killed."""
     end = time.monotonic() + ORPHANS_S
     while (left := descendants()) and time.monotonic() < end:
@@ -260,43 +265,41 @@ def _left_behind() -> Iterator[str]:
 # ---- the child's side --------------------------------------------------------------------------------------------------------------------
 
 
-def _be_the_command(
+def be_the_command(
     root: Path, record: Path, arguments: Sequence[str], environment: Mapping[str, str | None], about: Surroundings,
-    slave: int | None, deadline_s: float,
+    slave: int | None, crash: int, deadline_s: float,
 ) -> NoReturn:  # fmt: skip
     code = 99
     try:
         os.setsid()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.chdir(root)
-        stuck, crash = (_out_of_the_way(record / name) for name in ("stuck", "crash"))
+        stuck = _out_of_the_way(os.open(record / "stuck", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
+        crash = _out_of_the_way(crash)
         faulthandler.dump_traceback_later(max(1.0, deadline_s - 3.0), file=stuck)
         _streams(record, about, slave)
         os.closerange(3, FIRST_OF_OURS)
         _drop_capabilities()
         _limit(about)
         _variables(root, environment)
-        os.umask(about.umask)
         if about.gone_folder:
             os.mkdir("gone")
             os.chdir("gone")
             os.rmdir("../gone")
+        os.umask(about.umask)
         sys.argv = ["fulltilt", *arguments]
         code = _exit_code_of_main(crash)
     except BaseException:
-        with contextlib.suppress(BaseException):
-            traceback.print_exc(file=crash)
-            crash.flush()
+        os.write(crash, traceback.format_exc().encode(errors="backslashreplace")[-CRASH_BYTES:])
     finally:
         os._exit(code)
 
 
-def _out_of_the_way(path: Path) -> TextIO:
-    with path.open("w") as file:
-        return open(fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FIRST_OF_OURS), "w", errors="backslashreplace")
+def _out_of_the_way(descriptor: int) -> int:
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, FIRST_OF_OURS)
 
 
-def _exit_code_of_main(crash: TextIO) -> int:
+def _exit_code_of_main(crash: int) -> int:
     """As the interpreter ends: threads, exit functions, streams."""
     from fulltilt import cli
 
@@ -307,8 +310,7 @@ def _exit_code_of_main(crash: TextIO) -> int:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except BaseException as error:
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
-        traceback.print_exc(file=crash)
-        crash.flush()
+        os.write(crash, traceback.format_exc().encode(errors="backslashreplace")[-CRASH_BYTES:])
         with contextlib.suppress(OSError, ValueError, AttributeError):
             traceback.print_exc()
     threading._shutdown()  # type: ignore[attr-defined]

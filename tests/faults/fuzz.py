@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -53,8 +54,6 @@ def forked(body: Callable[[], None]) -> int:
             body()
             code = 0
         except BaseException:
-            import traceback
-
             traceback.print_exc()
         finally:
             sys.stdout.flush()
@@ -93,7 +92,11 @@ def fuzz(numbers: Sequence[int], seed: int, scratch: Path, processes: int, optio
         while order := os.read(reader, 4):
             number = int.from_bytes(order, "little")
             root = scratch / f"case-{number}"
-            result = cases.run(seed, number, root, templates, options.deadline)
+            try:
+                result = cases.run(seed, number, root, templates, options.deadline)
+            except Exception:
+                verdict = cases.Verdict("the fuzzer itself failed", traceback.format_exc())
+                result = cases.Result(number, (), 0, 0.0, (verdict,), "", "")
             (results / f"{number}.new").write_text(json.dumps(asdict(result)), errors="backslashreplace")
             (results / f"{number}.new").rename(results / f"{number}.json")
             if not options.keep:

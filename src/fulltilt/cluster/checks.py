@@ -19,6 +19,7 @@ from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
+from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
@@ -57,8 +58,8 @@ def choose_device(name: str) -> torch.device:
 
 
 def find_mistakes(config: Config) -> list[str]:
-    """What a run would refuse before its model loads: model folders, data, reward functions, each of which is called once, packages,
-    device."""
+    """What a run would refuse before its model loads: its folder, model folders, data, reward functions, each of which is called once,
+    packages, device."""
     algorithm, prompts = build(config), list[Prompt]()
 
     def data() -> None:
@@ -81,8 +82,11 @@ def find_mistakes(config: Config) -> list[str]:
         found.extend(wrong_settings(config, algorithm, chosen.type))
         Fusing(config, chosen)
 
+    def folder() -> None:
+        refuse_foreign(Path(config.run.dir), RUN_MARKER, "run.dir")
+
     found = list(wrong_models(config, model_paths(config, algorithm)))
-    for look in (data, rewards, packages, device):
+    for look in (folder, data, rewards, packages, device):
         try:
             look()
         except UserError as error:

@@ -12,6 +12,7 @@ import contextlib
 import glob
 import os
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
@@ -26,6 +27,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import disable_progress_bars
 
 from fulltilt.data.shards import choose_files
 from fulltilt.records import UserError
@@ -44,6 +46,8 @@ class HubFiles:
 
 def fetch(dataset: HubDataset) -> HubFiles:
     """Download the files of a split, unless they are in the cache already."""
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="fulltilt")
     with _reporting(dataset):
         revision, names = _list_files(api, dataset)
@@ -60,31 +64,35 @@ def _list_files(api: HfApi, dataset: HubDataset) -> tuple[str, list[PurePosixPat
     if dataset.revision is not None:
         return dataset.revision, _names(api, dataset.repo, dataset.revision)
     try:
-        return _CONVERTED, _names(api, dataset.repo, _CONVERTED)
+        names = _names(api, dataset.repo, _CONVERTED)
     except (RevisionNotFoundError, LocalEntryNotFoundError):
-        return "main", _names(api, dataset.repo, "main")
+        names = []
+    converted = any(name.suffix == ".parquet" for name in names)
+    return (_CONVERTED, names) if converted else ("main", _names(api, dataset.repo, "main"))
 
 
 def _names(api: HfApi, repo: str, revision: str) -> list[PurePosixPath]:
     try:
         found = api.dataset_info(repo, revision=revision).siblings or []
         return sorted(PurePosixPath(entry.rfilename) for entry in found)
-    except HfHubHTTPError as error:
-        if error.response.status_code < 500:
+    except _UNREACHABLE as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
-    except _UNREACHABLE:
-        pass
-    folder = Path(api.snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[]))
+        reason = error
+    try:
+        folder = Path(api.snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[]))
+    except LocalEntryNotFoundError:
+        raise LocalEntryNotFoundError(first_line(reason)) from reason
     return sorted(PurePosixPath(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
 
 
 def _of_conversion(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[PurePath]:
     parquet = [name for name in names if len(name.parts) == 3 and name.suffix == ".parquet"]
     configs = sorted({name.parts[0] for name in parquet})
-    config = dataset.config or ("default" if "default" in configs or not configs else configs[0])
-    split = dataset.split or "train"
+    config, split = dataset.config or ("default" if "default" in configs else configs[0]), dataset.split or "train"
     if config not in configs or (dataset.config is None and len(configs) > 1 and config != "default"):
-        raise UserError(f"{dataset.repo}: name one of its configurations: {listed(configs)}. For example {dataset.repo}/{config}:{split}.")
+        example = f"{dataset.repo}/{configs[0]}:{split}"
+        raise UserError(f"{dataset.repo}: name one of its configurations, which are {listed(configs)}. For example {example}.")
     splits = sorted({name.parts[1] for name in parquet if name.parts[0] == config})
     if f"partial-{split}" in splits:
         remedy = f"Name a revision to read the repository's own files, for example {dataset.repo}@main:{split}."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fulltilt.model import chat
+from fulltilt.model import chat_template
 from fulltilt.records import UserError
 from fulltilt.words import first_line
 
@@ -67,12 +67,11 @@ class PromptEncoder:
             self._refuse_settings_of_templates("data.apply_template is 'never'")
             self._messages_of_list = _refuse_messages
 
-    def encode(self, prompt: object) -> Encoded:
-        """A prompt as rollout reads it."""
+    def encode(self, prompt: object, limit: str = "") -> Encoded:
+        """A prompt as rollout reads it. `limit` is the key of the length limit that leaves it out of a data set."""
         messages = self.messages(prompt)
         if messages is not None and messages[-1]["role"] == "assistant":
             raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Remove that message.")
-        limit = "data.max_prompt_tokens"
         if messages is None:
             ids = self._encode_string(self._short_enough(str(prompt), limit))
         else:
@@ -94,10 +93,12 @@ class PromptEncoder:
         return name in self._template()
 
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool, limit: str = "") -> list[int]:
-        """A conversation as the chat template writes it. `limit` is the key of the length limit that it is left out by, if there is one."""
-        self._template()
+        """A conversation as the chat template writes it."""
+        template = self._template()
         try:
-            text = chat.render(self._tokenizer, messages, add_generation_prompt=add_generation_prompt, **self._template_args)
+            text = chat_template.render(
+                self._tokenizer, template, messages, add_generation_prompt=add_generation_prompt, **self._template_args
+            )
         except UserError as error:
             raise UserError(f"{error} Change the messages, or set model.chat_template.") from error
         # The template writes its own special tokens.
@@ -121,7 +122,7 @@ class PromptEncoder:
 
     def _tokenise(self, text: str, **options: Any) -> list[int]:
         try:
-            return [int(token) for token in self._tokenizer(text, **options)["input_ids"]]
+            return list(map(int, self._tokenizer(text, **options)["input_ids"]))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the tokenizer's compiled code is not an Exception

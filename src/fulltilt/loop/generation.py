@@ -18,7 +18,7 @@ from fulltilt.cluster.worker import Worker, enough_memory
 from fulltilt.data.template import Encoded, PromptEncoder
 from fulltilt.loop.experience import sampling_of
 from fulltilt.model.load import context_limit, load_tokenizer, read_config
-from fulltilt.records import Group, Prompt, UserError
+from fulltilt.records import Group, Prompt, RunWarning, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import Listener
 from fulltilt.rollout.sampler import Sampling
@@ -36,7 +36,7 @@ def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
         store = CheckpointStore(folder / "checkpoints", keep=1)
         found = store.latest() if step is None else store.at(step)
         for text in store.skipped if found else ():
-            warnings.warn(f"skipped a damaged checkpoint: {text}", stacklevel=2)
+            warnings.warn(f"skipped a damaged checkpoint: {text}", RunWarning, stacklevel=2)
         if found is None:
             raise UserError(f"{folder} holds no intact checkpoint{''.join(f'; {text}' for text in store.skipped)}. Give another folder")
         return found

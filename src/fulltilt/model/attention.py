@@ -193,8 +193,8 @@ def refuse_unknown(
     }
     for name, given in features.items():
         if given is not None and name not in HARMLESS:
-            value = f"{name}={given}" if isinstance(given, bool | int | float | str) else name
-            refusals[f"asks for {REFUSED.get(name, 'an attention feature')} ({value}), which is not supported"] = True
+            shown = f"{name}={given}" if isinstance(given, bool | int | float | str) else name
+            refusals[f"asks for {REFUSED.get(name, 'an attention feature')} ({shown}), which is not supported"] = True
     for words, refused in refusals.items():
         if refused:
             raise UnsupportedModel(f"{type(module).__name__} {words}")

@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from fulltilt.model import attention, experts
-from fulltilt.model.chat import read_template
+from fulltilt.model.chat_template import read_template
 from fulltilt.model.folder import inspect_model
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
@@ -53,10 +54,11 @@ def read_model(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """A model through one of transformers' Auto classes, and transformers' report on the files. `key` is the setting that names `source`,
     for messages."""
-    check_model(config, source, key, kind)
+    found = check_model(config, source, key, kind)
     transformers_logging.disable_progress_bar()
     failure = f"{source} could not be loaded as {what}"
     with reading(failure, key, source, "config.json and the files of its weights"), loading_report() as said:
+        refuse_larger_than_files(partial(kind.from_config, found, trust_remote_code=config.trust_remote_code), source, key)
         try:
             model, report = kind.from_pretrained(
                 source,
@@ -103,7 +105,7 @@ def loading_report() -> Iterator[list[str]]:
         transformers_logging.set_verbosity(level)
 
 
-def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoModelForCausalLM) -> None:
+def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoModelForCausalLM) -> PretrainedConfig:
     """Refuse what can be known to be wrong with a model before its weights are loaded. `kind`: the Auto class that will load it."""
     inspect_model(source, key)
     found = read_config(config, source, key)
@@ -117,6 +119,20 @@ def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoMode
         shape_of(found)
     except UserError as error:
         raise UserError(f"{key}: {source}: {error}") from error
+    return found
+
+
+def refuse_larger_than_files(build: Callable[[], PreTrainedModel], source: str, key: str) -> None:
+    """transformers would allocate and initialise all that the files lack before it reports on it, however much that is."""
+    stored = sum(file.stat().st_size for end in ("safetensors", "bin") for file in Path(source).glob(f"*.{end}"))
+    parameters = 0
+    with contextlib.suppress(Exception), torch.device("meta"):  # what cannot be built is reported by loading it
+        parameters = sum(parameter.numel() for parameter in build().parameters())
+    if stored and parameters > 2 * stored:  # the smallest numbers in use have half a byte
+        raise UserError(
+            f"{key}: config.json in {source} describes {parameters:,} parameters, but the files of weights have {stored:,} bytes. Use a "
+            "complete checkpoint, and the config.json that came with it"
+        )
 
 
 def shape_of(config: PretrainedConfig) -> Shape:
@@ -200,15 +216,14 @@ def end_tokens(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> froze
             named.append(GenerationConfig.from_pretrained(config.path, **options).eos_token_id)
     text = read_config(config).get_text_config()
     named.append(getattr(text, "eos_token_id", None))
-    ids: set[int] = set()
-    for entry in named:
-        ids.update(entry if isinstance(entry, list | tuple) else [] if entry is None else [entry])
-    if ids and min(ids) >= text.vocab_size:
+    ids = {token for entry in named if entry is not None for token in (entry if isinstance(entry, list | tuple) else [entry])}
+    drawn = frozenset(token for token in ids if token < text.vocab_size)  # others stand in many small models' files, by default
+    if ids and not drawn:
         raise UserError(
             f"model.path: {config.path} names the end token {min(ids)}, but has {text.vocab_size} tokens: no response would end. Correct "
             "eos_token_id in config.json and generation_config.json"
         )
-    return frozenset(ids)
+    return drawn
 
 
 def export(

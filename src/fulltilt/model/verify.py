@@ -164,16 +164,21 @@ def decoded_logprobs(model: PreTrainedModel, documents: list[np.ndarray], layers
     used, new = np.concatenate([row[: len(ids)] for row, ids in zip(slots, known, strict=True)]), packed_context(known, device)
     read = to_device(used, device)
     run_stream(model, known, Paged([keys for keys, _ in caches], [values for _, values in caches], read, new, new, read))
-    addressed = [(keys, values, *(torch.tensor([cache.data_ptr()], device=device) for cache in (keys, values))) for keys, values in caches]
+    addressed = [(keys, values, address_of(keys), address_of(values)) for keys, values in caches]
+    rows = to_device(table.astype(np.int32), device)
     columns = []
     for step in range(DECODED):
         positions = np.array([len(ids) + step for ids in known])
         ids, targets = (np.array([ids[at] for ids, at in zip(documents, positions + after, strict=True)]) for after in (0, 1))
         here, lengths = slots[np.arange(count), positions], (positions + 1).astype(np.int32)
-        context = Decode(addressed, *(to_device(numbers, device) for numbers in (here, table.astype(np.int32), lengths)), BLOCK)
+        context = Decode(addressed, to_device(here, device), rows, to_device(lengths, device), BLOCK)
         hidden = hidden_states(model, to_device(ids, device), to_device(positions, device), context)
         columns.append(token_logprobs(hidden, Head.of(model), to_device(targets, device), 1.0)[0])
     return list(torch.stack(columns, 1))
+
+
+def address_of(cache: torch.Tensor) -> torch.Tensor:
+    return torch.tensor([cache.data_ptr()], device=cache.device)
 
 
 def rounding_of_equal_shapes(model: PreTrainedModel) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from fulltilt.folders import read_file, without_waiting
 from fulltilt.records import Group, Row, Sample, Score, UserError
 from fulltilt.words import listed
 
@@ -81,7 +82,7 @@ class MetricsFile:
         self.path = Path(path)
         with _writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "ab")  # noqa: SIM115
+            self._file = open(self.path, "ab", opener=without_waiting)  # noqa: SIM115
 
     def append(self, step: int, values: Mapping[str, Number]) -> None:
         with _writing(self.path):
@@ -125,7 +126,7 @@ class MetricsLines:
 
 def read_lines(path: Path) -> MetricsLines:
     """The steps of a metrics file. The file of a run that is still running, or was killed, may end in half a line, which is left out."""
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    whole, _, _ = read_file(path).rpartition(b"\n")
     found = [_decoded(line) for line in whole.split(b"\n")] if whole else []
     wrong = [number for number, line in enumerate(found, 1) if line is None]
     damaged = f"{'line' if len(wrong) == 1 else 'lines'} {listed(wrong)} cannot be read" if wrong else ""

@@ -257,7 +257,6 @@ class RewardPool:
     def _append(self, line: str) -> None:
         assert self._errors_file
         try:
-            self._errors_file.parent.mkdir(parents=True, exist_ok=True)
             with self._errors_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line)
         except OSError as error:

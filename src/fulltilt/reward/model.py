@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fulltilt.model import chat
+from fulltilt.model import chat_template
 from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
 from fulltilt.reward.functions import fits
 from fulltilt.schema import REWARD_MODEL, RewardConfig, reward_weights
@@ -82,7 +82,7 @@ class RewardEncoder:
         if not self.tokenizer.chat_template:
             raise UserError(f"prompts are messages, and the reward model's tokenizer has no chat template. {REMEDY}")
         try:
-            text = chat.render(self.tokenizer, messages, add_generation_prompt=False)
+            text = chat_template.render(self.tokenizer, self.tokenizer.get_chat_template(), messages, add_generation_prompt=False)
         except UserError as error:
             raise UserError(f"reward model: {error} {REMEDY}") from error
         return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]

@@ -42,7 +42,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from fulltilt.folders import use_usual_modes
+from fulltilt.folders import read_file, use_usual_modes, without_waiting
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.records import RunWarning, UserError
 from fulltilt.words import in_bytes
@@ -397,7 +397,7 @@ def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: 
 def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
     """Why this folder is not an intact checkpoint of that step, or None if it is. Sizes are checked first: they cost nothing."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        manifest = json.loads(read_file(folder / MANIFEST))
         if manifest["format"] != FORMAT:
             return f"its format is {manifest['format']}, this version reads {FORMAT}"
         if manifest["step"] != step:
@@ -416,7 +416,7 @@ def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
             if actual != count:
                 return f"{name} has {actual} bytes instead of {count}"
         for name, (_, digest) in listed.items() if hashes else ():
-            with (folder / name).open("rb") as stream:
+            with open(folder / name, "rb", opener=without_waiting) as stream:
                 if hashlib.file_digest(stream, "sha256").hexdigest() != digest:
                     return f"{name} has changed since it was written (sha256 differs)"
     except FileNotFoundError as error:

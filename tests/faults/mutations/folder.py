@@ -54,10 +54,8 @@ def foreign_folder(tree: Tree, chance: random.Random) -> str:
     folder.mkdir()
     tree.run_dir = None
     contents = chance.sample(lists.FOREIGN_FILES, chance.choice((1, 1, 2, 3)))
-    if contents == [".lock"]:
-        contents.append("thesis.tex")
     for name in contents:
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(chance.choice(("the user's\n", "{}\n", '{"step": 1}\n', "")))
     return f"the run folder holds another tool's {', '.join(contents)}"
 
@@ -200,7 +198,7 @@ def stranger_in_run(tree: Tree, chance: random.Random) -> str:
 
 @mutation("run", 1)
 def locked_run(tree: Tree, chance: random.Random) -> str:
-    tree.held = tree.root / "run" / ".lock"
+    tree.held = tree.root / "run" / ".fulltilt"
     return "another process holds the lock of the run"
 
 

@@ -54,16 +54,15 @@ def read_template(path: str, key: str) -> str:
     return text
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool, **options: Any
-) -> str:
-    """A conversation as the tokenizer's chat template writes it. The template writes its own special tokens."""
+def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """A conversation as a chat template writes it, special tokens included."""
     cannot = "the chat template cannot write this conversation"
-    given = {"add_generation_prompt": add_generation_prompt, "tokenize": False, **options}
-    write: Callable[[], Any] = partial(tokenizer.apply_chat_template, list(messages), **given)
+    write = partial(tokenizer.apply_chat_template, list(messages), chat_template=template, tokenize=False, **options)
     try:
         with _rendering:
-            _try_first(str(tokenizer.chat_template), write)
+            if template not in _tried:
+                _try_in_child(write)
+                _tried.add(template)
             with _memory.bounded(), _deadline.watched():
                 return str(write())
     except TemplateOverdue as error:
@@ -76,11 +75,9 @@ def render(
         raise UserError(f"{cannot}: {first_line(error).rstrip('.')}.") from error
 
 
-def _try_first(template: str, write: Callable[[], Any]) -> None:
+def _try_in_child(write: Callable[[], Any]) -> None:
     """Use a template for the first time in a child process: an operation such as 9 ** 9 ** 9 never returns to the interpreter, and only
     ending its process stops it. Whatever else goes wrong there goes wrong again here, where it is reported."""
-    if template in _tried:
-        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the child uses none of the other threads
         child = os.fork()
@@ -96,7 +93,6 @@ def _try_first(template: str, write: Callable[[], Any]) -> None:
     # One that was ended here may have waited, which is no fault of the template.
     if os.WIFSIGNALED(status) and used.ru_utime + used.ru_stime > SECONDS / 10:
         raise TemplateOverdue
-    _tried.add(template)
 
 
 def _write_and_exit(write: Callable[[], Any]) -> NoReturn:
