@@ -95,24 +95,16 @@ def make(seed: int, number: int, root: Path, templates: Templates) -> Tree:
         tree.arguments = list(chance.choice(lists.COMMANDS))
     else:
         change(tree, group, chance)
-    if tree.arguments[:1] == ["plot"] or tree.arguments[:1] == ["init"]:
-        tree.outputs = tuple(
-            root / name
-            for name in (
-                "plot.json",
-                "plot.png",
-                "x.png",
-                "x.json",
-                *(f"{text}.toml" for text in tree.arguments if len(text) < 99),
-                *new_names(tree),
-            )
-        )
+    if tree.arguments[:1] in (["plot"], ["init"]):
+        tree.outputs = outputs(tree)
     return tree
 
 
-def new_names(tree: Tree) -> list[str]:
-    """Files and folders named on the command line that are not there yet."""
-    return [text for text in tree.arguments[1:] if len(text) < 200 and "\0" not in text and not (tree.root / text).exists()]
+def outputs(tree: Tree) -> tuple[Path, ...]:
+    """What `plot` and `init` may write: files named on the command line, or by default, that are not there yet."""
+    named = [text for text in tree.arguments[1:] if len(text) < 200 and "\0" not in text]
+    names = ("plot.json", "plot.png", "x.png", "x.json", *named, *(f"{name}.toml" for name in named))
+    return tuple(tree.root / name for name in names if not (tree.root / name).exists())
 
 
 def change(tree: Tree, group: str, chance: random.Random) -> None:
