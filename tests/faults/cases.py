@@ -132,6 +132,8 @@ def run(seed: int, number: int, root: Path, templates: Templates, deadline_s: fl
             end_after_s=LONG_S if tree.long else None, meanwhile=tree.meanwhile, run_dir=tree.run_dir,
         )  # fmt: skip
         after = digest(root)
+    if ended.code < 0:  # a signal leaves no time to tidy up
+        after = {path: entry for path, entry in after.items() if root / "tmp" not in path.parents}
     verdicts = (*judge_end(tree, ended, number < len(SCENARIOS)), *judge_output(tree, ended), *judge_files(tree, before, after))
     said = (*tree.said, "fulltilt " + " ".join(text if len(text) < 200 else f"{text[:60]}..." for text in tree.arguments))
     return Result(number, said, ended.code, ended.seconds, verdicts, ended.out, ended.error)
