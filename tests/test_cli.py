@@ -30,6 +30,7 @@ COMMANDS = {
     "demo": ["--dir", "--json", "--quiet"],
     "train": ["RUN.toml", "KEY=VALUE", "--check", "--json", "--quiet"],
     "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
+    "chat": ["MODEL|RUN_DIR", "--system", "--step", "--plain", "--max-new-tokens", "--temperature", "--seed"],
     "doctor": ["--json"],
     "knobs": ["WORD", "--all", "--json"],
     "init": ["TASK", "FILE", "--model", "--data", *TASKS],

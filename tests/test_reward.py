@@ -1310,7 +1310,7 @@ def test_each_function_is_called_once_on_a_row_that_it_scores(tmp_path: Path, po
 
 
 def test_workers_beyond_the_cores_start_as_calls_arrive(tmp_path: Path, pool_of: Any) -> None:
-    pool = pool_of("gsm8k", workers=1000)
+    pool = pool_of("gsm8k", workers=256)
     assert values(pool.collect([group_of(["#### 18"] * 3)])[0]) == [1.0] * 3
     assert len(pool._dispatcher._threads) <= max(3, usable_cores())
 

@@ -225,8 +225,7 @@ class RewardWorker:
     def _call(self, request: Request) -> dict[str, Any]:
         output = self._prepare(request)
         try:
-            function = self._functions[request.function]
-            return {"scores": function.results(function.call(pickle.loads(request.prompt), request.texts), len(request.texts))}
+            return {"scores": self._functions[request.function].score(pickle.loads(request.prompt), request.texts)}
         except BaseException as error:
             return self._failure(error, request, output)
 
