@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import unquote, urlsplit
 
+import pytest
+from huggingface_hub import constants
+
 Kind = Literal["models", "datasets"]
 Files = Mapping[str, bytes]
 
@@ -41,6 +44,12 @@ class Hub:
 
     def commit_folder(self, kind: Kind, name: str, folder: Path) -> str:
         return self.commit(kind, name, {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()})
+
+    def use_in_tests(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Data sets of this process come from this hub. huggingface_hub reads its variables when it is imported."""
+        patch.setenv("HF_ENDPOINT", self.endpoint)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
 
     def environment(self, home: Path) -> dict[str, str]:
         """Variables for a process that is to use this hub and a cache of its own."""

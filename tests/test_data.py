@@ -17,12 +17,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import hub_server
+import models
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,7 +31,8 @@ import pytest
 from huggingface_hub import constants
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
+from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from fulltilt.data import formats
@@ -40,8 +42,9 @@ from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import load_sft
 from fulltilt.data.template import PromptEncoder
 from fulltilt.model import chat_template
+from fulltilt.model.load import load_tokenizer
 from fulltilt.records import Prompt, UserError
-from fulltilt.schema import DataConfig
+from fulltilt.schema import DataConfig, ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BOS, EOS, TURN = 0, 1, 2  # ids of <s>, </s> and <|turn|>
@@ -66,7 +69,7 @@ ROWS: list[dict[str, Any]] = [
 
 def make_tokenizer(post: str = "<s> $A", template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """Byte-level, so every text comes back as it was; `post` says which special tokens it adds by itself."""
-    core = Tokenizer(models.BPE())
+    core = Tokenizer(BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -478,7 +481,7 @@ def test_shards_are_read_by_number_and_a_missing_one_is_noticed(tmp_path: Path) 
 
 def parquet(*prompts: str) -> bytes:
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table({"prompt": list(prompts)}), sink)
+    pq.write_table(pa.table({"prompt": list(prompts), "answer": ["1"] * len(prompts)}), sink)
     return bytes(sink.getvalue())
 
 
@@ -486,9 +489,7 @@ def parquet(*prompts: str) -> bytes:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
     """A hub with two data sets: one that it converted to parquet, and one of JSON lines that it did not."""
     with hub_server.serve() as served:
-        monkeypatch.setenv("HF_ENDPOINT", served.endpoint)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        served.use_in_tests(monkeypatch, tmp_path / "cache")
         served.commit("datasets", "org/sums", {"README.md": b"x", "main/train-00000-of-00001.parquet": parquet("own")})
         shards = {
             "main/train/0000": "a",
@@ -577,6 +578,19 @@ def test_only_what_can_be_no_path_is_asked_for_on_the_hub(tmp_path: Path, hub: h
     assert [row for row, _ in read_rows("org/lines:train")] == [{"prompt": "l"}]
     write_lines(tmp_path / "org" / "lines", [{"prompt": "x"}])
     assert "unknown kind of file" in refused("org/lines")
+
+
+@pytest.mark.long  # a process of its own: transformers reads the hub's address when it is imported
+def test_a_run_takes_model_and_data_from_the_hub(hub: hub_server.Hub, tmp_path: Path, model_folders: Callable[[str], Path]) -> None:
+    hub.commit_folder("models", "org/tiny", model_folders("llama"))
+    given = {"model.path": "org/tiny", "data.train": "org/sums/main", "data.val": "org/sums/main:test", "algorithm.prompts_per_step": "2"}
+    given |= {"reward.function": "exact_match", "run.dir": str(tmp_path / "run"), "run.steps": "1", "rollout.max_new_tokens": "4"}
+    environment = {**os.environ, **hub.environment(tmp_path / "home"), "PYTHONPATH": str(REPOSITORY / "src")}
+    (tmp_path / "run.toml").touch()
+    command = [sys.executable, "-m", "fulltilt", "train", "run.toml", *(f"{key}={value}" for key, value in given.items()), "--check"]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "run.toml: no mistakes found\n"), result.stderr
+    assert "Traceback" not in result.stderr and any("org/tiny/resolve" in request for request in hub.requests)
 
 
 # Rows given from Python
@@ -839,6 +853,13 @@ def test_a_template_file_is_utf8_text(tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(UserError, match=rf"model\.chat_template: .*a\.jinja {word}"):
             chat_template.read_template(str(path), "model.chat_template")
+    folder = models.save("llama", tmp_path / "model")
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"reward_model\.chat_template: .*is not UTF-8"):
+        load_tokenizer(ModelConfig(path=str(folder)), str(folder), "reward_model.path", str(path))
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"can't decode byte 0xff.*Repair or replace .*chat_template\.jinja"):
+        load_tokenizer(ModelConfig(path=str(folder)))
 
 
 def test_a_tokenizer_that_fails_is_named_with_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

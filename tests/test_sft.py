@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hub_server
 import pytest
 import runs
 import torch
@@ -132,3 +134,21 @@ def test_other_masks_under_the_same_tokens_are_another_data_set(make: Callable[.
     runs.write_rows(folder / "talk.jsonl", [{"messages": messages} for messages in unweighted])
     with pytest.raises(ValueError, match=r"data\.train: its rows are not those that the run"):
         runs.train(folder)
+
+
+def test_a_run_on_a_data_set_of_the_hub_keeps_its_commit(
+    make: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make("run")
+    lines = [json.dumps({"messages": talk(number)}) for number in range(10)]
+    with hub_server.serve() as hub:
+        hub.use_in_tests(monkeypatch, tmp_path / "cache")
+        first = hub.commit("datasets", "org/talk", {"train.jsonl": "\n".join(lines).encode()})
+        said = runs.train(folder, "data.train=org/talk", "run.steps=3").said
+        assert f"10 rows read from org/talk at commit {first}" in said
+        hub.commit("datasets", "org/talk", {"train.jsonl": "\n".join(lines[:9]).encode()})
+        with pytest.raises(ValueError, match=rf"was started with, which were org/talk at commit {first}\. Bring them back"):
+            runs.train(folder, "data.train=org/talk")
+        # By its name the commit is still there.
+        resumed = runs.train(folder, f"data.train=org/talk@{first}", "run.resume=force", "run.steps=4").said
+        assert "resuming from step 3" in resumed and "rows of data.train changed" not in resumed

@@ -34,7 +34,7 @@ def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase,
     def parse(number: int, row: Columns) -> list[Prompt]:
         if row.get(config.prompt_key) is None:
             raise UserError(f"the row has no '{config.prompt_key}'. Set data.prompt_key to the column with the prompt, or fix the row.")
-        ids, text, source = encoder.encode(row[config.prompt_key])
+        ids, text, source = encoder.encode(row[config.prompt_key], "data.max_prompt_tokens")
         data_source = column(row, "data_source", str, "a string")
         return [Prompt(number, ids, text, "unknown" if data_source is None else data_source, _ground_truth(row), _extra_info(row), source)]
 

@@ -106,7 +106,8 @@ class _Writer:
             return self._conversation([*history, {"role": "assistant", "content": response}], [len(history)])
         if not response:
             raise UserError("the response is empty. Remove the row, or give it a response.")
-        return [_row(self._encoder.encode(prompt).ids.tolist(), self._ended(self._encoder.encode_text(response, "data.max_tokens")))]
+        before = self._encoder.encode(prompt, "data.max_prompt_tokens").ids.tolist()
+        return [_row(before, self._ended(self._encoder.encode_text(response, "data.max_tokens")))]
 
     def _conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> list[Row]:
         """The rows that train the messages at `turns`."""

@@ -67,12 +67,11 @@ class PromptEncoder:
             self._refuse_settings_of_templates("data.apply_template is 'never'")
             self._messages_of_list = _refuse_messages
 
-    def encode(self, prompt: object) -> Encoded:
-        """A prompt as rollout reads it."""
+    def encode(self, prompt: object, limit: str = "") -> Encoded:
+        """A prompt as rollout reads it. `limit` is the key of the length limit that leaves it out of a data set."""
         messages = self.messages(prompt)
         if messages is not None and messages[-1]["role"] == "assistant":
             raise UserError("the last message of the prompt is the assistant's: there is nothing to answer. Remove that message.")
-        limit = "data.max_prompt_tokens"
         if messages is None:
             ids = self._encode_string(self._short_enough(str(prompt), limit))
         else:
@@ -94,7 +93,7 @@ class PromptEncoder:
         return name in self._template()
 
     def encode_messages(self, messages: Sequence[Message], add_generation_prompt: bool, limit: str = "") -> list[int]:
-        """A conversation as the chat template writes it. `limit` is the key of the length limit that it is left out by, if there is one."""
+        """A conversation as the chat template writes it."""
         template = self._template()
         try:
             text = chat_template.render(
