@@ -368,8 +368,7 @@ def scorer(reward: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Call
     (function,) = load([locate(reward["function"])], reward["args"])
 
     def score(texts: list[str], numbers: list[int]) -> list[float]:
-        returned = [function.call(rows[number]["judged_by"], [text]) for text, number in zip(texts, numbers, strict=True)]
-        return [function.results(each, 1)[0][0] for each in returned]
+        return [function.score(rows[number]["judged_by"], [text])[0][0] for text, number in zip(texts, numbers, strict=True)]
 
     return score
 

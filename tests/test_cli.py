@@ -30,6 +30,7 @@ COMMANDS = {
     "demo": ["--dir", "--json", "--quiet"],
     "train": ["RUN.toml", "KEY=VALUE", "--check", "--json", "--quiet"],
     "eval": ["RUN.toml", "KEY=VALUE", "--latest", "--json", "--quiet"],
+    "chat": ["MODEL|RUN_DIR", "--system", "--step", "--plain", "--max-new-tokens", "--temperature", "--seed"],
     "doctor": ["--json"],
     "knobs": ["WORD", "--all", "--json"],
     "init": ["TASK", "FILE", "--model", "--data", *TASKS],
@@ -438,6 +439,14 @@ def test_the_console_at_80_and_120_columns(folder: Path) -> None:
         assert lines[-2:] == ["model: run/checkpoints/step-00000003/model", "try it: fulltilt chat run"]
     # At 120 columns every field is shown.
     assert all(word in lines[-5] for word in ("reward ", "length ", "KL ", "entropy ", "loss ", "lr ", " tok/s", " s")), lines[-5]
+
+
+def test_errors_are_broken_between_words(folder: Path) -> None:
+    terminal = Terminal(80)
+    ended = runs.command_forked(folder, "train", "run.toml", "run.stesp=3", "train.learning_rte=1e-4", first=partial(attach, terminal.path))
+    piped = runs.command_forked(folder, "train", "run.toml", "run.stesp=3", "train.learning_rte=1e-4")
+    screen = terminal.close()
+    assert ended.code == 2 and screen.broken == [] and str(screen).split() == piped.error.split()
 
 
 @pytest.mark.long

@@ -138,7 +138,7 @@ def test_what_tells_a_killed_run_from_one_left_alone(tmp_path: Path) -> None:
     (other / "checkpoints" / "step-00000001.partial-7").mkdir()
     (other / "stray").touch()
     assert list(kills.differences(other, expected, set())) == [
-        "metrics of step 1 differ",
+        "metrics of step 1 have other values: ['reward']",
         "metrics of step 1 have other names: ['memory_gib/kv']",
         "other files: ['stray']",
         "checkpoints/ holds ['step-00000001.partial-7'] instead of []",

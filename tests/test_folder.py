@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import resource
@@ -21,7 +22,9 @@ from fulltilt.bench.job import check_writable
 from fulltilt.bench.peers import load as load_benchmark
 from fulltilt.folders import refuse_foreign
 from fulltilt.loop.folder import HAD_CHECKPOINT, open_run_folder
+from fulltilt.loop.opening import kept_budgets
 from fulltilt.observe import metrics
+from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 from fulltilt.training import checkpoint
 
@@ -250,9 +253,11 @@ PLANS = ("[]", "{}", "null", '{"config": 3, "budgets": {}}', '{"config": {}, "bu
 
 @pytest.mark.parametrize("text", PLANS)
 def test_a_foreign_plan_is_not_used(folder: Path, text: str) -> None:
-    with open_run_folder(folder / "run"):
-        (folder / "run" / "plan.json").write_text(text)
-    assert "plan.json is not a plan of this version" in runs.train(folder, *QUICK).said
+    (folder / "plan.json").write_text(text)
+    said = io.StringIO()
+    console = Console(stdout=said, stderr=said, terminal=False)
+    assert kept_budgets(runs.read_config(folder), folder, None, [], console) is None
+    assert "plan.json is not a plan of this version" in said.getvalue()
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe{}\n", b'{"step": "1"}\n', b"[]\n", b'{"step": 1, "x": "y"}\n', b"[" * 2000 + b"\n"])

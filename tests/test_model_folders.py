@@ -14,9 +14,10 @@ from typing import Any
 
 import models
 import pytest
+import runs
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, DiffLlamaConfig
 
 from fulltilt.cluster.checks import wrong_models
 from fulltilt.cluster.sizes import role_facts
@@ -294,3 +295,40 @@ def test_weights_of_another_shape_are_refused_by_name(folders, broken, capfd: py
             assert words in message
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""  # transformers' own report is not shown
+
+
+# -- as a user sees it ------------------------------------------------------------------------------------------------------------------
+
+
+def only_error(ended: runs.Ended) -> str:
+    (line,) = [line for line in ended.error.splitlines() if not line.startswith("loading ")]
+    assert ended.code == 2
+    return line
+
+
+def test_check_names_every_broken_folder_at_once_and_train_and_eval_refuse_them(folders, broken, tmp_path: Path) -> None:
+    """Without loading weights, for every role; and mistakes in other parts are still found."""
+    run = runs.make(tmp_path / "run", broken("model", "generation_config.json", b"[]"))
+    judge, critic = broken("judge", WEIGHTS, POINTER), broken("model", WEIGHTS, b"")
+    adapter = broken("adapter", "adapter_config.json", PAGE)
+    others = ("algorithm.name=ppo", "algorithm.kl_coef=0", f"critic.path={critic}", "lora.rank=2", f"lora.path={adapter}")
+    scored = ('reward.function={"reward.py:nowhere" = 1.0, reward_model = 1.0}', f"reward_model.path={judge}")
+    checked = runs.command_here(run, "train", "run.toml", "--check", *others, *scored)
+    assert checked.code == 2
+    for words in ("model.path: model/generation_config.json", "critic.path:", "reward_model.path:", "lora.path:", "reward.py:nowhere"):
+        assert words in checked.error, checked.error
+    for command in ("train", "eval"):
+        ended = runs.command_here(run, command, "run.toml")
+        assert only_error(ended).startswith("error: model.path: model/generation_config.json: it holds a JSON list, not an object")
+
+
+def test_eval_refuses_what_its_cache_cannot_hold(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(DiffLlamaConfig(**models.SMALL)).save_pretrained(tmp_path / "model")
+    models.tokenizer().save_pretrained(tmp_path / "model")
+    run = runs.make(tmp_path / "run", tmp_path / "model")
+    for command in ("train", "eval"):
+        ended = runs.command_here(run, command, "run.toml")
+        assert "several times under the same layer index" in only_error(ended)
+    ended = runs.command_here(run, "eval", "run.toml", "rollout.engine=hf", "rollout.max_new_tokens=4")
+    assert ended.code == 0, ended.error

@@ -22,7 +22,7 @@ import torch
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, scatter
 from fulltilt.batching.schedule import split_minibatches
-from fulltilt.memory.account import Account
+from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
@@ -237,11 +237,11 @@ class Worker:
         peak = self.account.peak_bytes
         return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
 
-    def pending_memory(self) -> dict[str, dict[str, Any]]:
+    def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
         return self.account.pending()
 
-    def restore_memory(self, pending: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore_memory(self, pending: Mapping[str, Reading]) -> None:
         self.account.restore(pending)
 
     # -- weights and checkpoints ----------------------------------------------------------------------------------------------------

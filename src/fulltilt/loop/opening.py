@@ -12,7 +12,7 @@ import gc
 import hashlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
+from fulltilt.memory.account import Reading
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
@@ -64,7 +65,7 @@ class SavedState(BaseModel):
     files: dict[str, str] = {}
     metrics_offset: NonNegativeInt
     seconds: dict[str, float] = {}
-    memory: dict[str, dict[str, Any]] = {}
+    memory: dict[str, Reading] = {}
     config: dict[str, Any]
 
 
@@ -75,10 +76,12 @@ def read_state(found: Checkpoint) -> SavedState:
     except (ValueError, RecursionError) as error:
         first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
         why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
-        raise UserError(
-            f"{found.path}: its state.json is not as fulltilt writes it: {why}. Delete {found.path} to go on from the checkpoint before "
-            "it, or use another run.dir"
-        ) from None
+        raise edited(found, why) from None
+
+
+def edited(found: Checkpoint, why: object) -> UserError:
+    remedy = f"Delete {found.path} to continue from the checkpoint before it, or use another run.dir"
+    return UserError(f"{found.path}: its state.json is not as fulltilt writes it: {why}. {remedy}")
 
 
 def train(config: Config, console: Console, on_step: OnStep | None = None, origin: Path | None = None) -> Summary:
@@ -106,13 +109,11 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
         store.require_space(parts.worker.checkpoint_bytes)
         folder = folder or stack.enter_context(open_run_folder(path, new=True))
         write_set_up(config, parts, folder, state, origin, console)
-        progress = Progress()
         if found and state:
-            progress = take_up(config, parts, folder, store, found, state, console)
-        if any(key.startswith("algorithm.reward_kl") for key in changed):
-            progress = replace(progress, reward_kl_coef=None)
-        if any(key.startswith("rollout.") for key in changed):  # the entropy depends on the temperature
-            progress = replace(progress, first_entropy=None)
+            progress = progress_of(parts, found, state, changed, console)
+            take_up(config, parts, folder, store, state)
+        else:
+            progress = Progress()
         loggers = stack.enter_context(open_loggers(config.log, path, configuration.snapshot(config), progress.step, console.warn))
         for text in loggers.hints:
             console.note(text)
@@ -163,14 +164,14 @@ def find_checkpoint(
         )
     if changed:
         console.warn(f"resuming although these keys changed: {values}")
-    edited = [name for name, digest in files.items() if state.files.get(name, digest) != digest]
-    if edited and config.run.resume == "auto":
+    others = ", ".join(name for name, digest in files.items() if state.files.get(name, digest) != digest)
+    if others and config.run.resume == "auto":
         raise UserError(
-            f"{where} that was started with another content of {', '.join(edited)}. Use another run.dir for a new run, bring the old "
+            f"{where} that was started with another content of {others}. Use another run.dir for a new run, bring the old "
             "content back to resume, or set run.resume = force to resume with the new one"
         )
-    if edited:
-        console.warn(f"resuming although the content of these files changed: {', '.join(edited)}")
+    if others:
+        console.warn(f"resuming although the content of these files changed: {others}")
     if config.train.schedule != "constant" and any(saved.get(key) != now[key] for key in ("run.steps", "run.epochs")):
         console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
     console.note(f"resuming from step {found.step} ({found.path})")
@@ -251,20 +252,24 @@ def write_set_up(
     RolloutFiles(path / VALIDATION, config.run.save_rollouts).truncate(state.step if state else -1)
 
 
-def take_up(
-    config: Config, parts: RunParts, folder: RunFolder, store: CheckpointStore, found: Checkpoint, state: SavedState, console: Console
-) -> Progress:
-    """The progress to resume from. A killed process may not have deleted the checkpoints beyond `run.keep`."""
+def take_up(config: Config, parts: RunParts, folder: RunFolder, store: CheckpointStore, state: SavedState) -> None:
+    """Continue where another process ended, which may not have deleted the checkpoints beyond `run.keep`."""
     folder.note_checkpoint()
     store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
     parts.worker.restore_memory(state.memory)
+
+
+def progress_of(parts: RunParts, found: Checkpoint, state: SavedState, changed: list[str], console: Console) -> Progress:
+    """The progress that a checkpoint has saved, without what depends on a key that has changed."""
+    new_penalty = any(key.startswith("algorithm.reward_kl") for key in changed)
+    new_sampling = any(key.startswith("rollout.") for key in changed)  # the entropy depends on the temperature
     return Progress(
         step=state.step,
         cursor=state.cursor,
         surplus=carried_over(parts, found, state, console),
-        reward_kl_coef=state.reward_kl_coef,
+        reward_kl_coef=None if new_penalty else state.reward_kl_coef,
         streaks=tuple(sorted(state.health.items())),
-        first_entropy=state.first_entropy,
+        first_entropy=None if new_sampling else state.first_entropy,
         seconds=tuple(sorted(state.seconds.items())),
     )
 
@@ -276,7 +281,11 @@ def carried_over(parts: RunParts, found: Checkpoint, state: SavedState, console:
     if not isinstance(parts.train_data, PromptSet) or parts.algorithm.dynamic is None:
         console.warn(f"{len(state.surplus)} groups carried over from before the checkpoint are left out: the algorithm carries none")
         return ()
-    kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state.surplus, {prompt.uid: prompt for prompt in parts.train_data.items})
+    try:
+        prompts = {prompt.uid: prompt for prompt in parts.train_data.items}
+        kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state.surplus, prompts)
+    except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise edited(found, f"surplus: {type(error).__name__}: {error}") from None
     if lost:
         console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
     return tuple(kept)

@@ -500,7 +500,7 @@ class Run:
                 self.worker.save(named, folder, beside)
             # The next step's line tells of this, also where another process makes that step.
             state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin}
-            state["memory"] = self.worker.pending_memory()
+            state["memory"] = {phase: asdict(reading) for phase, reading in self.worker.pending_memory().items()}
             return self.worker.finish_save
 
         size = self.worker.checkpoint_bytes + sum(array.nbytes for array in arrays.values())

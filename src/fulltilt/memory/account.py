@@ -26,9 +26,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -158,13 +158,13 @@ class Account:
         readings, self._readings = self._readings, {}
         return readings
 
-    def pending(self) -> dict[str, dict[str, Any]]:
-        """The readings that `take` would give, which stay, in JSON's types."""
-        return {phase: asdict(reading) for phase, reading in self._readings.items()}
+    def pending(self) -> dict[str, Reading]:
+        """The readings that `take` would give, which stay."""
+        return dict(self._readings)
 
-    def restore(self, pending: Mapping[str, Mapping[str, Any]]) -> None:
+    def restore(self, pending: Mapping[str, Reading]) -> None:
         """Take up the readings that another process's `pending` gave."""
-        self._readings = {phase: Reading(**{**numbers, "held": HeldBytes(**numbers["held"])}) for phase, numbers in pending.items()}
+        self._readings = {phase: reading for phase, reading in pending.items() if phase in TIMING_NAMES}
 
     def metrics(self) -> dict[str, float]:
         """`take` under the names of docs/metrics.md, in GiB. Phases that end after a step's metrics are written count for the next step."""

@@ -62,6 +62,10 @@ class RewardFunction:
     def asynchronous(self) -> bool:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(getattr(self.function, "__call__", None))  # noqa: B004
 
+    def score(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> list[Scored]:
+        """One whole call of a plain function."""
+        return self.results(self.call(prompt, texts), len(texts))
+
     def call(self, prompt: Mapping[str, Any], texts: Sequence[str]) -> Any:
         """What the function returns, to be awaited if it is asynchronous: for all texts of a group, or for exactly one text."""
         values: dict[str, Any] = {f"{name}s": [value] * len(texts) for name, value in prompt.items()} if self.batch else dict(prompt)

@@ -176,7 +176,8 @@ class RewardWorker:
     def _answer_at_once(self, requests: Sequence[Request]) -> None:
         import asyncio
 
-        asyncio.run(self._converse(requests))
+        # Not `asyncio.run`: at the end it would wait for calls that ignore being cancelled.
+        asyncio.new_event_loop().run_until_complete(self._converse(requests))
 
     async def _converse(self, requests: Sequence[Request]) -> None:
         import asyncio
@@ -225,8 +226,7 @@ class RewardWorker:
     def _call(self, request: Request) -> dict[str, Any]:
         output = self._prepare(request)
         try:
-            function = self._functions[request.function]
-            return {"scores": function.results(function.call(pickle.loads(request.prompt), request.texts), len(request.texts))}
+            return {"scores": self._functions[request.function].score(pickle.loads(request.prompt), request.texts)}
         except BaseException as error:
             return self._failure(error, request, output)
 
