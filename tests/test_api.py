@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import fulltilt
 from fulltilt import callables, demo, user_code
 from fulltilt.callables import Callables, travelling
+from fulltilt.data import files
 from fulltilt.observe.console import Console
 from fulltilt.user_code import UserCodeError
 
@@ -168,6 +169,30 @@ def test_nothing_is_written_where_something_is_wrong(small: dict[str, Any]) -> N
     assert list(Path().iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: fulltilt.train(3), "fulltilt.train: its first argument is of type int"),
+        (lambda: fulltilt.train("nowhere.toml", steps=3), "nowhere.toml: no such file"),
+        (lambda: fulltilt.train(on_step="print"), "on_step: is of type str"),
+        (lambda: fulltilt.train(overrides="run.stesp=3"), "run.stesp: unknown key; the nearest is run.steps"),
+        (lambda: fulltilt.generate(None, []), "fulltilt.generate: the model is of type NoneType"),
+        (lambda: fulltilt.generate(".", ["1"], samples="two"), "eval.samples_per_prompt: must be a whole number"),
+        (lambda: fulltilt.evaluate(model="."), "data: nothing to evaluate on"),
+    ],
+    ids=range(7),
+)
+def test_arguments_of_the_wrong_kind(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(fulltilt.UserError, match=words):
+        call()
+
+
+def test_rows_are_freed(small: dict[str, Any]) -> None:
+    with pytest.raises(fulltilt.UserError):
+        fulltilt.check(**small, stesp=3)
+    assert files._in_memory == {}
+
+
 def test_ways_to_give_the_same(small: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables, keywords and a file with overrides are one configuration."""
     from fulltilt.api import configured
@@ -256,6 +281,13 @@ def test_functions_of_every_form_travel(form: str) -> None:
     made = Callables()
     assert made.name(function) == made.name(function) == f"python:{name}"
     assert sent(function)(solution_str="abc") == 6
+
+
+def test_a_coroutine_is_a_reward(small: dict[str, Any]) -> None:
+    async def judged(solution_str: str) -> float:
+        return float(len(solution_str))
+
+    assert fulltilt.train(**{**small, "reward": judged, "steps": 1}).metrics[0]["reward/errors"] == 0
 
 
 def test_functions_of_the_same_name_stay_apart() -> None:

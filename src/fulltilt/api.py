@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fulltilt import config as configuration
 from fulltilt.callables import Callables
 from fulltilt.config import ConfigRule
-from fulltilt.data.files import rows_in_memory
+from fulltilt.data.files import forget_rows, rows_in_memory
 from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import read_lines, read_samples
@@ -102,6 +102,8 @@ def train(
 
     `on_step(step, metrics)` is called after each step; if it returns False, the run is saved and stops.
     """
+    if on_step is not None and not callable(on_step):
+        raise UserError(f"on_step: is of type {type(on_step).__name__}. Give a function of the step's number and its metrics")
     keywords = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, **settings}
     with configured("fulltilt.train", run, keywords, overrides, logged=True) as config:
         from fulltilt import loop
@@ -136,9 +138,12 @@ def evaluate(
     """
     if data is not None:
         settings["data"] = data if isinstance(data, Mapping) else {"val": data}
-    if run is None:  # an evaluation reads neither, but a run file has them
-        settings["data"] = {"train": settings.get("data", {}).get("val"), **settings.get("data", {})}
-        settings.setdefault("steps", 1)
+    if run is None:  # an evaluation reads neither training data nor steps, but a configuration has them
+        epochs = "run_epochs" in settings or "epochs" in as_table(settings.get("run"))
+        val = as_table(settings.get("data")).get("val", settings.get("val"))
+        if val is None:
+            raise UserError("data: nothing to evaluate on. Give the validation data")
+        run = {"data": {"train": val}, "run": {} if epochs else {"steps": 1}}
     with configured("fulltilt.evaluate", run, settings, overrides, logged=False) as config:
         from fulltilt import loop
 
@@ -196,12 +201,15 @@ def opened_model(
     who: str, model: str | os.PathLike[str], step: int | None, settings: Mapping[str, Any], sampled: Mapping[str, Any], prompts: int
 ) -> Iterator[tuple[Config, Checkpoint | None]]:
     """The configuration that generates with a model, and the checkpoint that it comes from, if any. `sampled`: keys of [eval]."""
+    if not isinstance(model, str | os.PathLike):
+        raise UserError(f"{who}: the model is of type {type(model).__name__}. Give the folder or hub name of a model, or a run folder")
     from fulltilt.loop import generation
 
     found = generation.find_checkpoint(os.fspath(model), step)
     tables = generation.tables_for(os.fspath(model), found)
     tables["eval"] = {key: value for key, value in sampled.items() if value is not None}
-    most = max(1, min(256, prompts * (sampled.get("samples_per_prompt") or 1)))
+    samples = sampled.get("samples_per_prompt")
+    most = max(1, min(256, prompts * (samples if isinstance(samples, int) else 1)))
     tables["rollout"] = tables.get("rollout", {}) | {"max_new_tokens": 1, "max_seqs": most}
     with configured(who, tables, settings, (), logged=False) as config:
         yield config, found
@@ -214,13 +222,17 @@ def opened_model(
 def configured(who: str, run: Source, keywords: Mapping[str, Any], overrides: Sequence[str], *, logged: bool) -> Iterator[Config]:
     """The configuration, while its functions have names, and a process that is left as it was. `who`: names tables without a file in
     errors. `logged`: the run's loggers are used, so they must be able to start."""
+    if not isinstance(run, str | os.PathLike | Mapping | None):
+        raise UserError(f"{who}: its first argument is of type {type(run).__name__}. Give the path of a run file, or its tables")
     functions = Callables()
-    tables = configuration.read_toml(Path(run)) if isinstance(run, str | os.PathLike) else dict(run or {})
+    tables = dict(run or {}) if isinstance(run, Mapping | None) else configuration.read_toml(Path(run))
     mistakes = [*add_keywords(tables, keywords), *name_rows(tables)]
     tables = plain(tables, functions)
     rules = [ConfigRule((), lambda _: mistakes), *([ConfigRule(("log.to",), lambda given: loggers.check(given.log))] if logged else [])]
-    with known_functions(functions.codes):
-        config = configuration.parse(tables, overrides, origin_of(run, who), rules)
+    with known_functions(functions.codes), contextlib.ExitStack() as ending:
+        for name in (name for name in as_table(tables.get("data")).values() if isinstance(name, str)):
+            ending.callback(forget_rows, name)
+        config = configuration.parse(tables, [overrides] if isinstance(overrides, str) else overrides, origin_of(run, who), rules)
         from fulltilt.cluster.assembly import torch_as_it_was
 
         with torch_as_it_was():

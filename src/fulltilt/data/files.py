@@ -117,6 +117,11 @@ def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
     return name
 
 
+def forget_rows(name: str) -> None:
+    """Free the rows that a name of `rows_in_memory` stands for."""
+    _in_memory.pop(name, None)
+
+
 def _memory_place(number: int) -> str:
     return f"rows given from Python, row {number} (counted from 0)"
 

@@ -13,6 +13,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from statistics import mean
 from typing import Any, TextIO, cast
 
@@ -65,8 +66,10 @@ class Console:
         self._quiet = quiet
         self._out = outlet(stdout or sys.stdout)
         error = outlet(stderr or sys.stderr)
-        self._error = rich.console.Console(file=cast(TextIO, error), force_terminal=terminal if json else None)
-        self._people = self._error if json else rich.console.Console(file=cast(TextIO, self._out), force_terminal=terminal)
+        # Plain lines in a notebook too, where rich would show each one as a document of its own.
+        make = partial(rich.console.Console, force_jupyter=False)
+        self._error = make(file=cast(TextIO, error), force_terminal=terminal if json else None)
+        self._people = self._error if json else make(file=cast(TextIO, self._out), force_terminal=terminal)
         self._live = self._people.is_terminal and not self._people.is_dumb_terminal
         # While there is a bar, everything must go through the bar's own console, or it would break the bar.
         self._warnings = self._people if self._live else self._error
