@@ -282,7 +282,8 @@ def test_without_trl(place: Path) -> None:
 
 def test_what_failed_is_measured_again(place: Path) -> None:
     answers = [learned(1, [0.1]) | {"error": "out of memory"}, learned(1, [0.2]), learned(1, [0.3])]
-    found = [learn.kept(job(place), "trl", lambda job, say: answers.pop(0), quiet) for _ in range(3)]
+    asked = job(place)
+    found = [learn.kept(asked, "trl", lambda job, say: answers.pop(0), quiet) for _ in range(3)]
     assert [each["error"] for each in found] == ["out of memory", None, None] and found[1] == found[2]
 
 

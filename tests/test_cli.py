@@ -441,6 +441,14 @@ def test_the_console_at_80_and_120_columns(folder: Path) -> None:
     assert all(word in lines[-5] for word in ("reward ", "length ", "KL ", "entropy ", "loss ", "lr ", " tok/s", " s")), lines[-5]
 
 
+def test_errors_are_broken_between_words(folder: Path) -> None:
+    terminal = Terminal(80)
+    ended = runs.command_forked(folder, "train", "run.toml", "run.stesp=3", "train.learning_rte=1e-4", first=partial(attach, terminal.path))
+    piped = runs.command_forked(folder, "train", "run.toml", "run.stesp=3", "train.learning_rte=1e-4")
+    screen = terminal.close()
+    assert ended.code == 2 and screen.broken == [] and str(screen).split() == piped.error.split()
+
+
 @pytest.mark.long
 def test_reports_of_libraries_do_not_reach_the_console(folder: Path) -> None:
     """transformers' table of missing weights: our error says the same in one line. FULLTILT_WARNINGS shows it again."""

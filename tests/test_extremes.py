@@ -176,7 +176,7 @@ def test_a_run_with_the_least_and_the_greatest_number(folder: Path, key: str, ed
     lines = [f"[{section}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items()) for section, own in given.items()]
     Path("run.toml").write_text("\n".join(lines))
     try:
-        with at_most(60 if key not in MUCH_WORK else 10):
+        with at_most(60 if key not in MUCH_WORK else 5):
             runs.train(folder)
     except UserError as error:
         assert 0 < len(str(error)) < 2000

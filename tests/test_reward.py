@@ -138,6 +138,8 @@ def pool_of() -> Iterator[Callable[..., RewardPool]]:
     pools: list[RewardPool] = []
 
     def make(function: str | dict[str, float], run_dir: Path | None = None, **settings: Any) -> RewardPool:
+        if run_dir:
+            run_dir.mkdir(exist_ok=True)
         settings = {"workers": 2, "timeout_s": 20.0, "memory_gb": 0.5} | settings
         settings.setdefault("env", [name for name in ("REWARD_TEST_PIDS",) if name in os.environ])
         pools.append(RewardPool(RewardConfig(function=function, **settings), run_dir))
@@ -968,10 +970,10 @@ def test_a_closed_pool_says_so_and_leaves_no_process(tmp_path: Path, pool_of: An
 def test_an_error_that_is_no_utf8_is_written_down_like_any_other(tmp_path: Path) -> None:
     (tmp_path / "odd.py").write_text('def score(solution_str):\n    raise ValueError("bad \\udcff byte")\n')
     config = RewardConfig(function=f"{tmp_path / 'odd.py'}:score", workers=1)
-    with contextlib.closing(RewardPool(config, tmp_path / "run")) as pool:
+    with contextlib.closing(RewardPool(config, tmp_path)) as pool:
         ((scored,),) = pool.collect([group_of(["x"])])
     assert scored.error is not None and "bad" in scored.error
-    assert "bad" in (tmp_path / "run" / "reward_errors.jsonl").read_text(encoding="utf-8")
+    assert "bad" in (tmp_path / "reward_errors.jsonl").read_text(encoding="utf-8")
 
 
 # Asynchronous functions: a judge behind a real server

@@ -121,7 +121,8 @@ def without_output(out: streams.Outlet) -> int:
 
 def tell(text: str, where: TextIO | None = None) -> None:
     """Print text for people, which may quote files, models and errors."""
-    print(printable(text), file=where, flush=True)
+    where = where or sys.stdout
+    print(streams.wrapped(printable(text), where), file=where, flush=True)
 
 
 def loading(what: str, quiet: bool = False) -> None:
@@ -408,7 +409,8 @@ def knobs(
     """List the performance knobs: their names here, in verl and in ChatLearn, and what each must change. With --all, every key."""
     from fulltilt import knobs as ledger
 
-    print(ledger.listing(words or [], everything=everything, as_json=as_json))
+    listing = ledger.listing(words or [], everything=everything, as_json=as_json)
+    (print if as_json else tell)(listing)
 
 
 @app.command()

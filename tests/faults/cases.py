@@ -47,7 +47,7 @@ COMMANDS: dict[str, tuple[tuple[int, list[str]], ...]] = {
 }
 WEIGHTS = {"config": 20, "data": 18, "model": 22, "place": 6, "run": 14, "meanwhile": 3, "reward": 12, "surroundings": 10, "words": 3}
 # Groups whose mutations also befall a case of another group.
-COMBINED = ("config", "config", "surroundings", "data", "reward", "model")
+COMBINED = ("config", "surroundings", "data", "reward", "model", "run")
 
 
 @dataclass(frozen=True)
@@ -110,6 +110,8 @@ def outputs(tree: Tree) -> tuple[Path, ...]:
 def change(tree: Tree, group: str, chance: random.Random) -> None:
     groups = [group, *(chance.choice((group, *COMBINED)) for _ in range(chance.choice((0, 0, 0, 1, 1, 2))))]
     for each in groups:
+        if each == "run" and not tree.ours:
+            continue
         if each == "reward" and "workers" not in tree.tables.get("reward", {}):  # SFT has no reward, and a reward model calls no function
             continue
         tree.said.append(f"{each}: {mutations.choose(each, chance)(tree, chance)}")
@@ -132,6 +134,8 @@ def run(seed: int, number: int, root: Path, templates: Templates, deadline_s: fl
             end_after_s=LONG_S if tree.long else None, meanwhile=tree.meanwhile, run_dir=tree.run_dir,
         )  # fmt: skip
         after = digest(root)
+    if ended.code < 0:  # a signal leaves no time to tidy up
+        after = {path: entry for path, entry in after.items() if root / "tmp" not in path.parents}
     verdicts = (*judge_end(tree, ended, number < len(SCENARIOS)), *judge_output(tree, ended), *judge_files(tree, before, after))
     said = (*tree.said, "fulltilt " + " ".join(text if len(text) < 200 else f"{text[:60]}..." for text in tree.arguments))
     return Result(number, said, ended.code, ended.seconds, verdicts, ended.out, ended.error)

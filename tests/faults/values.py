@@ -18,6 +18,7 @@ NUMBERS: tuple[Any, ...] = (
     0, 1, -1, 2, 3, 7, 255, 1000, 65_536, 10**6, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**30, 0.0, -0.0, 0.5, 1.5,
     1e-320, 1e-30, 1e-8, 1e10, 1e38, 1e39, 1e300, 1e308, -1e308, float("nan"), float("inf"), float("-inf"),
 )  # fmt: skip
+SMALL_NUMBERS = (1, 2, 3, 5, 8, 13, 64, 255)  # that most keys accept
 PAGE = b"<!DOCTYPE html>\n<html><head><title>404 Not Found</title></head><body>Not Found</body></html>\n"
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 988097824\n"
 

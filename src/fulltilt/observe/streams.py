@@ -12,6 +12,7 @@ import errno
 import os
 import sys
 import sysconfig
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,6 +104,19 @@ def protect() -> tuple[Outlet, Outlet]:
     out, error = outlet(sys.stdout), outlet(sys.stderr)
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, error)
     return out, error
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """The text with its long lines broken between words, where a terminal would break them anywhere. A file gets them whole."""
+    if not stream.isatty():
+        return text
+    columns = os.get_terminal_size(stream.fileno()).columns or 80
+    return "\n".join(
+        textwrap.fill(
+            line, columns, subsequent_indent=" " * (len(line) - len(line.lstrip())), break_long_words=False, break_on_hyphens=False
+        )
+        for line in text.split("\n")
+    )
 
 
 def quiet_libraries() -> None:

@@ -176,7 +176,8 @@ class RewardWorker:
     def _answer_at_once(self, requests: Sequence[Request]) -> None:
         import asyncio
 
-        asyncio.run(self._converse(requests))
+        # Not `asyncio.run`: at the end it would wait for calls that ignore being cancelled.
+        asyncio.new_event_loop().run_until_complete(self._converse(requests))
 
     async def _converse(self, requests: Sequence[Request]) -> None:
         import asyncio

@@ -45,6 +45,8 @@ def plausible(key: str, chance: random.Random) -> Any:
         return chance.random() < 0.5
     if int in kinds or float in kinds:
         whole = float not in kinds
+        if chance.random() < 0.4:
+            return chance.choice(values.SMALL_NUMBERS) if whole else chance.choice(values.SMALL_NUMBERS) / 8
         allowed = [number for number in values.NUMBERS if isinstance(number, int) or not whole]
         return chance.choice([number for number in allowed if number > 0] if chance.random() < 0.8 else allowed)
     return values.odd_value(chance)
