@@ -49,7 +49,7 @@ def talk(model: Path, *lines: str, out: io.StringIO | None = None, **given: Any)
 
 
 def expected(model: Path, prompt: Any, **given: Any) -> str:
-    (text,) = fulltilt.generate(model, [prompt], **SHORT, **given)
+    (text,) = fulltilt.generate(model, [prompt], **{**SHORT, **given})
     return str(text)
 
 
@@ -86,6 +86,8 @@ def test_what_does_not_fit_is_left_out_with_a_note(trained: Path) -> None:
     assert notes[3].startswith("this has 605 tokens; there is room for 488.") and len(notes) == 4
     with pytest.raises(fulltilt.UserError, match="--max-new-tokens: the model has 512 positions"):
         talk(trained, "hi", max_new_tokens=512)
+    halves, _ = talk(trained, "hi", "d" * 600, max_new_tokens=None)  # left out: half of the positions
+    assert halves == [expected(trained, [{"role": "user", "content": "hi"}], max_new_tokens=256)]
 
 
 class Interrupted(io.StringIO):

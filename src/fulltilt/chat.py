@@ -18,6 +18,7 @@ from fulltilt.records import UserError
 from fulltilt.words import many, printable
 
 MOST_TOKENS = 8192  # of a conversation: the KV cache is made for them, also where the model has positions for more
+USUAL_ANSWER = 512  # tokens
 HELP = "/reset begins a new conversation, /exit or the end of the input ends, Ctrl-C ends an answer"
 UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
 
@@ -28,21 +29,24 @@ class ChatOptions:
     step: int | None = None
     system: str | None = None
     plain: bool = False  # never use the chat template
-    max_new_tokens: int = 512
+    max_new_tokens: int | None = None  # None: as many as usual, or half of what the model has positions for
     temperature: float = 0.7
     seed: int = 0
 
 
 def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable[[str], None]) -> None:
     """Answer every line until they end or one says so."""
-    sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens}
+    sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens or USUAL_ANSWER}
     settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
     with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, prompts=1) as (config, found):
         texts = Texts.of(config)
         templated = texts.tokenizer.chat_template is not None and config.data.apply_template != "never"
         if not templated and options.system is not None:
             raise UserError("--system: there is no chat template to write it with. Leave it out")
-        longest = min(texts.limit or MOST_TOKENS, MOST_TOKENS) - options.max_new_tokens
+        room = min(texts.limit or MOST_TOKENS, MOST_TOKENS)
+        answer = options.max_new_tokens or min(USUAL_ANSWER, room // 2)
+        config = config.model_copy(update={"eval": config.eval.model_copy(update={"max_new_tokens": answer})})
+        longest = room - answer
         if longest < 1:
             raise UserError(f"--max-new-tokens: the model has {texts.limit} positions, which leaves none for a prompt. Lower it")
         with open_generation(config, texts, longest, found) as generation:

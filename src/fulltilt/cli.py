@@ -244,7 +244,9 @@ def chat(
     system: Annotated[str | None, option("TEXT", "The system message.")] = None,
     step: Annotated[int | None, option("N", "Use the checkpoint of this step of the run.", min=0)] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Continue each line as it is, without the chat template.")] = False,
-    max_new_tokens: Annotated[int, option("N", "Most tokens of an answer.", min=1)] = 512,
+    max_new_tokens: Annotated[
+        int | None, option("N", "Most tokens of an answer. Default: 512, or half of the model's positions.", min=1)
+    ] = None,
     temperature: Annotated[float, option("T", "Sampling temperature; 0: always the most likely token.")] = 0.7,
     seed: Annotated[int, option("N", "Seed of the sampling.", min=0)] = 0,
 ) -> None:
