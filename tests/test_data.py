@@ -552,7 +552,7 @@ def test_a_hub_that_gives_nothing_is_told_in_one_line(hub: hub_server.Hub, monke
     hub.gated.add("org/lines")
     assert "org/lines: the hub gives this data set only to people who accepted its terms" in refused("org/lines")
     hub.broken = True
-    assert "not whole in its cache (Server error '503" in refused("org/sums/main")
+    assert "the hub cannot be reached (Server error '503" in refused("org/sums/main")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     message = refused("org/sums/main")
     assert "refused" in message and "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE" in message and "\n" not in message
@@ -565,7 +565,7 @@ def test_a_hub_that_gives_nothing_is_told_in_one_line(hub: hub_server.Hub, monke
     list(read_rows("org/sums/main"))
     next(Path(constants.HF_HUB_CACHE).rglob("main/train/0001.parquet")).unlink()
     hub.broken = True
-    assert "not whole in its cache" in refused("org/sums/main")
+    assert "not whole in the hub's cache" in refused("org/sums/main")
 
 
 def test_only_what_can_be_no_path_is_asked_for_on_the_hub(tmp_path: Path, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1252,6 +1252,11 @@ def test_a_broken_sft_row_names_file_and_line(row: dict[str, Any], word: str, tm
     with pytest.raises(UserError, match=rf"a\.jsonl:2: .*{word}"):
         # The style makes the template write the conversation otherwise than the prompt.
         load_sft(path, tokenizer, data(template_args={"style": "brief"}, apply_template="always"))
+
+
+def test_sft_needs_a_template_that_writes_the_prompt(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the chat template writes nothing before the response"):
+        load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": USER, "response": "1"}]), make_tokenizer(template="{{ '' }}"), data())
 
 
 def test_sft_needs_an_end_of_sequence_token(tmp_path: Path) -> None:

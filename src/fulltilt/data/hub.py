@@ -73,7 +73,7 @@ def _list_files(api: HfApi, dataset: HubDataset) -> tuple[str, list[PurePosixPat
 
 def _names(api: HfApi, repo: str, revision: str) -> list[PurePosixPath]:
     try:
-        found = api.dataset_info(repo, revision=revision).siblings or []
+        found = api.dataset_info(repo, revision=revision, timeout=30).siblings or []
         return sorted(PurePosixPath(entry.rfilename) for entry in found)
     except _UNREACHABLE as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
@@ -126,8 +126,7 @@ def _reporting(dataset: HubDataset) -> Iterator[None]:
         raise UserError(f"{dataset.repo}: has no revision {dataset.revision!r}. Name a branch, a tag or a commit of it.") from error
     except (*_UNREACHABLE, OSError) as error:
         remedy = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or download the data set and give its folder."
-        raise UserError(
-            f"{dataset.repo}: cannot be read from the hub, and is not whole in its cache ({first_line(error)}). {remedy}"
-        ) from error
+        where = "no file or folder here, not whole in the hub's cache, and the hub cannot be reached"
+        raise UserError(f"{dataset.repo}: {where} ({first_line(error)}). {remedy}") from error
     except ValueError as error:
         raise UserError(f"{dataset.repo}: the hub's answer cannot be used ({first_line(error)}). Check HF_ENDPOINT.") from error

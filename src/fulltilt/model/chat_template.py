@@ -33,7 +33,7 @@ from fulltilt.words import first_line, in_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SECONDS = 20.0  # for one conversation; usual templates take less than a millisecond
+SECONDS = 5.0  # for one conversation; usual templates take less than a millisecond
 BYTES = 4 * 2**30
 
 
@@ -125,8 +125,9 @@ class _Deadline:
             yield
         finally:
             with self._lock:
+                if self._current is None:  # the exception was set just now, and must not arrive later
+                    _set_exception(threading.get_ident(), None)
                 self._current = None
-                _set_exception(threading.get_ident(), None)  # one that was set just now must not arrive later
 
     def _watch(self) -> None:
         while True:
