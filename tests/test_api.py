@@ -25,6 +25,7 @@ import fulltilt
 from fulltilt import callables, demo, user_code
 from fulltilt.callables import Callables, travelling
 from fulltilt.data import files
+from fulltilt.loop.folder import SNAPSHOT
 from fulltilt.observe.console import Console
 from fulltilt.user_code import UserCodeError
 
@@ -372,7 +373,7 @@ def test_an_advantage_and_a_loss_from_python(small: dict[str, Any]) -> None:
 
 def test_the_command_line_cannot_start_what_python_gave(small: dict[str, Any]) -> None:
     fulltilt.train(**{**small, "data": str(written_rows()), "steps": 1})
-    ended = runs.command_here(Path.cwd(), "train", "run/run.toml", "run.dir=again")
+    ended = runs.command_here(Path.cwd(), "train", f"run/{SNAPSHOT}", "run.dir=again")
     assert ended.code == 2 and 'reward.function: "python:letters": it stands for a function that a Python program gave' in ended.error
 
 

@@ -1254,6 +1254,11 @@ def test_a_broken_sft_row_names_file_and_line(row: dict[str, Any], word: str, tm
         load_sft(path, tokenizer, data(template_args={"style": "brief"}, apply_template="always"))
 
 
+def test_sft_needs_a_template_that_writes_the_prompt(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.jsonl:1: the chat template writes nothing before the response"):
+        load_sft(write_lines(tmp_path / "a.jsonl", [{"prompt": USER, "response": "1"}]), make_tokenizer(template="{{ '' }}"), data())
+
+
 def test_sft_needs_an_end_of_sequence_token(tmp_path: Path) -> None:
     endless = make_tokenizer()
     endless.eos_token = None

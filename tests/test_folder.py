@@ -304,6 +304,18 @@ def test_too_few_open_files_are_said_with_a_remedy(folder: Path) -> None:
     assert ended.code == 2 and "ulimit -n" in ended.error and "Traceback" not in ended.error, ended.error
 
 
+def leave_no_current_folder() -> None:
+    os.mkdir("gone")
+    os.chdir("gone")
+    os.rmdir("../gone")
+
+
+def test_a_refusal_of_the_system_is_no_internal_error(folder: Path) -> None:
+    """Wherever it happens: here where paths of runs are shortened."""
+    ended = runs.command_forked(folder, "plot", "run", "--out", "plot.json", first=leave_no_current_folder)
+    assert ended.code == 2 and "error: No such file or directory. Check that the file and the current folder exist" in ended.error
+
+
 # ---- other commands that write
 
 

@@ -318,7 +318,7 @@ def test_an_adapter_of_another_size_is_refused(model_folders, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"does not fit the model: .*size mismatch"):
         add_adapters(load_model(ModelConfig(path=str(model_folders("llama"))), CPU), LoraConfig(rank=4), seed=0, path=str(tmp_path))
     (tmp_path / "adapter_model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"has no adapter_model\.safetensors"):
+    with pytest.raises(UserError, match=r"there is no adapter_model\.safetensors"):
         add_adapters(load_model(ModelConfig(path=str(model_folders("llama"))), CPU), LoraConfig(rank=4), seed=0, path=str(tmp_path))
 
 

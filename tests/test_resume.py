@@ -136,7 +136,7 @@ def test_stopped_twice_then_gone_on(tmp_path: Path, untouched: Path, model_folde
         assert "resume with: fulltilt train run.toml --json" in said
         assert "Traceback" not in said
     finish(folder)
-    runs.assert_equal_runs(folder, untouched, same_saves=False)
+    runs.assert_equal_runs(folder, untouched)
 
 
 def interrupt_when(holds: Callable[[], bool], delay: float = 0.5) -> threading.Thread:

@@ -24,7 +24,7 @@ import peft
 import pytest
 import runs
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_loggers import metric_name, wandb_records
 from test_resume import cut_back
 from test_reward_model import CHAT, other_tokenizer
@@ -55,6 +55,7 @@ ModelFolders = Callable[[str], Path]
 QUICK = ("run.eval_every=0", "run.eval_before=false", "run.save_every=0")
 ONE = (*QUICK, "run.steps=1")
 NO_KL = "algorithm.kl_coef=0.0"
+IGNORE_FAILED = 'health.ignore=["all-rewards-failed", "all-clipped"]'
 PPO = ("algorithm.name=ppo", NO_KL, "critic.lr=2e-3")
 PLAIN_RATE = ("train.schedule=constant", "train.warmup_steps=0", "train.weight_decay=0.0")
 # As in test_run.py: with eps far above every gradient, AdamW is as good as SGD and rounding stays rounding.
@@ -363,7 +364,7 @@ def test_a_warm_up_that_outlasts_the_run_is_refused_also_in_epochs(folder: Path)
 def test_both_schedules_end_with_the_run_although_steps_are_left_out(folder: Path) -> None:
     """Two updates a step. Step 1 is the critic's alone, and in steps 2 and 3 every reward fails. Of the actor's eight updates three are its
     warm-up, of the critic's ten; what is left falls to nothing."""
-    options = ("data.shuffle=false", "reward.function=more.py:not_between", "reward.args={ first = 16, last = 44 }")
+    options = ("data.shuffle=false", "reward.function=more.py:not_between", "reward.args={ first = 16, last = 44 }", IGNORE_FAILED)
     said = runs.train(folder, *QUICK, *PPO, *options, "run.steps=5", "algorithm.critic_warmup=1", "train.schedule=linear").said
     assert said.count("the critic's update is left out") == said.count("the actor's update is left out") == 2
     first, *failed, fourth, fifth = runs.metrics(folder)
@@ -415,7 +416,7 @@ def test_a_checkpoint_that_knows_of_no_critic_gives_none(folder: Path) -> None:
 
 
 def test_a_step_in_which_every_reward_fails_leaves_the_critic_alone_too(folder: Path) -> None:
-    line = one_step(folder, *PPO, "reward.function=reward.py:always_fails", 'health.ignore=["all-rewards-failed"]')
+    line = one_step(folder, *PPO, "reward.function=reward.py:always_fails", IGNORE_FAILED)
     assert (line["critic/updates"], line["actor/updates"], line["reward/excluded"]) == (0, 0, 16)
     assert (line["reward/calls"], line["reward/failed_calls"], line["reward/retries"]) == (16, 16, 0)
     assert not load_file(runs.checkpoints(folder)[1] / "trainer.safetensors")["critic/parameter/score.weight"].any()
@@ -541,10 +542,16 @@ def test_messages_are_written_by_the_reward_models_template_in_training_and_vali
     assert found.metrics["val-core/chat/reward/mean@1"] == pytest.approx(np.mean(expected), abs=1e-5)
 
 
+def hollow(model: Path, folder: Path) -> Path:
+    """A model whose file of weights is intact and holds none of them."""
+    shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    save_file({name: torch.zeros(40_000) for name in "abc"}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def test_a_reward_model_without_a_head_is_refused_before_the_actor_loads(judged: Path, model_folders: ModelFolders, tmp_path: Path) -> None:
     """The actor's weights are not even there."""
-    hollow = shutil.copytree(judged / "model", tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
-    options = (*ONE, f"model.path={hollow}")
+    options = (*ONE, f"model.path={hollow(judged / 'model', tmp_path / 'hollow')}")
     with pytest.raises(UserError, match=r"^reward_model\.path: .* has no score head \(score\.weight\): it is not a reward model"):
         runs.train(judged, *options, f"reward_model.path={model_folders('llama')}")
     assert not (judged / "run").exists()
@@ -552,9 +559,13 @@ def test_a_reward_model_without_a_head_is_refused_before_the_actor_loads(judged:
 
 def test_a_reward_model_that_cannot_write_the_prompts_is_refused_before_the_actor_loads(judged: Path, tmp_path: Path) -> None:
     dumb = save_classifier(LlamaConfig(**{**models.SMALL, "vocab_size": 320}), tmp_path / "dumb", other_tokenizer(None))
-    hollow = shutil.copytree(judged / "model", tmp_path / "hollow", ignore=shutil.ignore_patterns("*.safetensors"))
     runs.write_rows(judged / "val.jsonl", [{"prompt": MESSAGES, "ground_truth": "5"}])
-    options = (*ONE, f"model.path={hollow}", f"reward_model.path={dumb}", "data.max_prompt_tokens=64")
+    options = (
+        *ONE,
+        f"model.path={hollow(judged / 'model', tmp_path / 'hollow')}",
+        f"reward_model.path={dumb}",
+        "data.max_prompt_tokens=64",
+    )
     with pytest.raises(UserError, match=r"the reward model's tokenizer has no chat template"):
         runs.train(judged, *options)
 
@@ -1022,7 +1033,7 @@ def test_functions_of_ones_own_are_the_ones_that_train(folder: Path) -> None:
 
 def test_an_advantage_of_ones_own_is_not_asked_where_every_reward_failed(folder: Path) -> None:
     (folder / "own.py").write_text(OWN_FUNCTIONS + "\n\ndef best(rewards):\n    return rewards - rewards.max()\n")
-    line = one_step(folder, *PPO, "algorithm.advantage=own.py:best", "reward.function=reward.py:always_fails")
+    line = one_step(folder, *PPO, "algorithm.advantage=own.py:best", "reward.function=reward.py:always_fails", IGNORE_FAILED)
     assert (line["critic/updates"], line["actor/updates"], line["reward/excluded"]) == (0, 0, 16)
 
 

@@ -195,9 +195,9 @@ def test_missing_body_weights_are_refused(tmp_path: Path) -> None:
 
 def test_messages_name_the_setting(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"reward_model\.path: .* could not be loaded as a transformer"):
+    with pytest.raises(UserError, match=r"reward_model\.path: .*config\.json: it is not readable as JSON"):
         scalar(tmp_path)
-    with pytest.raises(UserError, match=r"ref\.path: .* could not be loaded as a causal language model"):
+    with pytest.raises(UserError, match=r"ref\.path: .*config\.json: it is not readable as JSON"):
         load_model(ModelConfig(path="elsewhere/model"), CPU, tmp_path, key="ref.path")
     with pytest.raises(UserError, match=r"reward_model\.path: the tokenizer of .* could not be loaded"):
         load_tokenizer(ModelConfig(path="elsewhere/model"), tmp_path, key="reward_model.path")

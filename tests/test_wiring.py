@@ -24,6 +24,7 @@ import pytest
 import runs
 import torch
 from huggingface_hub import constants
+from safetensors.torch import save_file
 from test_loggers import Stuck
 from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
@@ -329,7 +330,8 @@ def test_a_role_with_a_shorter_context_than_the_longest_sample_is_refused(folder
         other = save_model(LlamaConfig(**{**models.SMALL, "max_position_embeddings": positions}), tmp_path / f"{positions}")
         options = (*READERS[role], f"{role}.path={other}")
         if positions == 21:
-            (other / "model.safetensors").unlink()  # before anything is loaded
+            # Before anything is loaded: none of its weights are there.
+            save_file({name: torch.zeros(40_000) for name in "abc"}, other / "model.safetensors", metadata={"format": "pt"})
             message = refused(folder, *options)
             assert message.startswith("rollout.max_new_tokens: ") and "needs 22" in message
             assert f"the model of {role}.path was made for 21 positions" in message

@@ -2,8 +2,8 @@
 
 Enters: a run file or its tables, keywords in place of keys, rows and functions in place of files. Leaves: plain records and dictionaries.
 Guaranteed: the checks and texts of the command line, as one `UserError` with every mistake; nothing ends the process; a call leaves no
-setting, signal handler or model behind, so that a second one in the same process is as good as the first. torch is imported only once the
-configuration is right.
+setting, signal handler or model behind, so that a second one in the same process is as good as the first. `train` and `evaluate` import
+torch only once the configuration is right.
 """
 
 from __future__ import annotations

@@ -78,11 +78,11 @@ class Conversation:
                     self.note(f"{error} The conversation begins anew")
 
     def answer(self, line: str) -> None:
-        prompt = self.next_prompt(line)
-        if len(prompt.ids) > self.longest:
-            raise UserError(f"this has {many(len(prompt.ids), 'token')}; there is room for {self.longest}. Shorten it.")
         shown = Printed(self.texts, self.generation.sampling.stop, self.out)
         try:
+            prompt = self.next_prompt(line)
+            if len(prompt.ids) > self.longest:
+                raise UserError(f"this has {many(len(prompt.ids), 'token')}; there is room for {self.longest}. Shorten it.")
             (group,) = self.generation.groups([prompt], self.seed, shown.listen)
             shown.finish(group.samples[0].text)
         except KeyboardInterrupt:
@@ -90,7 +90,7 @@ class Conversation:
         self.out.write("\n")
         self.out.flush()
         self.seed += 1
-        if self.templated:
+        if self.turns and self.turns[-1]["role"] == "user":
             self.turns.append({"role": "assistant", "content": shown.text or " "})
 
     def next_prompt(self, line: str) -> Any:

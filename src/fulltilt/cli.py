@@ -100,12 +100,20 @@ def main() -> None:
         sys.exit(2)
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            tell("error: this process may not open more files. Raise the limit, for example: ulimit -n 4096", sys.stderr)
-            sys.exit(2)
+    except OSError as error:
+        tell(f"error: {system_error(error)}", sys.stderr)
+        sys.exit(2)
+    except Exception:
         tell(traceback.format_exc().rstrip(), sys.stderr)
         sys.exit(1)
+
+
+def system_error(error: OSError) -> str:
+    """What the system refused, where no other part of the package has found better words."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "this process may not open more files. Raise the limit, for example: ulimit -n 4096"
+    what = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+    return f"{what}{error.strerror or error}. Check that the file and the current folder exist, and that you may read and write them"
 
 
 def without_output(out: streams.Outlet) -> int:

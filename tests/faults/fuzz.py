@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
+import pkgutil
 import shutil
 import sys
 import tempfile
@@ -20,22 +23,20 @@ import child
 import tree
 from kills import kill_all
 
+import fulltilt
 from fulltilt.memory.host import usable_cores
 
 CASES = 1000
 WARM = """
 torch transformers transformers.models.qwen2.modeling_qwen2 transformers.models.auto.modeling_auto peft pyarrow.parquet pyarrow.csv
-pyarrow.ipc matplotlib.figure matplotlib.backends.backend_agg fulltilt.cli fulltilt.loop fulltilt.config fulltilt.cluster.checks
-fulltilt.observe.plot fulltilt.observe.console fulltilt.doctor models
+pyarrow.ipc matplotlib.figure matplotlib.backends.backend_agg models
 """
 
 
 def warm_up() -> None:
     """Import all that commands need. Nothing is computed: a process that has started threads cannot be forked safely."""
-    import gc
-    import importlib
-
-    for name in WARM.split():
+    ours = [each.name for each in pkgutil.walk_packages(fulltilt.__path__, "fulltilt.") if not each.name.endswith("__main__")]
+    for name in [*WARM.split(), *ours]:
         try:
             importlib.import_module(name)
         except ImportError as error:

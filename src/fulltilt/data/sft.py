@@ -131,6 +131,10 @@ class _Writer:
                 '"weight": 0, or remove the row.'
             )
         prompt = self._encoder.encode_messages(history, add_generation_prompt=True, limit="data.max_prompt_tokens" if alone else "")
+        if not prompt:
+            raise UserError(
+                "the chat template writes nothing before the response. Set model.chat_template to one that writes the messages."
+            )
         written = self._from_template(history, prompt, answer, "data.max_tokens" if alone else "")
         return _row(prompt, self._ended(written or self._from_text(answer)))
 

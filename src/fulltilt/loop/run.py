@@ -360,8 +360,9 @@ class Run:
         # A save that was due while something was wrong is made up as soon as it is over.
         due = run.save_every > 0 and step // run.save_every > self.store.newest // run.save_every
         best = self._new_best(step, metrics) if step == last or due or validated else None
-        if step == last or ((due or (best and self._best_is_validated)) and self.health.may_save):
-            self.save(beside=step < last, best=best)
+        planned = (due or (best is not None and self._best_is_validated)) and self.health.may_save
+        if step == last or planned:
+            self.save(beside=step < last, best=best, planned=planned)
         self._call_back(step, metrics)
         if step < last:  # after the last one there is nothing to stop
             self.interrupts.release()
@@ -465,9 +466,9 @@ class Run:
         if self.store.newest != newest and self.health.may_save:
             self.save()
 
-    def save(self, *, beside: bool = False, best: BestCheckpoint | None = None) -> None:
+    def save(self, *, beside: bool = False, best: BestCheckpoint | None = None, planned: bool = False) -> None:
         """A checkpoint of the last whole step, unless it is there already; `beside`: written while the next steps are made; `best`: it is
-        the best so far."""
+        the best so far; `planned`: a run that is not interrupted saves it too, and the next step's line tells of that."""
         self._finish_background_save(wait=True)
         self._require_folder()
         if self.store.newest == self.progress.step and (self.progress.step == 0 or self.store.holds(self.progress.step)):
@@ -498,9 +499,9 @@ class Run:
         def write(folder: Path, beside: bool) -> Callable[[], None]:
             with self.worker.phase("save"):
                 self.worker.save(named, folder, beside)
-            # The next step's line tells of this, also where another process makes that step.
-            state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin}
-            state["memory"] = {phase: asdict(reading) for phase, reading in self.worker.pending_memory().items()}
+            measured = self.worker.pending_memory()
+            state["memory"] = {phase: asdict(reading) for phase, reading in measured.items() if planned or phase != "save"}
+            state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin} if planned else {}
             return self.worker.finish_save
 
         size = self.worker.checkpoint_bytes + sum(array.nbytes for array in arrays.values())

@@ -8,7 +8,7 @@ when the file is used (`reading` in model/load.py). Only folders are inspected: 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ def inspect_model(source: str, key: str) -> None:
         refuse_substitute(folder / "tokenizer.json", key)
     for name, given in {"config.json": config, "generation_config.json": generation}.items():
         check_end_tokens(folder / name, given.get("eos_token_id"), key)
-    tensors = set(stored_tensors(folder, "model.safetensors", key))
+    tensors = stored_tensors(folder, ("model.safetensors", INDEX), key)
     layers = config.get("num_hidden_layers")
     if tensors and isinstance(layers, int) and layers > len(tensors):
         found = f"num_hidden_layers is {layers}, but the weights of this folder are {len(tensors)} tensors"
@@ -45,28 +45,31 @@ def inspect_model(source: str, key: str) -> None:
 
 def inspect_adapter(source: str, key: str) -> None:
     """Refuse a folder whose files cannot be those of an adapter that peft saved."""
-    if Path(source).is_dir():
-        read_object(Path(source) / "adapter_config.json", key)
-        list(stored_tensors(Path(source), "adapter_model.safetensors", key))
+    folder = Path(source)
+    if folder.is_dir():
+        read_object(folder / "adapter_config.json", key)
+        stored_tensors(folder, ("adapter_model.safetensors",), key)
 
 
-def stored_tensors(folder: Path, name: str, key: str) -> Iterator[str]:
-    """The names of the tensors in a folder's safetensors files; none where it has other files of weights."""
-    if (folder / name).exists():
-        yield from read_names(folder / name, key)
-        return
-    if not (folder / INDEX).exists():
-        if not any(folder.glob("*.bin")):
-            raise broken(key, folder, f"there is no {name}, and no {INDEX}", "Give a folder with weights, as save_pretrained writes them")
-        return
+def stored_tensors(folder: Path, names: tuple[str, ...], key: str) -> set[str]:
+    """The names of the tensors in a folder's safetensors files; none where it has other files of weights. `names`: of the one file that
+    holds them all, or else of the index of several files."""
+    found = next((folder / name for name in names if (folder / name).exists()), None)
+    if found is not None:
+        return sharded_tensors(found, key) if found.name == INDEX else set(read_names(found, key))
+    if any(folder.glob("*.bin")):
+        return set()
+    raise broken(key, folder, f"there is no {' or '.join(names)}", "Give a folder with the weights, as save_pretrained writes them")
+
+
+def sharded_tensors(index: Path, key: str) -> set[str]:
     shards: dict[str, set[str]] = {}
-    for tensor, shard in shards_of(folder / INDEX, key).items():
+    for tensor, shard in shards_of(index, key).items():
         shards.setdefault(shard, set()).add(tensor)
     for shard, promised in shards.items():
-        names = set(read_names(folder / shard, key))
-        if missing := promised - names:
-            raise broken(key, folder / shard, f"{min(missing)!r} is not in it, though {INDEX} says so", AGAIN)
-        yield from names
+        if missing := promised.difference(read_names(index.parent / shard, key)):
+            raise broken(key, index.parent / shard, f"{min(missing)!r} is not in it, though {INDEX} says so", AGAIN)
+    return set().union(*shards.values())
 
 
 def shards_of(index: Path, key: str) -> Mapping[str, str]:

@@ -146,6 +146,7 @@ def verify_decoding(
         )
     decoded = decoded_logprobs(model, documents, seen)
     gap = mean_gap(decoded, [numbers[-DECODED:] for numbers in alone])
+    allowed *= 2  # products of four rows are summed in another order than those of whole documents: 0.05 at 7B with random weights
     if not gap <= allowed:
         raise UnsupportedModel(
             f"{name_of(model)}: decoding one token at a time over a cache gives log-probs that differ by {gap:.2g} from those of whole "
