@@ -122,7 +122,7 @@ class PromptEncoder:
 
     def _tokenise(self, text: str, **options: Any) -> list[int]:
         try:
-            return list(map(int, self._tokenizer(text, **options)["input_ids"]))
+            return list(map(int, self._tokenizer(text, return_attention_mask=False, **options)["input_ids"]))
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic in the tokenizer's compiled code is not an Exception
