@@ -39,7 +39,7 @@ check: .venv/dev
 	$(BIN)/mypy
 	$(PYTEST) -m long
 	$(BIN)/fulltilt prove --quiet --device cpu
-	$(BIN)/python tests/faults --cases 150
+	$(BIN)/python tests/faults --cases 300
 
 faults: .venv/dev
 	$(BIN)/python tests/faults $(FAULTS)

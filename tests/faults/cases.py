@@ -181,7 +181,7 @@ def remove(root: Path) -> None:
 
 FRAME = re.compile(r'^ *File "([^"]*)", line (\d+), in (.*)$', re.MULTILINE)
 STUCK_FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
-WARNING = re.compile(r"^.*\.py:\d+: \w*Warning: .*$", re.MULTILINE)
+WARNING = re.compile(r"^(?:.*\.py:\d+: \w*Warning: |\[transformers\]).*$", re.MULTILINE)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -234,7 +234,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
         if words in both:
             yield Verdict(f"says {words!r}", both[max(0, both.index(words) - 200) :][:1500])
     if not tree.surroundings.get("warnings") and (found := WARNING.search(both)):
-        yield Verdict(f"a library's warning: {re.sub(r'[0-9]+', '#', found[0].partition('py:')[2])[:100]}", found[0])
+        yield Verdict(f"a library's warning: {re.sub(r'[0-9]+', '#', found[0].rpartition('py:')[2])[:100]}", found[0])
     terminal = "terminal" in tree.surroundings.values()
     if found := re.search(r"\x1b\]0;owned" if terminal else CONTROL, both):
         yield Verdict("a control character in the output", repr(both[max(0, found.start() - 200) : found.end() + 50]))

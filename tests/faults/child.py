@@ -352,6 +352,7 @@ def _streams(record: Path, about: Surroundings, slave: int | None) -> None:
         locale.setlocale(locale.LC_ALL, "C")
     if about.warnings:
         warnings.simplefilter(about.warnings)  # type: ignore[arg-type]
+        sys.warnoptions.append(about.warnings)
 
 
 def _opened(number: int, kind: str, **how: Any) -> TextIO | None:
