@@ -145,7 +145,7 @@ def run_file_gone(tree: Tree, chance: random.Random) -> str:
         path.rename(path.with_name(f"{path.name}.bak"))
         return said(tree, path, how)
     if path.name == "checkpoints":
-        keep_history(tree)
+        tree.history = True
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if how == "a folder":
         path.mkdir()
@@ -156,19 +156,12 @@ def run_file_gone(tree: Tree, chance: random.Random) -> str:
     return said(tree, path, how)
 
 
-def keep_history(tree: Tree) -> None:
-    """From now on the earlier run's metrics and rollouts must stay somewhere."""
-    for path in run_files(tree):
-        if path.name == "metrics.jsonl" or path.parent.name == "rollouts":
-            tree.kept[str(path.relative_to(tree.root))] = hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @mutation("run", 2)
 def checkpoints_gone(tree: Tree, chance: random.Random) -> str:
     folder = tree.root / "run" / "checkpoints"
     if not folder.is_dir():
         return "no checkpoints to remove"
-    keep_history(tree)
+    tree.history = True
     shutil.rmtree(folder)
     if chance.random() < 0.3:
         folder.mkdir()
