@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -184,7 +185,7 @@ def stranger_in_run(tree: Tree, chance: random.Random) -> str:
     else:
         source = folder / "checkpoints" / "step-00000001"
         shutil.copytree(source, path) if kind == "copy" and source.is_dir() else path.mkdir()
-    if "partial" in name or "trash" in name or "replaced" in name or name.startswith("checkpoints/step-0"):
+    if "partial" in name or "trash" in name or "replaced" in name or re.fullmatch(r"checkpoints/step-\d+", name):
         tree.ours |= {path, *path.rglob("*")}
     return f"run/{name[:60]} added, {kind}"
 
