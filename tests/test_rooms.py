@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proofs": BELOW_LOOP | {"loop", "bench", "demo"},
     "demo": BELOW_LOOP | {"loop"},
     "api": BELOW_LOOP | {"loop"},
-    "chat": GROUND | {"loop", "api"},
+    "chat": GROUND | {"loop", "api", "training.checkpoint"},
     "cli": BELOW_LOOP | {"api", "chat", "tune", "loop", "compat", "doctor", "reference", "starter", "bench", "proofs", "demo"},
     "__main__": {"cli"},
     "__init__": {"api", "records"},
