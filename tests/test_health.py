@@ -204,11 +204,7 @@ def test_recovery_is_told_and_counts_from_the_start_again() -> None:
 
 def test_a_patience_of_one_stops_at_once() -> None:
     verdict = Health(HealthConfig(patience=1)).look(1, CLIPPED)
-    assert (
-        verdict.stop
-        and verdict.stop.startswith("the run stopped itself after step 1\n  all-clipped:")
-        and verdict.warnings == ()
-    )
+    assert verdict.stop and verdict.stop.startswith("the run stopped itself after step 1\n  all-clipped:") and verdict.warnings == ()
 
 
 def test_several_rules_count_for_themselves() -> None:
