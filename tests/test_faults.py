@@ -86,13 +86,11 @@ def test_an_earlier_run_may_change_but_not_what_the_user_put_there(small: tree.T
 
 
 def test_history_without_checkpoints_must_stay_somewhere(small: tree.Tree) -> None:
-    from mutations.folder import keep_history
-
     small.with_earlier_run("grpo")
-    keep_history(small)
+    small.history = True
+    lost = "the earlier run's metrics or rollouts are lost"
+    assert files_judged(small, lambda root: (root / "run" / "rollouts" / "step-000001.jsonl").unlink()) == [lost]
     assert files_judged(small, lambda root: (root / "run" / "metrics.jsonl").rename(root / "run" / "metrics.old")) == []
-    lost = files_judged(small, lambda root: (root / "run" / "metrics.old").unlink())
-    assert lost[-1] == "the earlier run's metrics or rollouts are lost"
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/x/src/fulltilt/data/files.py", line 7, in read\n    x\nKeyError: 3\n'

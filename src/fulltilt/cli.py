@@ -36,7 +36,7 @@ OWN_MISTAKES = (None, errno.EBADF, errno.EINVAL, errno.EPIPE, errno.ECHILD, errn
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Answers an option with the name of a key (`--train.lr 1e-4`) by the KEY=VALUE to write, for every command that takes overrides, and
     expands `~` where shells do not: in `--out=~/file`."""
 
@@ -62,7 +62,7 @@ def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
             raise UserError(f"{option}: no such option. Write {override} instead")
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -83,7 +83,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(cls=Group, help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
+bench = typer.Typer(cls=CommandGroup, help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for keys of the file, for example run.steps=10.")]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -282,9 +283,15 @@ def judge_files(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry])
         after = {path: entry for path, entry in after.items() if not ({tree.run_dir, tree.root / "renamed"} & {path, *path.parents})}
     for kind, names in sorted(changes(tree, before, after).items()):
         yield Verdict(kind, ", ".join(sorted(names)[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""))
-    contents = {entry[2] for entry in after.values()}
-    if lost := [name for name, content in tree.kept.items() if content not in contents]:
+    if tree.history and (lost := lost_history(tree, before, after)):
         yield Verdict("the earlier run's metrics or rollouts are lost", ", ".join(lost))
+
+
+def lost_history(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry]) -> list[str]:
+    """The earlier run's metrics and rollouts whose bytes are nowhere any more."""
+    run, contents = tree.root / "run", {hashlib.sha256().hexdigest(), *(entry[2] for entry in after.values())}  # an empty file has none
+    history = {path for path in tree.ours if path == run / "metrics.jsonl" or path.parent == run / "rollouts"}
+    return [str(path.relative_to(tree.root)) for path in sorted(history & before.keys()) if before[path][2] not in contents]
 
 
 def changes(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry]) -> dict[str, list[str]]:
