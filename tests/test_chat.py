@@ -12,8 +12,8 @@ import pytest
 import runs
 
 import fulltilt
-from fulltilt.chat import ChatOptions, Printed, chat
-from fulltilt.loop.generation import Texts
+from fulltilt.chat import ChatOptions, ShownAnswer, chat
+from fulltilt.loop.generation import TextCodec
 from fulltilt.words import printable
 
 ModelFolders = Callable[[str], Path]
@@ -112,7 +112,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(untaught: Path) -> None:
 
 def test_nothing_is_shown_that_may_change_or_that_a_terminal_obeys() -> None:
     tokenizer, out = models.tokenizer(), io.StringIO()
-    shown = Printed(Texts(tokenizer, None, None), ["END"], out)  # type: ignore[arg-type]
+    shown = ShownAnswer(TextCodec(tokenizer, None, None), ["END"], out)  # type: ignore[arg-type]
     shown.listen(0, tokenizer("abcEN")["input_ids"])
     assert out.getvalue() == "ab"
     shown.listen(0, tokenizer("abcEND")["input_ids"])

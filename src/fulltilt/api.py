@@ -33,7 +33,7 @@ from fulltilt.words import either
 if TYPE_CHECKING:
     from fulltilt.data.template import Encoded
     from fulltilt.loop import OnStep
-    from fulltilt.loop.generation import Texts
+    from fulltilt.loop.generation import TextCodec
     from fulltilt.training.checkpoint import Checkpoint
 
 __all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "generate", "train"]
@@ -68,7 +68,7 @@ class TrainResult:
         return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_samples(file)]
 
 
-def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def freeing_memory(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """The function, made to free its models when it ends, also by the user's mistake: a notebook keeps the last error, and with the frames
     of its traceback would keep everything that they hold."""
 
@@ -88,7 +88,7 @@ def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result
     return called
 
 
-@leaving_nothing
+@freeing_memory
 def train(
     run: Source = None, /, *, model: Any = None, data: Any = None, reward: Any = None, algorithm: Any = None,
     overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = False, console: Console | None = None, **settings: Any,
@@ -116,7 +116,7 @@ def train(
         )  # fmt: skip
 
 
-@leaving_nothing
+@freeing_memory
 def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: Any) -> None:
     """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake."""
     with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
@@ -126,7 +126,7 @@ def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: A
             raise UserError(configuration.report(origin_of(run, "fulltilt.check"), mistakes))
 
 
-@leaving_nothing
+@freeing_memory
 def evaluate(
     run: Source = None, /, *, data: Any = None, latest: bool = False, best: bool = False, checkpoint: int | None = None,
     overrides: Sequence[str] = (), quiet: bool = True, console: Console | None = None, **settings: Any,
@@ -160,7 +160,7 @@ class Completion:
     finish: str  # "stop", or "length" if max_new_tokens cut it off
 
 
-@leaving_nothing
+@freeing_memory
 def generate(
     model: str | os.PathLike[str], prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, samples: int | None = None,
     max_new_tokens: int = 256, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
@@ -178,7 +178,7 @@ def generate(
     with opened_model("fulltilt.generate", model, step, {**settings, "seed": seed}, sampled, len(prompts)) as (config, found):
         from fulltilt.loop import generation
 
-        texts = generation.Texts.of(config)
+        texts = generation.TextCodec.of(config)
         encoded = [encode(texts, number, prompt) for number, prompt in enumerate(prompts)]
         if not encoded:
             return []
@@ -189,7 +189,7 @@ def generate(
     return [group[0] for group in found_texts] if samples is None else found_texts
 
 
-def encode(texts: Texts, number: int, prompt: Any) -> Encoded:
+def encode(texts: TextCodec, number: int, prompt: Any) -> Encoded:
     try:
         return texts.encoder.encode(prompt)
     except UserError as error:
