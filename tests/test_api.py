@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,50 @@ def test_rewards_in_every_form(small: dict[str, Any], reward: Any, expected: Any
     with configured("x", None, {**small, "reward": reward}, (), logged=True) as config:
         assert config.reward.function == expected
         assert config.reward.sources in ({}, {"sums": "python:letters"})
+
+
+@dataclass
+class Judge:
+    """A reward that cannot be a key: dataclasses are not hashable."""
+
+    weight: float = 1.0
+
+    def __call__(self, solution_str: str) -> float:
+        return self.weight
+
+
+def test_a_list_of_rewards_may_hold_any_callable(small: dict[str, Any]) -> None:
+    from fulltilt.api import configured
+
+    with configured("x", None, {**small, "reward": [Judge(), Judge(), letters]}, (), logged=True) as config:
+        assert config.reward.function == {"python:Judge": 1.0, "python:Judge-2": 1.0, "python:letters": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({0: 1.0}, "reward.0: unknown key"),
+        ({letters: 1.0, 0: 1.0}, 'reward.function: "0" is not a reward'),
+        ([["x"]], "reward: an entry of the list is of type list. Give functions"),
+        ([letters, letters], "reward: python:letters is in the list 2 times. Give it once, with its weight"),
+        ([], "reward.function: an empty table is not a reward"),
+    ],
+    ids=range(5),
+)
+def test_rewards_of_no_form(small: dict[str, Any], reward: Any, words: str) -> None:
+    (found,) = mistakes(**{**small, "reward": reward})
+    assert found.startswith(words)
+
+
+def test_the_error_beneath_is_kept_as_text(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {**small, "data": [{"prompt": object()}]}
+    for shown in (False, True):
+        if shown:
+            monkeypatch.setenv("FULLTILT_TRACEBACK", "1")
+        with pytest.raises(fulltilt.UserError) as raised:
+            fulltilt.check(**wrong)
+        assert raised.value.__cause__ is raised.value.__context__ is None
+        assert ["Traceback" in note for note in getattr(raised.value, "__notes__", [])] == [True] * shown
 
 
 def test_a_dataset_is_data(small: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 import runs
 
 import fulltilt
+from fulltilt import cli
 from fulltilt.chat import ChatOptions, ShownAnswer, chat
 from fulltilt.loop.generation import TextCodec
 from fulltilt.words import printable
@@ -78,6 +79,19 @@ def test_without_a_template_each_line_is_continued_by_itself(untaught: Path) -> 
         talk(untaught, "1+1=", system="be brief")
 
 
+def test_a_run_with_a_system_message_continues_plain_lines(tmp_path: Path, model_folders: ModelFolders) -> None:
+    made = fulltilt.train(
+        model=model_folders("qwen2"), data=[{"prompt": "1+1="}], reward=lambda solution_str: len(solution_str), steps=1, max_new_tokens=2,
+        algorithm={"prompts_per_step": 1, "samples_per_prompt": 2}, apply_template="always", system="be brief", run_dir=tmp_path / "run",
+        health={"ignore": ["all-clipped"]},
+    )  # fmt: skip
+    assert made.model is not None
+    answers, notes = talk(made.folder, "1+1=", plain=True)
+    assert answers == talk(made.model, "1+1=", plain=True)[0] and notes[0].startswith("--plain: data.system and data.template_args")
+    with pytest.raises(fulltilt.UserError, match="--system: --plain uses no chat template"):
+        talk(made.folder, "hi", plain=True, system="be long")
+
+
 def test_what_does_not_fit_is_left_out_with_a_note(trained: Path) -> None:
     """The model has 512 positions, its tokens are characters."""
     answers, notes = talk(trained, "a" * 200, "b" * 200, "c" * 200, "d" * 600, "hi")
@@ -125,6 +139,17 @@ def test_the_command_reads_a_pipe(trained: Path, monkeypatch: pytest.MonkeyPatch
     said = runs.command_here(trained, "chat", ".", "--max-new-tokens", "24", "--temperature", "0")
     assert said.code == 0 and said.out.split("\n")[:-1] == talk(trained, "hi", "more")[0]
     assert said.error.startswith("loading . ...\n")
+
+
+def test_input_that_is_not_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), encoding="utf-8"))
+    assert list(cli.typed_lines()) == ["a\ufffdb\n"]
+
+
+@pytest.mark.parametrize("arguments", [["\x1b[2J"], ["chat", "--\x1b[2J"], ["chat", ".", "--step", "\x1b[2J"], ["--\x1b[2J"]])
+def test_usage_errors_cannot_control_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
+    said = runs.command_here(tmp_path, *arguments)
+    assert said.code == 2 and "\\u001b[2J" in said.error and "\x1b[2J" not in said.error
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,12 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
     """Answer every line until they end or one says so."""
     sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens or USUAL_ANSWER}
     settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
+    if options.plain and options.system is not None:
+        raise UserError("--system: --plain uses no chat template to write it with. Leave one of them out")
     with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, prompts=1) as (config, found):
+        if options.plain and (config.data.system is not None or config.data.template_args):
+            note("--plain: data.system and data.template_args of the run are left out, as there is no chat template to write them with")
+            config = config.model_copy(update={"data": config.data.model_copy(update={"system": None, "template_args": {}})})
         texts = TextCodec.of(config)
         templated = texts.tokenizer.chat_template is not None and config.data.apply_template != "never"
         if not templated and options.system is not None:

@@ -7,7 +7,9 @@ errors are quick.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -31,6 +33,7 @@ from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
 
+UsageError: Any = typer.BadParameter.__base__  # a class of typer, or of click before typer had its own
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
@@ -60,12 +63,26 @@ def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
             raise UserError(f"{option}: no such option. Write {override} instead")
 
 
+@contextlib.contextmanager
+def printable_errors() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        error.message = printable(error.message)
+        raise
+
+
 class Commands(Group):
-    """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves, and makes usage errors, which quote arguments, printable."""
+
+    def make_context(self, *given: Any, **options: Any) -> Any:
+        with printable_errors():
+            return super().make_context(*given, **options)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with printable_errors():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
@@ -96,7 +113,7 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        tell(f"error: {error}", sys.stderr)
+        tell("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), sys.stderr)
         sys.exit(2)
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
@@ -259,7 +276,9 @@ def chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines of standard input, after a prompt on a terminal."""
+    """Lines of standard input, after a prompt on a terminal. Bytes that are not text become replacement characters."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         yield from sys.stdin
         return
