@@ -146,10 +146,10 @@ def test_input_that_is_not_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None
     assert list(cli.typed_lines()) == ["a\ufffdb\n"]
 
 
-@pytest.mark.parametrize("arguments", [["\x1b[2J"], ["chat", "--\x1b[2J"], ["chat", ".", "--step", "\x1b[2J"], ["--\x1b[2J"]])
+@pytest.mark.parametrize("arguments", [["TEXT"], ["--TEXT"], ["chat", "--TEXT"], ["bench", "TEXT"], ["chat", ".", "TEXT"]], ids=" ".join)
 def test_usage_errors_cannot_control_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
-    said = runs.command_here(tmp_path, *arguments)
-    assert said.code == 2 and "\\u001b[2J" in said.error and "\x1b[2J" not in said.error
+    said = runs.command_here(tmp_path, *(each.replace("TEXT", "x\u202e\x1b[2J\x9b") for each in arguments))
+    assert said.code == 2 and "\\u202e" in said.error and printable(said.error) == said.error
 
 
 @pytest.mark.parametrize(

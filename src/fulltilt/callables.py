@@ -3,7 +3,7 @@
 Enters: any callable: of a script, a notebook or a module, a lambda, a closure, a `partial`, an object. Leaves: its `UserCode`, under a name
 that a configuration can hold, and what another process needs to load it. Guaranteed: functions of scripts, of notebooks and of modules
 that are not installed travel by value, so that a file edited during the run changes nothing; a function that cannot travel is refused with
-the name of what keeps it; its `source` is the same in every process.
+the name of what keeps it; its `source` is the same in every process, and another one when anything of the program that it uses changes.
 """
 
 from __future__ import annotations
