@@ -8,13 +8,16 @@ ends an answer, not the conversation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fulltilt import api
 from fulltilt.loop.generation import Generation, TextCodec, open_generation
 from fulltilt.records import UserError
+from fulltilt.schema import Config
+from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.words import many, printable
 
 MOST_TOKENS = 8192  # of a conversation: the KV cache is made for them, also where the model has positions for more
@@ -40,7 +43,9 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
     settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
     if options.plain and options.system is not None:
         raise UserError("--system: --plain uses no chat template to write it with. Leave one of them out")
-    with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, prompts=1) as (config, found):
+
+    @contextlib.contextmanager
+    def load(config: Config, found: Checkpoint | None) -> Iterator[Conversation]:
         if options.plain and (config.data.system is not None or config.data.template_args):
             note("--plain: data.system and data.template_args of the run are left out, as there is no chat template to write them with")
             config = config.model_copy(update={"data": config.data.model_copy(update={"system": None, "template_args": {}})})
@@ -58,7 +63,10 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
             step = f", step {found.step}" if found else ""
             how = "each line is a turn of the conversation" if templated else "no chat template: it continues each line, without the others"
             note(f"{config.model.path}{step}; {how}. {HELP}")
-            Conversation(generation, texts, templated, longest, options.seed, out, note).run(lines)
+            yield Conversation(generation, texts, templated, longest, options.seed, out, note)
+
+    with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, 1, load) as conversation:
+        conversation.run(lines)
 
 
 @dataclass(eq=False)
