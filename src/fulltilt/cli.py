@@ -7,7 +7,9 @@ commands that need it, so help and configuration errors are quick.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import re
@@ -31,6 +33,7 @@ from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
 
+UsageError: Any = typer.BadParameter.__base__  # a class of typer, or of click before typer had its own
 # What the system refuses without the name of a file, if it is this program that asked for something wrong.
 OWN_MISTAKES = (None, errno.EBADF, errno.EINVAL, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ECONNRESET)
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
@@ -62,12 +65,26 @@ def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
             raise UserError(f"{option}: no such option. Write {override} instead")
 
 
+@contextlib.contextmanager
+def printable_errors() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        error.message = printable(error.message)
+        raise
+
+
 class Commands(CommandGroup):
-    """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves, and makes usage errors, which quote arguments, printable."""
+
+    def make_context(self, *given: Any, **options: Any) -> Any:
+        with printable_errors():
+            return super().make_context(*given, **options)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with printable_errors():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
@@ -267,7 +284,9 @@ def chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines of standard input, after a prompt on a terminal."""
+    """Lines of standard input, after a prompt on a terminal. Bytes that are not text become replacement characters."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

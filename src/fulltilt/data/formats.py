@@ -216,16 +216,19 @@ def _read_json_list(file: Path) -> Iterator[PlacedRow]:
 
 
 def _read_csv(file: Path) -> Iterator[PlacedRow]:
-    csv.field_size_limit(_MOST_LINE_BYTES)
-    rows = csv.reader((text for text, _ in _lines(file)), strict=True)
-    header = next(rows, [])
-    _refuse_twice(header, file)
-    for cells in filter(None, rows):
-        place = f"{file}:{rows.line_num}"
-        if len(cells) != len(header):
-            remedy = "Put cells that contain commas, quotes or line breaks between quotes."
-            raise UserError(f"{place}: the row has {len(cells)} cells, but the header has {len(header)}. {remedy}")
-        yield {name: _cell(name, cell, place) for name, cell in zip(header, cells, strict=True)}, place
+    before = csv.field_size_limit(_MOST_LINE_BYTES)
+    try:
+        rows = csv.reader((text for text, _ in _lines(file)), strict=True)
+        header = next(rows, [])
+        _refuse_twice(header, file)
+        for cells in filter(None, rows):
+            place = f"{file}:{rows.line_num}"
+            if len(cells) != len(header):
+                remedy = "Put cells that contain commas, quotes or line breaks between quotes."
+                raise UserError(f"{place}: the row has {len(cells)} cells, but the header has {len(header)}. {remedy}")
+            yield {name: _cell(name, cell, place) for name, cell in zip(header, cells, strict=True)}, place
+    finally:
+        csv.field_size_limit(before)
 
 
 def _cell(name: str, text: str, place: str) -> Any:

@@ -307,8 +307,10 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
         for text in parts.notes:
             console.note(text)
         console.begin_step(found.step if found else 0)
-        with console.run(total=1), console.phase("eval"):
-            metrics = validate(config, parts, console).metrics
+        with console.run(total=1):
+            with console.phase("eval"):
+                metrics = validate(config, parts, console).metrics
+            console.end_evaluation()
             if failed := Health(config.health).failed(metrics):
                 raise Unhealthy(failed)
     which = {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0}

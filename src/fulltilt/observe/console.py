@@ -130,6 +130,11 @@ class Console:
         if self._bar:
             self._bar.finish_step(self._step, self.step_seconds)
 
+    def end_evaluation(self) -> None:
+        """Show the bar of a run without steps as complete."""
+        if self._bar:
+            self._bar.show(completed=self._total)
+
     def note(self, text: str) -> None:
         if not self._quiet:
             self._say(self._people, text)
