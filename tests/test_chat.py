@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import runs
 
 import fulltilt
 from fulltilt.chat import ChatOptions, Printed, chat
+from fulltilt.loop import generation
 from fulltilt.loop.generation import Texts
+from fulltilt.records import RunWarning
 from fulltilt.words import printable
 
 ModelFolders = Callable[[str], Path]
@@ -101,6 +104,28 @@ class Interrupted(io.StringIO):
         if self.parts == 1:
             raise KeyboardInterrupt
         return written
+
+
+@pytest.mark.parametrize("place", ["tables_for", "load_tokenizer", "assemble_generation"])
+def test_a_checkpoint_that_rotates_away_while_it_is_read(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """The run that is still training has made a newer one."""
+    run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    newest = run / "checkpoints" / "step-00000002"
+    newest.rename(tmp_path / "next")
+    original = getattr(generation, place)
+
+    def rotates(*given: Any) -> Any:
+        if (tmp_path / "next").exists():
+            (tmp_path / "next").rename(newest)
+            shutil.rmtree(run / "checkpoints" / "step-00000001")
+        return original(*given)
+
+    monkeypatch.setattr(generation, place, rotates)
+    with pytest.warns(RunWarning, match="step-00000001 was deleted by its run while it was read"):
+        answers, notes = talk(run, "2+1=")
+    assert "step 2" in notes[0] and answers == talk(trained, "2+1=")[0]
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(untaught: Path) -> None:

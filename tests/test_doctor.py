@@ -240,7 +240,8 @@ def test_what_is_broken_is_said_with_its_reason(tmp_path: Path) -> None:
         (7, True, "reward functions cannot signal the trainer or write into run.dir"),
         (6, False, "reward functions cannot signal the trainer or write into run.dir"),
         (4, False, "reward functions can signal the trainer"),
-        (1, True, "reward functions can truncate files in run.dir"),
+        (5, True, "reward functions can signal threads that the trainer starts later"),
+        (1, True, "reward functions can truncate files in run.dir and signal threads that the trainer starts later"),
         (0, False, "reward functions can write into run.dir and into the trainer's memory and signal the trainer"),
     ],
 )

@@ -86,13 +86,11 @@ def test_an_earlier_run_may_change_but_not_what_the_user_put_there(small: tree.T
 
 
 def test_history_without_checkpoints_must_stay_somewhere(small: tree.Tree) -> None:
-    from mutations.folder import keep_history
-
     small.with_earlier_run("grpo")
-    keep_history(small)
+    small.history = True
+    lost = "the earlier run's metrics or rollouts are lost"
+    assert files_judged(small, lambda root: (root / "run" / "rollouts" / "step-000001.jsonl").unlink()) == [lost]
     assert files_judged(small, lambda root: (root / "run" / "metrics.jsonl").rename(root / "run" / "metrics.old")) == []
-    lost = files_judged(small, lambda root: (root / "run" / "metrics.old").unlink())
-    assert lost[-1] == "the earlier run's metrics or rollouts are lost"
 
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "/x/src/fulltilt/data/files.py", line 7, in read\n    x\nKeyError: 3\n'
@@ -111,6 +109,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "/x/src/fulltilt/data/fi
         (Ended(0, "", "", 1.0, left=("sleep 1000",)), "a process is left behind"),
         (Ended(-9, "", "", 60.0, stuck_at='Thread:\n  File "/x/src/fulltilt/config.py", line 9 in load\n'), "hangs at config.py:9 load"),
         (Ended(2, "", "error: x\n" * 9999, 1.0), "a very long message"),
+        (Ended(2, "", "error: data.train: KeyError: 'x'. Repair it\n", 1.0), "an internal error told as the user's: KeyError"),
     ],
 )
 def test_how_a_command_may_not_end(small: tree.Tree, ended: Ended, kind: str) -> None:
@@ -119,7 +118,8 @@ def test_how_a_command_may_not_end(small: tree.Tree, ended: Ended, kind: str) ->
 
 @pytest.mark.parametrize("code", [0, 2, 130])
 def test_how_a_command_may_end(small: tree.Tree, code: int) -> None:
-    ended = Ended(code, "step 1/2\n", "error: x\n", 1.0)
+    quoted = "error: x\n  - reward.function: reward.py:f raises KeyError: 'x' (reward.py:3). Fix the function\n"
+    ended = Ended(code, "step 1/2\n", quoted, 1.0)
     assert not [*cases.judge_end(small, ended, False), *cases.judge_output(small, ended)]
 
 

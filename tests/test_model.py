@@ -349,6 +349,29 @@ def test_documents_that_mix_are_found(model_folders, monkeypatch: pytest.MonkeyP
         verify(model)
 
 
+def fail(error: Exception) -> None:
+    raise error
+
+
+def test_only_what_the_code_of_the_model_does_is_told_as_its_mistake(model_folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
+    for ours in ("fulltilt.model.attention.packed", "fulltilt.model.attention.decode_batch", "fulltilt.model.heads.rows_at_once"):
+        with monkeypatch.context() as patch, pytest.raises(TypeError, match="not callable"):
+            patch.setattr(ours, None)
+            verify(model)
+    norm = model.model.norm
+    for theirs in (lambda hidden: fail(AttributeError("no mask")), lambda hidden, mask: hidden):
+        with monkeypatch.context() as patch, pytest.raises(UnsupportedModel, match=r"its code does not run.*(no mask|'mask')"):
+            patch.setattr(norm, "forward", theirs)
+            verify(model)
+    with monkeypatch.context() as patch, pytest.raises(UnsupportedModel, match=r"its code does not run.*unexpected keyword"):
+        patch.setattr(model.model, "forward", lambda input_ids: input_ids)
+        verify(model)
+    monkeypatch.setattr(norm, "forward", lambda hidden: torch.empty(2**60))
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+        verify(model)
+
+
 class Anyone(torch.nn.Module):
     layer_idx, is_causal = 0, True
 

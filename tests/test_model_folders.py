@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fulltilt.cluster.checks import wrong_models
 from fulltilt.cluster.sizes import role_facts
 from fulltilt.model import load, lora
+from fulltilt.model.folder import read_names
 from fulltilt.model.scalar import load_scalar
 from fulltilt.model.verify import verify
 from fulltilt.records import UserError
@@ -138,6 +139,15 @@ def test_what_lies_in_place_of_a_file_is_told_by_check_before_anything_loads(sub
         found = checked(key, folder)
         assert len(found) == 1 and file in found[0], (file, found)
         assert any(word in found[0] for word in words.split("|")), (file, found)
+
+
+@pytest.mark.parametrize("length", [0x3C20, 0x203C, 0x3C0A])
+def test_an_intact_file_whose_first_bytes_look_like_a_web_page_is_read(length: int, tmp_path: Path) -> None:
+    """The length of a header may have any bytes, those of " <" among them."""
+    described = b'{"weight":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    file = tmp_path / WEIGHTS
+    file.write_bytes(length.to_bytes(8, "little") + described.ljust(length) + b"0")
+    assert read_names(file, "model.path") == ["weight"]
 
 
 def test_headers_are_compared_with_their_files(folders, broken) -> None:
@@ -313,6 +323,28 @@ def test_weights_of_another_shape_are_refused_by_name(folders, broken, capfd: py
             assert words in message
     printed = capfd.readouterr()
     assert printed.out == printed.err == ""  # transformers' own report is not shown
+
+
+# -- what says nothing about the folder -------------------------------------------------------------------------------------------------
+
+
+def test_a_mistake_of_this_package_and_a_lack_of_memory_are_not_told_as_those_of_the_folder(folders, monkeypatch) -> None:
+    given, adapter = ModelConfig(path=str(folders["model"])), str(folders["adapter"])
+    actor = load.load_model(given, CPU)
+    reads: dict[str, Callable[[], object]] = {
+        "transformers.AutoConfig.from_pretrained": lambda: load.read_config(given),
+        "transformers.AutoTokenizer.from_pretrained": lambda: load.load_tokenizer(given),
+        "transformers.AutoModelForCausalLM.from_pretrained": lambda: load.load_model(given, CPU),
+        "peft.PeftConfig.from_pretrained": lambda: lora.stored_settings(actor, adapter),
+        "peft.load_peft_weights": lambda: lora.read_adapter(actor, adapter),
+    }
+    for reader, read in reads.items():
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
+            patch.setattr(reader, lambda *_, **__: torch.empty(2**60))
+            read()
+    monkeypatch.setattr(load, "origin", None)
+    with pytest.raises(TypeError, match="not callable"):
+        load.read_config(given)
 
 
 # -- as a user sees it ------------------------------------------------------------------------------------------------------------------

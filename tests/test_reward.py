@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -855,6 +856,14 @@ def test_a_process_that_cannot_start_is_said(pool_of: Any, monkeypatch: pytest.M
         pool_of("gsm8k")
 
 
+def test_a_guard_that_cannot_start_is_said_and_leaves_no_folder(pool_of: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(UserError, match=r"guard of the reward processes could not be started: .*missing"):
+        pool_of("gsm8k")
+    assert os.listdir(tmp_path) == []
+
+
 def test_workers_are_light_and_modest(tmp_path: Path, pool_of: Any) -> None:
     name = write(
         tmp_path,
@@ -907,7 +916,8 @@ PARENT = """
 def run_parent(folder: Path, function: str, then: str) -> subprocess.Popen[bytes]:
     script = folder / "parent.py"
     script.write_text(textwrap.dedent(PARENT))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    (folder / "tmp").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TMPDIR": str(folder / "tmp")}
     return subprocess.Popen([sys.executable, str(script), function, str(folder / "pids"), then], env=environment)
 
 
@@ -946,9 +956,14 @@ def test_workers_die_with_a_killed_trainer(tmp_path: Path, busy: str) -> None:
         time.sleep(0.05)
     pids = noted_pids(tmp_path)
     assert all(alive(pid) for pid in pids)
+    assert len(os.listdir(tmp_path / "tmp")) == 1
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert wait_until_dead(pids) == []
+    deadline = time.monotonic() + 10
+    while os.listdir(tmp_path / "tmp"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_an_interrupt_of_the_terminal_does_not_reach_the_workers(tmp_path: Path, pool_of: Any) -> None:
@@ -1176,7 +1191,7 @@ def test_reward_processes_see_no_secrets(tmp_path: Path, pool_of: Any, monkeypat
         monkeypatch.setenv(name, value)
     (score,) = pool_of(write(tmp_path, NAMES), env=["JUDGE_KEY"]).collect([group_of(["x"])])[0]
     assert {"PATH", "JUDGE_KEY", *kept} <= set(score.parts) and not set(gone) & set(score.parts)
-    with pytest.raises(UserError, match=r"reward\.env: NOT_SET_ANYWHERE is not set"):
+    with pytest.raises(UserError, match=r"reward\.env: NOT_SET_ANYWHERE is not set .* Set the variable, or remove it from reward.env"):
         pool_of("gsm8k", env=["NOT_SET_ANYWHERE"])
 
 
@@ -1256,8 +1271,9 @@ def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     unprotected = set() if version is None or version >= 3 else {"truncate"} if version else {"truncate", *FILES}
     assert {name for name, done in score.parts.items() if done} - unprotected == ALLOWED
     assert version == 0 or ("truncate" in unprotected or (run / "file").read_text() == "good")
-    words = {None: (), 5: (), 1: ("truncate files in run.dir",), 0: ("write into run.dir and into the trainer's memory",)}
-    assert pool.lacking == words[version]
+    later = "signal threads that the trainer starts later"
+    words = {5: (later,), 1: ("truncate files in run.dir", later), 0: ("write into run.dir and into the trainer's memory", later)}
+    assert pool.lacking == (words[version] if version is not None else () if actual >= 6 else (later,))
 
 
 @pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
@@ -1268,6 +1284,62 @@ def test_a_reward_that_is_refused_a_file_is_told_why(tmp_path: Path, pool_of: An
     assert f"cannot write into run.dir ({tmp_path / 'run'})" in score.error and "reward.sandbox = false" in score.error
     pool_of(name, run_dir=tmp_path / "run", sandbox=False).collect([group_of(["x"])])
     assert (tmp_path / "log.txt").exists()
+
+
+@pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
+def test_a_reward_that_may_have_been_refused_a_file_is_told_so(tmp_path: Path, pool_of: Any) -> None:
+    told = {
+        "sqlite3.connect('old.db').execute('create table more (x)')": "readonly database",
+        "subprocess.run('echo > new', shell=True, check=True)": "CalledProcessError",
+        "socket.socket(socket.AF_UNIX).bind('new')": "[Errno 13]",  # an error that names no file
+        "open('later/new', 'w')": "later/new",
+        "wrapped()": "no cache",
+    }
+    not_told = {
+        "sqlite3.connect('old.db').execute('select * from more')": "no such table",
+        "open('missing')": "missing",
+        "os.kill(os.getppid(), 9)": "[Errno 1]",
+    }
+    source = f"""
+        import os, socket, sqlite3, subprocess
+        def wrapped():
+            try:
+                open("new", "w")
+            except OSError:
+                raise ValueError("no cache")
+        def score(solution_str):
+            os.chdir({str(tmp_path)!r})
+            eval(solution_str)
+            return 1.0
+        """
+    (tmp_path / "old.db").touch()
+    (tmp_path / "cache").mkdir()
+    pool = pool_of(write(tmp_path, source), run_dir=tmp_path / "run")
+    (tmp_path / "later").mkdir()
+    in_cache = "sqlite3.connect('cache/new.db').execute('create table more (x)')"
+    *failed, good = pool.collect([group_of([*told, *not_told, in_cache])])[0]
+    assert (good.error, good.value) == (None, 1.0)
+    for score, words in zip(failed, [*told.values(), *not_told.values()], strict=True):
+        assert score.error is not None and words in score.error
+        assert ("run.dir" in score.error) == (words in told.values()), score.error
+
+
+@pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
+def test_a_file_that_is_refused_while_the_function_is_loaded_is_told_too(tmp_path: Path, pool_of: Any) -> None:
+    name = write(tmp_path, f"LOG = open({str(tmp_path / 'log.txt')!r}, 'a')\ndef score(): return 1.0")
+    with pytest.raises(UserError, match=r"Fix the file\. Reward functions cannot write into run\.dir"):
+        pool_of(name, run_dir=tmp_path / "run")
+
+
+@pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")
+def test_file_systems_beside_the_run_folder_are_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer would hang the start."""
+    asked: list[Any] = []
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, *args, **options: asked.append(path) or stat(path, *args, **options))
+    found = confine.confinement(tmp_path / "run", ())
+    assert found.ruleset is not None and not asked
+    os.close(found.ruleset)
 
 
 def test_a_pool_leaves_no_descriptor_and_no_temporary_file(tmp_path: Path) -> None:
@@ -1309,6 +1381,24 @@ def test_each_function_is_called_once_on_a_row_that_it_scores(tmp_path: Path, po
     assert "fails raised KeyError: 'missing' (mine.py:4) (called for prompt 0, with its ground truth as the response)" in fails
     assert "returned None" in nothing and "deadline of 0.5 s" in slow and "prompt 1" in slow
     assert (pool.stats().calls, pool.failures_on([])) == (3, [])
+
+
+def test_a_check_ends_where_no_process_can_be_started_any_more(tmp_path: Path, pool_of: Any) -> None:
+    mark = tmp_path / "mark"
+    source = f"""
+        import os
+        if os.path.exists({str(mark)!r}):
+            raise RuntimeError("not twice")
+        def crashes(solution_str):
+            open({str(mark)!r}, "w").close()
+            os._exit(3)
+        def second(solution_str): return 1.0
+        def third(solution_str): return 1.0
+        """
+    file = write(tmp_path, source).removesuffix(":score")
+    pool = pool_of({f"{file}:{name}": 1.0 for name in ("crashes", "second", "third")}, workers=1)
+    crashed, lost = pool.failures_on([group_of([]).prompt])
+    assert "exit code 3" in crashed and "RuntimeError: not twice" in lost and "ground truth" not in lost
 
 
 def test_workers_beyond_the_cores_start_as_calls_arrive(tmp_path: Path, pool_of: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "fulltilt"
 
 GROUND = {"words", "user_code", "callables", "presets", "records", "schema", "settings", "knobs", "config", "observe", "shape", "footprint"}
-GROUND |= {"folders"}
+GROUND |= {"folders", "blame"}
 SIX = {"data", "rollout", "reward", "algo", "batching", "training"}
 BELOW_SIX = GROUND | {"kernels", "model", "parallel", "memory"}
 BELOW_LOOP = BELOW_SIX | SIX | {"cluster", "plan"}
@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "presets": set(),
     "records": {"words"},
     "footprint": set(),
+    "blame": set(),
     "folders": {"words", "records"},
     "shape": {"words", "records"},
     "schema": {"words", "presets", "records"},
@@ -48,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "proofs": BELOW_LOOP | {"loop", "bench", "demo"},
     "demo": BELOW_LOOP | {"loop"},
     "api": BELOW_LOOP | {"loop"},
-    "chat": GROUND | {"loop", "api"},
+    "chat": GROUND | {"loop", "api", "training.checkpoint"},
     "cli": BELOW_LOOP | {"api", "chat", "tune", "loop", "compat", "doctor", "reference", "starter", "bench", "proofs", "demo"},
     "__main__": {"cli"},
     "__init__": {"api", "records"},

@@ -69,8 +69,8 @@ def truth(ground_truth):
 
 
 def huge(solution_str):
-    """A number, but a gradient times it is none in float32."""
-    return 3e38 * (zlib.crc32(solution_str.encode()) % 2)
+    """A reward as large as is allowed: the norm of a gradient times it is no number in float32."""
+    return 1e36 * (zlib.crc32(solution_str.encode()) % 2)
 '''
 
 
@@ -432,7 +432,7 @@ def test_rows_train_every_sampled_token_and_no_other() -> None:
 
 
 def test_a_gradient_that_is_not_finite_is_said_and_counted(folder: Path) -> None:
-    """Rewards near the end of float32 and advantages that are not divided by their spread: numbers all, but not times a gradient."""
+    """The largest rewards, and advantages that are not divided by their spread: numbers all, but the gradient has no finite norm."""
     said = runs.train(folder, *ON_POLICY, NO_REFERENCE, "reward.function=more.py:huge", "algorithm.normalize_by_std=false").said
     assert "warning: 1 of 1 optimizer steps of the actor had a gradient that is not finite: parameters were left as they were" in said
     (line,) = runs.metrics(folder)

@@ -12,9 +12,10 @@ import contextlib
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -25,7 +26,7 @@ from fulltilt.data.files import forget_rows, rows_in_memory
 from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import read_lines, read_samples
-from fulltilt.records import UserError
+from fulltilt.records import Group, RunWarning, UserError
 from fulltilt.schema import REWARDS, Config, keys, sections
 from fulltilt.user_code import known_functions
 from fulltilt.words import either
@@ -175,15 +176,21 @@ def generate(
     if isinstance(prompts, str) or not isinstance(prompts, Iterable):
         raise UserError("prompts: give a list of strings or of conversations, also for one prompt: [prompt]")
     sampled = {"samples_per_prompt": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
-    with opened_model("fulltilt.generate", model, step, {**settings, "seed": seed}, sampled, len(prompts)) as (config, found):
+
+    @contextlib.contextmanager
+    def load(config: Config, found: Checkpoint | None) -> Iterator[Callable[[], Sequence[Group]]]:
         from fulltilt.loop import generation
 
         texts = generation.Texts.of(config)
         encoded = [encode(texts, number, prompt) for number, prompt in enumerate(prompts)]
         if not encoded:
-            return []
+            yield tuple
+            return
         with generation.open_generation(config, texts, max(len(each.ids) for each in encoded), found) as opened:
-            groups = opened.groups(encoded, seed)
+            yield partial(opened.groups, encoded, seed)
+
+    with opened_model("fulltilt.generate", model, step, {**settings, "seed": seed}, sampled, len(prompts), load) as answer:
+        groups = answer()
     made = [[Completion(each.text, each.ids.tolist(), each.logprobs.tolist(), each.finish) for each in group.samples] for group in groups]
     found_texts = [[each if details else each.text for each in group] for group in made]
     return [group[0] for group in found_texts] if samples is None else found_texts
@@ -198,21 +205,31 @@ def encode(texts: Texts, number: int, prompt: Any) -> Encoded:
 
 @contextlib.contextmanager
 def opened_model(
-    who: str, model: str | os.PathLike[str], step: int | None, settings: Mapping[str, Any], sampled: Mapping[str, Any], prompts: int
-) -> Iterator[tuple[Config, Checkpoint | None]]:
-    """The configuration that generates with a model, and the checkpoint that it comes from, if any. `sampled`: keys of [eval]."""
+    who: str, model: str | os.PathLike[str], step: int | None, settings: Mapping[str, Any], sampled: Mapping[str, Any], prompts: int,
+    load: Callable[[Config, Checkpoint | None], contextlib.AbstractContextManager[Result]],
+) -> Iterator[Result]:  # fmt: skip
+    """What `load` makes of the configuration that generates with a model, and of the checkpoint that the model comes from, if any.
+    `sampled`: keys of [eval]."""
     if not isinstance(model, str | os.PathLike):
         raise UserError(f"{who}: the model is of type {type(model).__name__}. Give the folder or hub name of a model, or a run folder")
     from fulltilt.loop import generation
+    from fulltilt.training.checkpoint import open_checkpoint
 
-    found = generation.find_checkpoint(os.fspath(model), step)
-    tables = generation.tables_for(os.fspath(model), found)
-    tables["eval"] = {key: value for key, value in sampled.items() if value is not None}
     samples = sampled.get("samples_per_prompt")
     most = max(1, min(256, prompts * (samples if isinstance(samples, int) else 1)))
-    tables["rollout"] = tables.get("rollout", {}) | {"max_new_tokens": 1, "max_seqs": most}
-    with configured(who, tables, settings, (), logged=False) as config:
-        yield config, found
+
+    def read(found: Checkpoint | None) -> tuple[Result, contextlib.ExitStack]:
+        tables = generation.tables_for(os.fspath(model), found)
+        tables["eval"] = {key: value for key, value in sampled.items() if value is not None}
+        tables["rollout"] = tables.get("rollout", {}) | {"max_new_tokens": 1, "max_seqs": most}
+        with contextlib.ExitStack() as ending:
+            config = ending.enter_context(configured(who, tables, settings, (), logged=False))
+            return ending.enter_context(load(config, found)), ending.pop_all()
+
+    find = partial(generation.find_checkpoint, os.fspath(model), step)
+    loaded, ending = open_checkpoint(find, read, lambda text: warnings.warn(text, RunWarning, stacklevel=2))
+    with ending:
+        yield loaded
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------------------------

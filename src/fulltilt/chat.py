@@ -8,13 +8,16 @@ ends an answer, not the conversation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fulltilt import api
 from fulltilt.loop.generation import Generation, Texts, open_generation
 from fulltilt.records import UserError
+from fulltilt.schema import Config
+from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.words import many, printable
 
 MOST_TOKENS = 8192  # of a conversation: the KV cache is made for them, also where the model has positions for more
@@ -38,7 +41,9 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
     """Answer every line until they end or one says so."""
     sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens or USUAL_ANSWER}
     settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
-    with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, prompts=1) as (config, found):
+
+    @contextlib.contextmanager
+    def load(config: Config, found: Checkpoint | None) -> Iterator[Conversation]:
         texts = Texts.of(config)
         templated = texts.tokenizer.chat_template is not None and config.data.apply_template != "never"
         if not templated and options.system is not None:
@@ -53,7 +58,10 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
             step = f", step {found.step}" if found else ""
             how = "each line is a turn of the conversation" if templated else "no chat template: each line is continued on its own"
             note(f"{config.model.path}{step}; {how}. {HELP}")
-            Conversation(generation, texts, templated, longest, options.seed, out, note).run(lines)
+            yield Conversation(generation, texts, templated, longest, options.seed, out, note)
+
+    with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, 1, load) as conversation:
+        conversation.run(lines)
 
 
 @dataclass(eq=False)

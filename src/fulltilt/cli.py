@@ -1,8 +1,8 @@
 """The command line.
 
-Enters: arguments. Leaves: an exit code: 0 for success, 2 for an error that the user can fix (reported without a traceback), 1 for any
-other failure, 130 after Ctrl-C, SIGTERM or SIGHUP, where a run saves first. Guaranteed: torch is imported only by commands that need it,
-so help and configuration errors are quick.
+Enters: arguments. Leaves: an exit code: 0 for success, 2 for an error that the user can fix (reported without a traceback, unless
+FULLTILT_TRACEBACK=1 asks for it), 1 for any other failure, 130 after Ctrl-C, SIGTERM or SIGHUP, where a run saves first. Guaranteed: torch
+is imported only by commands that need it, so help and configuration errors are quick.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import asdict
 from functools import partial
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TextIO, get_type_hints
+from typing import Annotated, Any, NoReturn, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -31,10 +31,12 @@ from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
 
+# What the system refuses without the name of a file, if it is this program that asked for something wrong.
+OWN_MISTAKES = (None, errno.EBADF, errno.EINVAL, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ECONNRESET)
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Answers an option with the name of a key (`--train.lr 1e-4`) by the KEY=VALUE to write, for every command that takes overrides, and
     expands `~` where shells do not: in `--out=~/file`."""
 
@@ -60,7 +62,7 @@ def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
             raise UserError(f"{option}: no such option. Write {override} instead")
 
 
-class Commands(Group):
+class Commands(CommandGroup):
     """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -81,7 +83,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-bench = typer.Typer(cls=Group, help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
+bench = typer.Typer(cls=CommandGroup, help="Measure fulltilt, and others beside it on the same requests.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 Overrides = Annotated[list[str] | None, argument("KEY=VALUE", "Overrides for keys of the file, for example run.steps=10.")]
@@ -96,16 +98,22 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        tell(f"error: {error}", sys.stderr)
-        sys.exit(2)
+        refuse(str(error))
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
-    except OSError as error:
-        tell(f"error: {system_error(error)}", sys.stderr)
-        sys.exit(2)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and (error.filename is not None or error.errno not in OWN_MISTAKES):
+            refuse(system_error(error))
         tell(traceback.format_exc().rstrip(), sys.stderr)
         sys.exit(1)
+
+
+def refuse(text: str) -> NoReturn:
+    """End with an error that the user can fix. With FULLTILT_TRACEBACK=1 the exceptions behind it are shown too."""
+    if os.environ.get("FULLTILT_TRACEBACK") == "1":
+        tell(traceback.format_exc().rstrip(), sys.stderr)
+    tell(f"error: {text}", sys.stderr)
+    sys.exit(2)
 
 
 def system_error(error: OSError) -> str:

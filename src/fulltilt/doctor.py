@@ -163,7 +163,9 @@ def examine_sandbox() -> Finding:
     has = f"Landlock {f'version {landlock}' if landlock else 'missing'}, seccomp {'available' if seccomp else 'missing'}"
     lacking = confine.lacking(landlock, seccomp)
     fault = f"{has}: reward functions can {joined(lacking, 'and')}" if lacking else None
-    remedy = "use Linux 6.2 or newer with Landlock enabled (lsm= on the kernel's command line), in a container that allows its system calls"
+    remedy = (
+        "use Linux 6.12 or newer with Landlock enabled (lsm= on the kernel's command line), in a container that allows its system calls"
+    )
     return judged(
         "reward sandbox", f"{has}: reward functions cannot signal the trainer or write into run.dir", fault, remedy, status="missing"
     )

@@ -48,8 +48,11 @@ def read_file(path: Path) -> bytes:
 
 def refuse_foreign_json(file: Path, key: str, option: str) -> None:
     """Raise UserError if the file exists and is no JSON object with `key`, which all that `option` writes have. A device is no file."""
-    if not file.is_file() or file.stat().st_size == 0:
-        return
+    try:
+        if not file.is_file() or file.stat().st_size == 0:
+            return
+    except OSError as error:
+        raise UserError(f"{option}: {file} cannot be used: {error.strerror}. Give another name") from error
     try:
         found: Any = json.loads(read_file(file))
     except (OSError, ValueError, RecursionError):

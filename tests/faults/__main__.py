@@ -21,6 +21,10 @@ os.environ.update(
     PYTHONDONTWRITEBYTECODE="1",
 )
 
+from fulltilt.observe.streams import QUIET  # noqa: E402
+
+os.environ.update(QUIET)  # libraries read it when they are imported
+
 from fuzz import main  # noqa: E402
 
 main()

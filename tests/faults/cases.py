@@ -5,6 +5,7 @@ Guaranteed: the same seed and number give the same tree, command and surrounding
 - nothing of the user's has changed: whatever was there before is there after, byte for byte, except the files of an earlier run in its
   run folder; new files are in the run folder, or where the command was told to write;
 - no process is left behind, and no file in TMPDIR;
+- no internal error is told as a mistake of the user's: exit code 2 with the name of such an error quotes code that is not ours;
 - no control character of data, rewards or models reaches its output; no library's warning does.
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import json
 import os
 import random
@@ -182,6 +184,13 @@ def remove(root: Path) -> None:
 FRAME = re.compile(r'^ *File "([^"]*)", line (\d+), in (.*)$', re.MULTILINE)
 STUCK_FRAME = re.compile(r'^  File "([^"]*)", line (\d+) in (.*)$', re.MULTILINE)
 WARNING = re.compile(r"^(?:.*\.py:\d+: \w*Warning: |\[transformers\]).*$", re.MULTILINE)
+INTERNAL = re.compile(r"\b(?:Attribute|Type|Key|Index|Name|Assertion|Unbound\w*)Error\b")
+# How messages begin that quote what the user's functions and templates raise, and libraries for the files of a model or a checkpoint.
+QUOTING = re.compile(
+    r"reward|algorithm\.|model\.chat_template|chat template|loading \S+ failed"
+    r"|\w+\.path: .*(?:could not be|cannot be run here|does not fit)"
+    r"|.*manifest\.json is not readable|.*state\.json is not as fulltilt writes it"
+)
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\x80-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
@@ -241,10 +250,18 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
     shown = tree.surroundings.get("stderr", "file") == "file" and tree.surroundings.get("file_bytes", 2**20) >= 4096
     if ended.code == 2 and shown and not re.search(r"error:|Usage:", ended.error, re.IGNORECASE):
         yield Verdict("exit code 2 without a message", ended.error[-500:])
+    if ended.code == 2:
+        yield from judge_blame(ended.error)
     if ended.code == 2 and len(ended.error) > LONGEST_MESSAGE:
         yield Verdict("a very long message", f"{len(ended.error)} characters: {ended.error[:500]}")
     if "--json" in tree.arguments and ended.code == 0 and tree.surroundings.get("stdout", "file") == "file":
         yield from judge_json(tree, ended.out)
+
+
+def judge_blame(error: str) -> Iterator[Verdict]:
+    for line in error.splitlines():
+        if (found := INTERNAL.search(line)) and not QUOTING.match(re.sub(r"^(?:error: |warning: |- |\s)+", "", line)):
+            yield Verdict(f"an internal error told as the user's: {found[0]}", line[:1500])
 
 
 def judge_json(tree: Tree, out: str) -> Iterator[Verdict]:
@@ -266,9 +283,15 @@ def judge_files(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry])
         after = {path: entry for path, entry in after.items() if not ({tree.run_dir, tree.root / "renamed"} & {path, *path.parents})}
     for kind, names in sorted(changes(tree, before, after).items()):
         yield Verdict(kind, ", ".join(sorted(names)[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""))
-    contents = {entry[2] for entry in after.values()}
-    if lost := [name for name, content in tree.kept.items() if content not in contents]:
+    if tree.history and (lost := lost_history(tree, before, after)):
         yield Verdict("the earlier run's metrics or rollouts are lost", ", ".join(lost))
+
+
+def lost_history(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry]) -> list[str]:
+    """The earlier run's metrics and rollouts whose bytes are nowhere any more."""
+    run, contents = tree.root / "run", {hashlib.sha256().hexdigest(), *(entry[2] for entry in after.values())}  # an empty file has none
+    history = {path for path in tree.ours if path == run / "metrics.jsonl" or path.parent == run / "rollouts"}
+    return [str(path.relative_to(tree.root)) for path in sorted(history & before.keys()) if before[path][2] not in contents]
 
 
 def changes(tree: Tree, before: dict[Path, Entry], after: dict[Path, Entry]) -> dict[str, list[str]]:

@@ -25,7 +25,6 @@ from kills import kill_all
 
 import fulltilt
 from fulltilt.memory.host import usable_cores
-from fulltilt.observe import streams
 
 CASES = 1000
 WARM = """
@@ -36,7 +35,6 @@ pyarrow.ipc matplotlib.figure matplotlib.backends.backend_agg models
 
 def warm_up() -> None:
     """Import all that commands need. Nothing is computed: a process that has started threads cannot be forked safely."""
-    os.environ.update(streams.QUIET)  # libraries read it when they are imported
     ours = [each.name for each in pkgutil.walk_packages(fulltilt.__path__, "fulltilt.") if not each.name.endswith("__main__")]
     for name in [*WARM.split(), *ours]:
         try:

@@ -177,7 +177,7 @@ class Tree:
     said: list[str] = field(default_factory=list)  # the mutations, in words
     run_dir: Path | None = None  # where run.dir leads; None: nowhere that may be written
     ours: set[Path] = field(default_factory=set)  # files of an earlier run
-    kept: dict[str, str] = field(default_factory=dict)  # files of an earlier run whose bytes must not be lost: name and digest
+    history: bool = False  # the earlier run's metrics and rollouts must stay somewhere
     outputs: tuple[Path, ...] = ()  # files that the command is told to write
     long: bool = False  # a mutation may rightly make the run take hours: it must then end when it is told to
 

@@ -162,6 +162,8 @@ def put_together(
 
 
 def describe(config: Config, reward: RewardPool | None, models: Models) -> Iterator[str]:
+    if reward and "function" not in config.reward.model_fields_set and not config.reward.sources:
+        yield f"reward: {config.reward.function}, because reward.function is not set"
     if reward and not reward.memory_limited:
         yield "this system does not limit the memory of reward processes: reward.memory_gb has no effect"
     if reward and reward.lacking:

@@ -22,6 +22,7 @@ import torch
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, scatter
 from fulltilt.batching.schedule import split_minibatches
+from fulltilt.blame import is_out_of_memory
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.plan import Plan, releases_memory
@@ -100,8 +101,7 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        # On a CPU torch raises a plain RuntimeError.
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        if not is_out_of_memory(error):
             raise
         remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
         what = first_line(error)

@@ -40,7 +40,7 @@ from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, keys, rewards_named, row_of, to_toml, value_of
 from fulltilt.settings import own_functions
-from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore
+from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
 
 SIZES = {field.name for field in fields(Budgets)}
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
@@ -318,8 +318,9 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
 def assemble_checkpoint(
     config: Config, store: CheckpointStore, find: Callable[[], Checkpoint | None], console: Console
 ) -> tuple[Checkpoint, RunParts]:
-    """The checkpoint that `find` gives, and its parts. A run that is still training may delete it meanwhile: then `find` is asked again."""
-    while True:
+    """The checkpoint that `find` gives, and its parts."""
+
+    def find_one() -> Checkpoint:
         found = find()
         for text in store.skipped:
             console.warn(f"skipped a damaged checkpoint: {text}")
@@ -327,13 +328,13 @@ def assemble_checkpoint(
             best = find == store.find_best
             which, option, how = ("best", "--best", "; run.keep_best keeps a best checkpoint") if best else ("intact", "--latest", "")
             raise UserError(f"{config.run.dir} holds no {which} checkpoint. Run without {option} to evaluate model.path{how}")
-        try:
-            refuse_other_adapters(config, read_state(found))
-            return found, assemble_evaluation(config, found)
-        except Exception:  # what a reader raises for a file that is gone depends on the library
-            if found.path.exists():
-                raise
-            console.warn(f"{found.path} was deleted by its run while it was read: the next checkpoint is taken")
+        return found
+
+    def read(found: Checkpoint) -> tuple[Checkpoint, RunParts]:
+        refuse_other_adapters(config, read_state(found))
+        return found, assemble_evaluation(config, found)
+
+    return open_checkpoint(find_one, read, console.warn)
 
 
 def refuse_other_adapters(config: Config, state: SavedState) -> None:

@@ -3,7 +3,8 @@
 Enters: a folder or hub name. Leaves: the model in evaluation mode with our functions for attention and experts, its tokenizer, its end
 tokens. Guaranteed: every weight comes from the files (a missing one is refused, never initialised) and is a finite number; remote code runs
 only if asked for; end tokens are all that the generation config, the model config or the tokenizer name. Whatever transformers raises for
-the content of a folder or a hub's files is a UserError of one line, with the original error as its cause.
+the content of a folder or a hub's files is a UserError of one line, with the original error as its cause. A failure of our own code, or
+of memory, is passed on as it is.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from fulltilt.blame import says_nothing
 from fulltilt.model import attention, experts
 from fulltilt.model.chat_template import read_template
 from fulltilt.model.folder import inspect_model
 from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
-from fulltilt.shape import Shape
+from fulltilt.shape import Shape, UnknownParameters
 from fulltilt.words import first_line, listed
 
 if TYPE_CHECKING:
@@ -58,7 +60,7 @@ def read_model(
     transformers_logging.disable_progress_bar()
     failure = f"{source} could not be loaded as {what}"
     with reading(failure, key, source, "config.json and the files of its weights"), loading_report() as said:
-        refuse_larger_than_files(partial(kind.from_config, found, trust_remote_code=config.trust_remote_code), source, key)
+        refuse_larger_than_files(found, partial(kind.from_config, found, trust_remote_code=config.trust_remote_code), source, key)
         try:
             model, report = kind.from_pretrained(
                 source,
@@ -127,17 +129,24 @@ def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoMode
     return found
 
 
-def refuse_larger_than_files(build: Callable[[], PreTrainedModel], source: str, key: str) -> None:
+def refuse_larger_than_files(config: PretrainedConfig, build: Callable[[], PreTrainedModel], source: str, key: str) -> None:
     """transformers would allocate and initialise all that the files lack before it reports on it, however much that is."""
     stored = sum(file.stat().st_size for end in ("safetensors", "bin") for file in Path(source).glob(f"*.{end}"))
-    parameters = 0
-    with contextlib.suppress(Exception), torch.device("meta"):  # what cannot be built is reported by loading it
-        parameters = sum(parameter.numel() for parameter in build().parameters())
-    if stored and parameters > 2 * stored:  # the smallest numbers in use have half a byte
+    if stored and (parameters := count_parameters(config, build)) > 2 * stored:  # the smallest numbers in use have half a byte
         raise UserError(
-            f"{key}: config.json in {source} describes {parameters:,} parameters, but the files of weights have {stored:,} bytes. Use a "
-            "complete checkpoint, and the config.json that came with it"
+            f"{key}: config.json in {source} describes at least {parameters:,} parameters, but the files of weights have {stored:,} bytes. "
+            "Use a complete checkpoint, and the config.json that came with it"
         )
+
+
+def count_parameters(config: PretrainedConfig, build: Callable[[], PreTrainedModel]) -> int:
+    """By arithmetic where the family is known, since building a model of 7B takes a second; without the head, which a critic does not have.
+    0 for what cannot be built: loading it says why."""
+    with contextlib.suppress(UnknownParameters):
+        return sum(count for kind, count in shape_of(config).parameters_by_kind().items() if kind != "head")
+    with contextlib.suppress(Exception), torch.device("meta"):
+        return sum(parameter.numel() for parameter in build().parameters())
+    return 0
 
 
 def shape_of(config: PretrainedConfig) -> Shape:
@@ -266,9 +275,11 @@ def reading(failure: str, key: str, source: str, files: str) -> Iterator[None]:
     """Turn what transformers raises into a UserError that says what to do. `files`: those of the model's folder that are read."""
     try:
         yield
-    except (UserError, torch.OutOfMemoryError, MemoryError):
+    except UserError:
         raise
     except Exception as error:  # whatever its code, and that of the readers below it, does with values that it does not expect
+        if says_nothing(error):
+            raise
         if "trust_remote_code" in str(error):
             remedy = "Read that code, then set model.trust_remote_code = true"
         elif not Path(source).is_dir():

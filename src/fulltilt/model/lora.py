@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from fulltilt.blame import says_nothing
 from fulltilt.model import experts
 from fulltilt.model.folder import inspect_adapter
 from fulltilt.model.load import refuse_not_finite
@@ -160,6 +161,8 @@ def stored_settings(model: PreTrainedModel, path: str) -> Any:
     try:
         settings = peft.PeftConfig.from_pretrained(path)
     except Exception as error:  # whatever peft does with values that it does not expect
+        if says_nothing(error):
+            raise
         raise UserError(
             f"lora.path: the adapter in {path} could not be read: {first_line(error)}. Give the folder of an adapter that peft saved"
         ) from error
@@ -306,10 +309,14 @@ def read_adapter(model: PreTrainedModel, path: str) -> None:
         raise UserError(f"lora.path: {path} has no adapter_model.safetensors. Give the folder of an adapter that peft saved")
     try:
         report: Any = set_peft_model_state_dict(model, load_peft_weights(path, device="cpu"), adapter_name=NAME)
-        odd = [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]
-        misfit = listed(odd, 3)
     except Exception as error:  # of peft, safetensors, pickle and torch
-        misfit = " ".join(str(error).split())[:300] or type(error).__name__
-    if misfit:
-        raise UserError(f"lora.path: the adapter in {path} does not fit the model: {misfit}. Give an adapter of model.path")
+        if says_nothing(error):
+            raise
+        raise misfit(path, " ".join(str(error).split())[:300] or type(error).__name__) from error
+    if odd := [*report.unexpected_keys, *(name for name in report.missing_keys if ".lora_" in name)]:
+        raise misfit(path, listed(odd, 3))
     refuse_not_finite(((name, tensor) for name, tensor in model.named_parameters() if ".lora_" in name), path, "lora.path")
+
+
+def misfit(path: str, why: str) -> UserError:
+    return UserError(f"lora.path: the adapter in {path} does not fit the model: {why}. Give an adapter of model.path")

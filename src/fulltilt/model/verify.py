@@ -4,7 +4,8 @@ Enters: a loaded model, with a language head or without one (critic, reward mode
 Guaranteed, or the run is refused with the setting, the architecture's name and the reason: every layer went through our attention
 function; changing one packed document does not change the others' log-probs (hidden states); a document packed among others equals the
 document alone, within twice the rounding that reordering the pack causes; our head equals the model's own; where the model decodes, each
-layer has a cache of its own, and tokens decoded over the paged cache have the log-probs of the packed documents.
+layer has a cache of its own, and tokens decoded over the paged cache have the log-probs of the packed documents. What fails in our own
+functions is passed on as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.blame import says_nothing
 from fulltilt.model.arrays import to_device
 from fulltilt.model.attention import Context, Decode, LayerShape, Packed, Paged, UnsupportedModel
 from fulltilt.model.forward import hidden_states
@@ -65,11 +67,11 @@ def verify(model: PreTrainedModel, key: str = "model.path", *, decodes: bool = T
     where = f"{key}: {model.name_or_path or 'this model'} cannot be run here"
     try:
         return verify_model(model, decodes=decodes)
-    except (torch.OutOfMemoryError, MemoryError):
-        raise
     except UserError as error:
         raise UnsupportedModel(f"{where}: {str(error).rstrip('.')}. {REMEDY}") from error
     except Exception as error:  # from the model's code, which expects a mask, a cache, or arguments of its own
+        if says_nothing(error):
+            raise
         reason = f"its code does not run without an attention mask and a cache ({type(error).__name__}: {first_line(error).rstrip('.')})"
         raise UnsupportedModel(f"{where}: {name_of(model)}: {reason}. {REMEDY}") from error
 

@@ -258,12 +258,15 @@ class Health:
             streak = self._streaks[rule.name] = streak + 1
             if self.config.stop and rule.stops and (rule.at_once or streak >= self.config.patience):
                 failed |= rule.at_once
-                stops.append(f"  {rule.name} for {many(streak, 'step')} in a row: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
+                lasted = f" for {many(streak, 'step')} in a row" if streak > 1 else ""
+                stops.append(f"  {rule.name}{lasted}: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
             elif rule.name not in self._told:
                 outlook = self._outlook(streak) if rule.stops else "This rule only warns"
                 warnings.append(f"step {step}: {rule.name}: {measured}. {outlook}: see {PAGE}#{rule.name}")
             self._told.add(rule.name)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
+        if failed:
+            warnings.clear()  # they say when the run would stop
         return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save, notes=tuple(notes), failed=failed)
 
     def failed(self, metrics: Metrics) -> str | None:
@@ -294,6 +297,6 @@ def last_good(step: int, checkpoints: Path, *, good: bool = True) -> str:
     where = f"The last good checkpoint is {path}" if good else f"The newest checkpoint, saved while the rule held, is {path}"
     damage = "" if good else "; if it is already damaged, start again in another run.dir"
     return (
-        f"{where}. Fix the cause and repeat the command to resume from there, with run.resume=force if keys outside [health] change"
+        f"{where}. Fix the cause and repeat the command to resume from there, with run.resume=force if your code or keys outside [health] change"
         f"{damage}; health.ignore turns a rule off"
     )

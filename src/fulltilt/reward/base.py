@@ -179,6 +179,8 @@ class RewardPool:
                     ((score,),) = self.collect([group])
                     failure = score.error
                 except UserError as error:
+                    if self._dispatcher.stopped:  # no call can end any more
+                        return [*found, str(error)]
                     failure, self._error = str(error), None
                     self._groups.clear()
                 if failure:

@@ -69,6 +69,7 @@ class CallQueue:
             while not self._closed:
                 while self._later and self._later[0][0] <= time.monotonic():
                     self._ready.append(heapq.heappop(self._later)[2])
+                    self._changed.notify()  # this thread may not take them all
                 if self._ready or not wait:
                     break
                 self._changed.wait(max(0.0, self._later[0][0] - time.monotonic()) if self._later else None)

@@ -66,6 +66,7 @@ def lacking(landlock: int, seccomp: bool) -> tuple[str, ...]:
         "write into run.dir and into the trainer's memory": not landlock,
         "truncate files in run.dir": 0 < landlock < _TRUNCATE_SINCE,
         "signal the trainer": landlock < _SIGNALS_SINCE and not seccomp,
+        "signal threads that the trainer starts later": landlock < _SIGNALS_SINCE and seccomp,
     }
     return tuple(words for words, holds in found.items() if holds)
 
@@ -98,16 +99,37 @@ class Confinement:
         return [*threads[:_MOST_THREADS], *{-os.getpgid(pid) for pid in self.pids}, -1]
 
     def explain(self, error: BaseException) -> str:
-        """What to add to the message of a call that was refused a file."""
-        if not self.run_dir or self.ruleset is None or not isinstance(error, OSError) or not isinstance(error.filename, str):
-            return ""
-        folder = os.path.dirname(os.path.realpath(error.filename))
-        if error.errno not in (errno.EACCES, errno.EXDEV) or os.path.commonpath([folder, self.run_dir]) not in (folder, self.run_dir):
+        """What to add to the message of a call that was refused a file, or may have been."""
+        if not self.run_dir or self.ruleset is None or not any(map(_may_be_refused, _chain(error))):
             return ""
         return (
-            f". Reward functions cannot write into run.dir ({self.run_dir}), nor make files directly in a folder that contains it: use "
-            "another folder, or set reward.sandbox = false"
+            f". Reward functions cannot write into run.dir ({self.run_dir}), nor make files directly in a folder that contains it, which "
+            "may be the cause. Use another folder that exists before the run (cache/ for example), or set reward.sandbox = false"
         )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
+
+
+def _may_be_refused(error: BaseException) -> bool:
+    """Whether Landlock may be the cause. Types that the process may not have imported are known by name."""
+    if isinstance(error, OSError):
+        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
+        return error.errno in (errno.EACCES, errno.EXDEV) and (not names or any(map(_writable_otherwise, names)))
+    code = getattr(error, "sqlite_errorname", None) or ""
+    return type(error).__name__ == "CalledProcessError" or str(code).startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR"))
+
+
+def _writable_otherwise(path: str) -> bool:
+    """Whether the modes of files, which is all that `access` asks for, allow it: then it was Landlock that did not."""
+    path = os.path.realpath(path)
+    return os.access(path if os.path.lexists(path) else os.path.dirname(path), os.W_OK)
 
 
 def confinement(run_dir: Path | None, pids: tuple[int, ...]) -> Confinement:
@@ -127,21 +149,22 @@ def _open_rules(run_dir: str, version: int) -> int | None:
     ruleset = _syscall(_CREATE_RULESET, handled, len(handled), 0)
     if ruleset < 0:
         return None
-    for path in _beside(run_dir) if run_dir else ():
+    for entry in _beside(run_dir) if run_dir else ():
         with contextlib.suppress(OSError):  # gone meanwhile, or of another user
-            descriptor = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-            rule = struct.pack("=Qi", rights if os.path.isdir(path) else in_file, descriptor)
+            descriptor = os.open(entry.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            # What the folder itself says about its entries: asking a file system that does not answer would hang the start.
+            rule = struct.pack("=Qi", rights if entry.is_dir(follow_symlinks=False) else in_file, descriptor)
             _syscall(_ADD_RULE, ruleset, 1, rule, 0)
             os.close(descriptor)
     return ruleset
 
 
-def _beside(run_dir: str) -> Iterator[str]:
+def _beside(run_dir: str) -> Iterator[os.DirEntry[str]]:
     """Everything in the folders that contain the run folder, except those folders themselves and /proc, which has the trainer's files."""
     on_the_way = {run_dir, "/proc", *map(str, Path(run_dir).parents)}
     for folder in Path(run_dir).parents:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
-            yield from (entry.path for entry in entries if entry.path not in on_the_way and not entry.is_symlink())
+            yield from (entry for entry in entries if entry.path not in on_the_way and not entry.is_symlink())
 
 
 # ---- the filter of system calls --------------------------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class Dispatcher:
         self._mean_s = math.inf
         self._loaded = threading.Event()
         self._closing = threading.Event()
+        self._held = contextlib.ExitStack()  # what `close` gives back
         self.batch: tuple[bool, ...] = ()  # for each function, once loaded
         self.asynchronous: tuple[bool, ...] = ()
         self.memory_limited = True
@@ -87,12 +88,23 @@ class Dispatcher:
             self._folder = tempfile.mkdtemp(prefix="fulltilt-reward-")
         except OSError as error:
             raise UserError(f"no folder for the temporary files of reward functions: {error}. Make room, or set TMPDIR") from error
-        self._guard = Guard()
-        self._environment.variables["TMPDIR"] = self._folder
-        if self._config.sandbox:
-            self.confinement = confine.confinement(run_dir, (os.getpid(), self._guard.pid))
-        memory = int(self._config.memory_gb * 2**30)
-        self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), memory, self._config.timeout_s, self.confinement))
+        with contextlib.ExitStack() as held:
+            held.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            self._guard = Guard(self._folder)
+            held.callback(self._guard.close)
+            self._environment.variables["TMPDIR"] = self._folder
+            if self._config.sandbox:
+                self.confinement = confine.confinement(run_dir, (os.getpid(), self._guard.pid))
+                if self.confinement.ruleset is not None:
+                    held.callback(os.close, self.confinement.ruleset)
+            memory = int(self._config.memory_gb * 2**30)
+            self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), memory, self._config.timeout_s, self.confinement))
+            self._held = held.pop_all()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether calls that are put now never end."""
+        return self._closing.is_set()
 
     def put(self, calls: Sequence[RewardCall]) -> None:
         if not calls:
@@ -110,12 +122,8 @@ class Dispatcher:
         self._stop()
         for thread in self._threads:
             thread.join()
-        if self._threads:
-            self._guard.close()
-            shutil.rmtree(self._folder, ignore_errors=True)
-            if self.confinement and self.confinement.ruleset is not None:
-                os.close(self.confinement.ruleset)
         self._threads = []
+        self._held.close()
 
     def _launch_for(self, calls: int) -> None:
         """Starts the threads that this many calls of plain functions can use, beside the one that may serve the asynchronous ones."""

@@ -140,8 +140,11 @@ def locate(name: str) -> UserCode:
         raise UserCodeError(f"reward function {name!r} is not built in and cannot be loaded: {error}") from None
 
 
-def load(located: Sequence[UserCode], args: Mapping[str, Any]) -> list[RewardFunction]:
-    """Executes the files and checks the signatures. Runs in a worker process. UserCodeError with everything that is wrong."""
+def load(
+    located: Sequence[UserCode], args: Mapping[str, Any], explain: Callable[[BaseException], str] = lambda error: ""
+) -> list[RewardFunction]:
+    """Executes the files and checks the signatures. Runs in a worker process. UserCodeError with everything that is wrong, each with what
+    `explain` adds."""
     functions, wrong = [], []
     for code in located:
         try:
@@ -149,7 +152,7 @@ def load(located: Sequence[UserCode], args: Mapping[str, Any]) -> list[RewardFun
         except UserCodeError as error:
             lacks_memory = isinstance(error.__cause__, MemoryError)
             reason = f"loading {code.path} took more memory than reward.memory_gb allows" if lacks_memory else error
-            wrong.append(f"reward function {code.name!r}: {reason}")
+            wrong.append(f"reward function {code.name!r}: {reason}{explain(error)}")
     for key in () if wrong else args:
         if not any(key in function.args for function in functions):
             names = ", ".join(code.name for code in located)

@@ -18,11 +18,11 @@ from fulltilt.reward.calls import CallQueue, RewardCall
 from fulltilt.reward.process import FORGED, Outcome, ProcessLost, WorkerProcess, late
 
 GRACE_S = 5.0  # from the deadline until a call that was cancelled must have ended
-LOOK_S = 0.01  # how often new calls are looked for while others are in flight
+LOOK_S = 0.05  # how often new calls are looked for while others are in flight
 
 
 @dataclass(frozen=True)
-class Flight:
+class CallInFlight:
     call: RewardCall
     deadline: float
 
@@ -36,7 +36,7 @@ class Overlap:
         self._limit = limit
         self._timeout_s = timeout_s
         self._end = end
-        self._flying: dict[int, Flight] = {}  # by the request's id
+        self._flying: dict[int, CallInFlight] = {}  # by the request's id
         self._draining = False  # no more calls for this process
 
     def run(self) -> None:
@@ -53,7 +53,7 @@ class Overlap:
     def _send(self) -> bool:
         calls = [] if self._draining else self._queue.take(self._count, wait=not self._flying)
         deadline = time.monotonic() + self._timeout_s + GRACE_S
-        self._flying |= {call.request.id: Flight(call, deadline) for call in calls}
+        self._flying |= {call.request.id: CallInFlight(call, deadline) for call in calls}
         if calls:
             self._process.give([call.request for call in calls], self._timeout_s + GRACE_S)
         return bool(calls)
@@ -94,7 +94,7 @@ class Overlap:
         self._blame(overdue)
         return True
 
-    def _blame(self, overdue: Sequence[Flight]) -> None:
+    def _blame(self, overdue: Sequence[CallInFlight]) -> None:
         if len(overdue) == 1:
             self._end(overdue[0].call, late(self._timeout_s))
         else:
@@ -107,5 +107,5 @@ class Overlap:
         else:
             self._again_alone(flights)
 
-    def _again_alone(self, flights: Sequence[Flight]) -> None:
+    def _again_alone(self, flights: Sequence[CallInFlight]) -> None:
         self._queue.put_back([replace(flight.call, alone=True, repeats=flight.call.repeats + 1) for flight in flights])

@@ -97,14 +97,18 @@ OUTCOME = TypeAdapter(Outcome)
 class Guard:
     """The trainer's end of the guard process, told which process groups live."""
 
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+    def __init__(self, folder: str) -> None:
+        """Starts it. StartFailed if the system refuses. `folder`: removed when the trainer was killed."""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py")), folder],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StartFailed(f"the guard of the reward processes could not be started: {error}") from error
 
     @property
     def pid(self) -> int:

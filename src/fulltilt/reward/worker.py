@@ -154,7 +154,7 @@ class RewardWorker:
         try:
             if setup.confinement:
                 setup.confinement.take_on()
-            self._functions = functions.load(setup.functions, setup.args)
+            self._functions = functions.load(setup.functions, setup.args, self._explain)
         except OSError as error:
             self._send(f"the system refuses to confine reward processes: {error}. Set reward.sandbox = false")
             return False
@@ -242,13 +242,14 @@ class RewardWorker:
         return self._describe(error, request, output)
 
     def _describe(self, error: BaseException, request: Request, output: _Tail) -> dict[str, Any]:
-        described = describe(error, self._setup.functions[request.function].path)
-        if self._setup.confinement:
-            described += self._setup.confinement.explain(error)
+        described = describe(error, self._setup.functions[request.function].path) + self._explain(error)
         trace = "".join(traceback.format_exception(error, limit=-20))
         printed = output.kept.decode(errors="replace")
         detail = f"{trace[-DETAIL_LENGTH:]}{'output ends: ' if printed else ''}{printed}"
         return {"failure": "error", "message": f"raised {described}", "detail": detail}
+
+    def _explain(self, error: BaseException) -> str:
+        return self._setup.confinement.explain(error) if self._setup.confinement else ""
 
 
 def _redirect_output() -> _Tail:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -97,6 +97,8 @@ class BestCheckpoint:
 
 
 Write = Callable[[Path, bool], Callable[[], None] | None]
+Found = TypeVar("Found", Checkpoint, Checkpoint | None)
+Result = TypeVar("Result")
 
 
 class CheckpointStore:
@@ -451,3 +453,16 @@ def system_error_number(error: BaseException) -> int | None:
         return error.errno
     match = re.search(r"\(os error (\d+)\)|Os \{ code: (\d+)", str(error))
     return int(match[1] or match[2]) if match else None
+
+
+def open_checkpoint(find: Callable[[], Found], read: Callable[[Found], Result], warn: Callable[[str], None]) -> Result:
+    """What `read` makes of the checkpoint that `find` gives. A run that is still training may delete it meanwhile: then `find` is asked
+    again."""
+    while True:
+        found = find()
+        try:
+            return read(found)
+        except Exception:  # what a reader raises for a file that is gone depends on the library
+            if found is None or found.path.exists():
+                raise
+            warn(f"{found.path} was deleted by its run while it was read: the next checkpoint is taken")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def run_file_gone(tree: Tree, chance: random.Random) -> str:
         path.rename(path.with_name(f"{path.name}.bak"))
         return said(tree, path, how)
     if path.name == "checkpoints":
-        keep_history(tree)
+        tree.history = True
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     if how == "a folder":
         path.mkdir()
@@ -156,19 +157,12 @@ def run_file_gone(tree: Tree, chance: random.Random) -> str:
     return said(tree, path, how)
 
 
-def keep_history(tree: Tree) -> None:
-    """From now on the earlier run's metrics and rollouts must stay somewhere."""
-    for path in run_files(tree):
-        if path.name == "metrics.jsonl" or path.parent.name == "rollouts":
-            tree.kept[str(path.relative_to(tree.root))] = hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 @mutation("run", 2)
 def checkpoints_gone(tree: Tree, chance: random.Random) -> str:
     folder = tree.root / "run" / "checkpoints"
     if not folder.is_dir():
         return "no checkpoints to remove"
-    keep_history(tree)
+    tree.history = True
     shutil.rmtree(folder)
     if chance.random() < 0.3:
         folder.mkdir()
@@ -191,7 +185,7 @@ def stranger_in_run(tree: Tree, chance: random.Random) -> str:
     else:
         source = folder / "checkpoints" / "step-00000001"
         shutil.copytree(source, path) if kind == "copy" and source.is_dir() else path.mkdir()
-    if "partial" in name or "trash" in name or "replaced" in name or name.startswith("checkpoints/step-0"):
+    if "partial" in name or "trash" in name or "replaced" in name or re.fullmatch(r"checkpoints/step-\d+", name):
         tree.ours |= {path, *path.rglob("*")}
     return f"run/{name[:60]} added, {kind}"
 

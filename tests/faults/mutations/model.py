@@ -202,7 +202,10 @@ def in_shards(tree: Tree, chance: random.Random) -> str:
     whole = folder / "model.safetensors"
     if not whole.is_file():
         return "no tensors to shard"
-    header = json.loads(whole.read_bytes()[8 : 8 + int.from_bytes(whole.read_bytes()[:8], "little")])
+    try:
+        header = json.loads(whole.read_bytes()[8 : 8 + int.from_bytes(whole.read_bytes()[:8], "little")])
+    except (ValueError, RecursionError):
+        return said(tree, whole, "is no safetensors any more")
     shard = "model-00001-of-00001.safetensors"
     whole.rename(folder / shard)
     index: Any = {"metadata": {"total_size": 1}, "weight_map": {name: shard for name in header if name != "__metadata__"}}

@@ -1,0 +1,32 @@
+"""Whose mistake an error is, for code that calls a library on the user's files and blames those files for whatever the library raises.
+
+Enters: an exception that was caught. Leaves: whether it says anything about the files. Guaranteed: neither torch nor a library of models is
+imported.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+# Libraries that do what their caller asks: an error inside one is the caller's.
+SERVING = frozenset({"torch", "triton", "numpy", *sys.stdlib_module_names})
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Where the memory of the host is used up, torch raises a plain RuntimeError; on a GPU, a type of its own."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether code of this package failed, and not code that it called with the user's files, or a model that it ran."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if frames and frames[-1].f_code.co_name == "_call_impl":  # a module of a model, whose `forward` does not take these arguments
+        return False
+    packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    return [package for package in packages if package not in SERVING][-1:] == [__name__.partition(".")[0]]
+
+
+def says_nothing(error: BaseException) -> bool:
+    """Whether an error says nothing about the user's files, and must be passed on as it is."""
+    return is_out_of_memory(error) or is_ours(error)
