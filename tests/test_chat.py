@@ -77,7 +77,7 @@ def test_options_of_a_conversation(trained: Path, model_folders: ModelFolders) -
 def test_without_a_template_each_line_is_continued_by_itself(untaught: Path) -> None:
     answers, notes = talk(untaught, "1+1=", "2+2=", "1+1=")
     assert answers == [expected(untaught, "1+1="), expected(untaught, "2+2="), answers[0]]
-    assert "no chat template: it continues each line, without the others" in notes[0]
+    assert "no chat template: each line is continued on its own" in notes[0]
     with pytest.raises(fulltilt.UserError, match="--system: there is no chat template"):
         talk(untaught, "1+1=", system="be brief")
 

@@ -522,7 +522,9 @@ def test_eval_for_machines(ended: Outcome) -> None:
 def test_eval_has_its_own_mistakes(folder: Path) -> None:
     nothing = runs.command_here(folder, "eval", "run.toml", "--latest")
     assert (nothing.code, nothing.out) == (2, "")
-    assert "error: run holds no intact checkpoint" in nothing.error
+    assert "error: run holds no intact checkpoint. Run without --latest to evaluate model.path\n" in nothing.error
+    none_kept = runs.command_here(folder, "eval", "run.toml", "--best").error
+    assert "no best checkpoint. Run without --best to evaluate model.path; run.keep_best keeps a best checkpoint\n" in none_kept
     change(folder, 'val = "val.jsonl"\n', "")
     change(folder, "eval_every = 5\neval_before = true\n", "")
     without = runs.command_here(folder, "eval", "run.toml")

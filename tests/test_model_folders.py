@@ -220,6 +220,24 @@ def test_impossible_sizes_are_refused(key: str, folders, broken) -> None:
         assert_actionable(refusal("model.path", folder), "model.path", folder)
 
 
+@pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
+def test_quantized_models_are_refused_before_they_are_loaded(method: str, folders, broken) -> None:
+    config = json.loads((folders["model"] / "config.json").read_text())
+    folder = broken("model", "config.json", json.dumps({**config, "quantization_config": {"quant_method": method, "bits": 4}}).encode())
+    (message,) = checked("model.path", folder)
+    assert_actionable(message, "model.path", folder)
+    assert "quantized models are not supported. Give the model that it was made from" in message
+
+
+@pytest.mark.parametrize("left", [None, b"{}"])
+def test_a_folder_without_a_tokenizer_is_refused(left: bytes | None, broken) -> None:
+    folder = broken("model", "tokenizer_config.json", left)
+    (folder / "tokenizer.json").unlink()
+    assert refusal("model.path", folder) == (
+        f"model.path: {folder} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there"
+    )
+
+
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_odd_end_tokens_are_refused(file: str, folders, broken) -> None:
     content = json.loads((folders["model"] / file).read_text())

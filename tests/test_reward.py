@@ -1191,7 +1191,7 @@ def test_reward_processes_see_no_secrets(tmp_path: Path, pool_of: Any, monkeypat
         monkeypatch.setenv(name, value)
     (score,) = pool_of(write(tmp_path, NAMES), env=["JUDGE_KEY"]).collect([group_of(["x"])])[0]
     assert {"PATH", "JUDGE_KEY", *kept} <= set(score.parts) and not set(gone) & set(score.parts)
-    with pytest.raises(UserError, match=r"reward\.env: NOT_SET_ANYWHERE is not set"):
+    with pytest.raises(UserError, match=r"reward\.env: NOT_SET_ANYWHERE is not set .* Set the variable, or remove it from reward.env"):
         pool_of("gsm8k", env=["NOT_SET_ANYWHERE"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,10 @@ def test_a_written_file_passes_the_check(folder: Path, task: str) -> None:
     assert {"val", "eval_every"} <= {*commented["data"], *commented["run"]}
     for section, own in tomllib.loads(text).items():  # each key below a line of its meaning
         for name in own:
-            above = text.partition(f"\n[{section}]\n")[2].partition(f"\n{name} = ")[0].rpartition("# ")[2]
-            assert words(keys()[f"{section}.{name}"]).meaning.startswith(above.rstrip("."))
+            lines = text.partition(f"\n[{section}]\n")[2].partition(f"\n{name} = ")[0].splitlines()
+            above = [line[2:] for line in takewhile(lambda line: line.startswith("# ") and " = " not in line, reversed(lines))]
+            meaning = words(keys()[f"{section}.{name}"]).meaning
+            assert " ".join(reversed(above)) == meaning.partition(". ")[0].rstrip(".") + "."  # a whole sentence
     shorter = ["rollout.max_new_tokens=16"] if task != "sft" else []  # the model has few positions
     checked = runs.command_here(folder, "train", f"{task}.toml", "--check", "run.device=cpu", *shorter)
     assert (checked.code, checked.out) == (0, f"{task}.toml: no mistakes found\n"), checked
@@ -60,6 +63,10 @@ def test_nothing_is_overwritten(folder: Path) -> None:
         assert (ended.code, ended.out) == (2, "") and "Traceback" not in ended.error, ended
     assert runs.contents(folder) == before
     assert "run.toml exists already, and init overwrites nothing" in init(folder, "grpo", "run.toml").error
+    assert "model is a folder. Give the name of a file, such as model/grpo.toml" in init(folder, "grpo", "model/").error
+    for name in ("a\nb.toml", "a\r.toml", "\x1b[2J.toml"):
+        assert "the name has a line break or another character that cannot be printed" in init(folder, "grpo", name).error
+    assert runs.contents(folder) == before
     assert "gpro: no such task. Choose grpo, ppo, dapo, sft or reward" in init(folder, "gpro").error
     assert "cannot be written: File name too long" in init(folder, "grpo", "x" * 300).error
 

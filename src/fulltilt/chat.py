@@ -61,7 +61,7 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
             raise UserError(f"--max-new-tokens: the model has {texts.limit} positions, which leaves none for a prompt. Lower it")
         with open_generation(config, texts, longest, found) as generation:
             step = f", step {found.step}" if found else ""
-            how = "each line is a turn of the conversation" if templated else "no chat template: it continues each line, without the others"
+            how = "each line is a turn of the conversation" if templated else "no chat template: each line is continued on its own"
             note(f"{config.model.path}{step}; {how}. {HELP}")
             yield Conversation(generation, texts, templated, longest, options.seed, out, note)
 

@@ -1,8 +1,8 @@
 """The command line.
 
 Enters: arguments. Leaves: an exit code: 0 for success, 2 for an error that the user can fix (reported without a traceback, unless
-FULLTILT_TRACEBACK=1 asks for it), 1 for any other failure, 130 after Ctrl-C, which saves first. Guaranteed: torch is imported only by
-commands that need it, so help and configuration errors are quick.
+FULLTILT_TRACEBACK=1 asks for it), 1 for any other failure, 130 after Ctrl-C, SIGTERM or SIGHUP, where a run saves first. Guaranteed: torch
+is imported only by commands that need it, so help and configuration errors are quick.
 """
 
 from __future__ import annotations

@@ -410,7 +410,9 @@ def _has_effect(key: str, config: Config) -> Iterator[str]:
             continue
         read = {each: in_effect(config, each) for each in used_if.reads if each != key}
         why = " and ".join(f"{each} is {'not set' if seen is None else shown(seen)}" for each, seen in read.items())
-        if effective:
+        if effective and all(seen is None for seen in read.values()):
+            yield f"{key}: missing. Set {either([key, *read])}"
+        elif effective:
             yield f"{key}: missing, but {why}. Set it: {words(keys()[key]).meaning}"
         elif given:
             remedy = used_if.remedy.format(section=section)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,14 @@ from fulltilt.words import either, printable
 MODEL, DATA = "path/to/model", "path/to/train.jsonl"  # where none is given; `--check` says that they do not exist
 
 LINE = 120
+ANOTHER = "Choose another file name or folder"
 
 REWARD = '''\
 """The reward of a sample. docs/rewards.md describes all arguments that a function may name, and what it may return."""
 
 
 def score(solution_str, ground_truth):
-    """`solution_str` is the response; `ground_truth` is that column of the row of data. The more, the better."""
+    """`solution_str` is the response; `ground_truth` is that column of the row of data. Higher is better."""
     return float(solution_str.strip() == str(ground_truth).strip())
 '''
 
@@ -74,19 +76,23 @@ def write(task: str, file: Path | None, model: str | None, data: str | None) -> 
     if task not in TASKS:
         raise UserError(f"{task}: no such task. Choose {either(list(TASKS))}")
     file = file or Path(f"{task}.toml")
+    if (shown := printable(str(file)).replace("\n", "\\n")) != str(file):
+        raise UserError(f"{shown}: the name has a line break or another character that cannot be printed. {ANOTHER}")
+    if os.path.isdir(file):
+        raise UserError(f"{file} is a folder. Give the name of a file, such as {file / f'{task}.toml'}")
     reward = file.parent / "reward.py"
     given = {"model.path": model or MODEL, "data.train": data or DATA, "run.dir": f"runs/{file.stem}"}
     values = {**TASKS[task].keys, **given, **({"reward.function": f"{reward}:score"} if task == "reward" else {})}
     texts = {**({reward: REWARD} if task == "reward" else {}), file: _text(task, file, values)}
     if there := [str(path) for path in texts if os.path.lexists(path)]:
         exists = "exist" if len(there) > 1 else "exists"
-        raise UserError(f"{' and '.join(there)} {exists} already, and init overwrites nothing. Give another name, also in another folder")
+        raise UserError(f"{' and '.join(there)} {exists} already, and init overwrites nothing. {ANOTHER}")
     for path, text in texts.items():
         try:
             with open(path, "x", encoding="utf-8") as written:
                 written.write(text)
-        except (OSError, ValueError) as error:  # ValueError: a name with a NUL character
-            raise UserError(f"{printable(str(path))}: cannot be written: {getattr(error, 'strerror', error)}. Give another name") from None
+        except (OSError, ValueError) as error:  # ValueError: a value that is not Unicode
+            raise UserError(f"{path}: cannot be written: {getattr(error, 'strerror', error)}. {ANOTHER}") from None
         yield f"wrote {path}"
     missing = " and ".join(key for key, path in (("model.path", model), ("data.train", data)) if not path)
     yield (f"set {missing} in it, then check it: " if missing else "check it: ") + _command(file, "--check")
@@ -97,7 +103,8 @@ def _text(task: str, file: Path, values: Mapping[str, Any]) -> str:
         f"# {TASKS[task].title[0].upper()}{TASKS[task].title[1:]}. Check this file, then train:",
         f"#   {_command(file, '--check')}",
         f"#   {_command(file)}",
-        "# All other keys have defaults: `fulltilt knobs --all` lists every key, and `fulltilt knobs --all WORD` explains some.",
+        "# All other keys have defaults: `fulltilt knobs --all` lists every key,",
+        "# and `fulltilt knobs --all WORD` explains the keys that match WORD.",
     ]
     section = ""
     for key in keys():  # in the order of the schema
@@ -108,15 +115,10 @@ def _text(task: str, file: Path, values: Mapping[str, Any]) -> str:
         lines += ["", f"[{table}]"] if table != section else []
         section = table
         line = f"{name} = {toml_value(values.get(key, examples.get(key)))}"
-        lines += [f"# {_in_short(words(keys()[key]).meaning)}", line if key in values else f"# {line}"]
+        meaning = words(keys()[key]).meaning.partition(". ")[0].rstrip(".") + "."  # its first sentence
+        lines += [*textwrap.wrap(meaning, LINE, initial_indent="# ", subsequent_indent="# "), line if key in values else f"# {line}"]
     return "\n".join(lines) + "\n"
 
 
 def _command(file: Path, *options: str) -> str:
     return shlex.join(["fulltilt", "train", str(file), *options])
-
-
-def _in_short(meaning: str) -> str:
-    """The first sentence, or its first part where it does not fit a line."""
-    sentence = meaning.partition(". ")[0]
-    return (sentence if len(sentence) <= LINE else sentence.partition(";")[0]).rstrip(".") + "."

@@ -207,7 +207,8 @@ def _read_json_list(file: Path) -> Iterator[PlacedRow]:
         place = f"{file} row {number} (counted from 0)"
         start = separator.match(text, position)
         if start is None:
-            raise UserError(f"{place}: no comma or end of the list before it. {remedy}")
+            wrong = "no comma follows" if text[position:].strip() else "the list is not closed after"
+            raise UserError(f"{file}: {wrong} row {number - 1} (counted from 0). {remedy}")
         row, position = _json_value(text, start.end(), place, remedy)
         yield _json_row(row, text[start.end() : position], place), place
         separator, number = re.compile(r"\s*,\s*"), number + 1

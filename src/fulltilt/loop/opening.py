@@ -141,7 +141,7 @@ def find_checkpoint(
 ) -> tuple[Checkpoint | None, SavedState | None, list[str]]:
     """The checkpoint to resume from, its state, and the keys that changed since. `files`: digests of the files that keys name."""
     found = store.latest()
-    for text in store.skipped:
+    for text in store.skipped if found else ():
         console.warn(f"skipped a damaged checkpoint: {text}")
     if found is None:
         if store.skipped:
@@ -328,8 +328,8 @@ def assemble_checkpoint(
             console.warn(f"skipped a damaged checkpoint: {text}")
         if found is None:
             best = find == store.find_best
-            which, option = ("best", "--best (`run.keep_best` keeps one)") if best else ("intact", "--latest")
-            raise UserError(f"{config.run.dir} holds no {which} checkpoint. Leave {option} out to evaluate model.path")
+            which, option, how = ("best", "--best", "; run.keep_best keeps a best checkpoint") if best else ("intact", "--latest", "")
+            raise UserError(f"{config.run.dir} holds no {which} checkpoint. Run without {option} to evaluate model.path{how}")
         return found
 
     def read(found: Checkpoint) -> tuple[Checkpoint, RunParts]:

@@ -111,6 +111,11 @@ def check_model(config: ModelConfig, source: str, key: str, kind: Any = AutoMode
     """Refuse what can be known to be wrong with a model before its weights are loaded. `kind`: the Auto class that will load it."""
     inspect_model(source, key)
     found = read_config(config, source, key)
+    if getattr(found, "quantization_config", None):
+        raise attention.UnsupportedModel(
+            f"{key}: {source} has a quantization_config in its config.json: quantized models are not supported. Give the model that it was "
+            "made from, in float32 or bfloat16"
+        )
     if type(found) not in kind._model_mapping and kind.__name__ not in (getattr(found, "auto_map", None) or {}):
         other = ", which reads more than text," if found.get_text_config() is not found else ""
         raise attention.UnsupportedModel(
@@ -185,13 +190,19 @@ def load_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of `config`, or that of another model, whose chat template is its own or `chat_template`, never the one of `config`."""
     source = str(path or config.path)
+    no_tokenizer = UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
     with reading(
         f"the tokenizer of {source} could not be loaded", key, source, "tokenizer.json, tokenizer_config.json and chat_template.jinja"
     ):
-        tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, **origin(config, source))
+        except ValueError as error:
+            if "instantiate the backend tokenizer" in str(error) and not any(Path(source).glob("*.model")):
+                raise no_tokenizer from error
+            raise
     if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         # Without files, transformers creates tokenizers of some families that have special tokens only.
-        raise UserError(f"{key}: {source} has no tokenizer, or one without a vocabulary. Put the files of its tokenizer there")
+        raise no_tokenizer
     template = chat_template if path else config.chat_template
     if template:
         tokenizer.chat_template = read_template(template, f"{key.partition('.')[0]}.chat_template")

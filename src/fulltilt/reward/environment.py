@@ -41,8 +41,9 @@ class RewardEnvironment:
 def make_environment(further: Sequence[str]) -> RewardEnvironment:
     """`further`: the names in `reward.env`. UserError if one of them is not set."""
     if unset := [name for name in further if name not in os.environ]:
-        verb = "is" if len(unset) == 1 else "are"
-        raise UserError(f"reward.env: {joined(unset, 'and')} {verb} not set in this environment. Set or remove the name")
+        verb, what, which = ("is", "variable", "it") if len(unset) == 1 else ("are", "variables", "them")
+        remedy = f"Set the {what}, or remove {which} from reward.env"
+        raise UserError(f"reward.env: {joined(unset, 'and')} {verb} not set in this environment. {remedy}")
     passed = {name for name in os.environ if name in further or (PASSED.fullmatch(name) and not SECRET.search(name))}
     variables = {name: value for name, value in os.environ.items() if name in passed}
     # There is a process for every core already, and thread pools take address space for every core of the machine.

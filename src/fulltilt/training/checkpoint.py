@@ -244,8 +244,9 @@ class CheckpointStore:
         """The checkpoint of one step. UserError if it is not there, or damaged."""
         there = dict(reversed([(number, path) for path, number in self._finished()]))
         if step not in there:
-            steps = ", ".join(map(str, sorted(there))) or "none"
-            raise UserError(f"{self.folder} has no checkpoint of step {step}; it has those of steps {steps}")
+            steps = ", ".join(map(str, sorted(there)))
+            others = f"those of steps {steps}" if len(there) > 1 else f"that of step {steps}" if there else "none"
+            raise UserError(f"{self.folder} has no checkpoint of step {step}; it has {others}")
         if damage := find_damage(there[step], step):
             raise UserError(f"{there[step]}: the checkpoint is damaged: {damage}. Choose another step")
         return Checkpoint(there[step], step)
