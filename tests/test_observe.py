@@ -311,6 +311,23 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "\x1b" not in out.getvalue() + err.getvalue()
 
 
+def test_lines_that_would_follow_too_fast_are_left_out_for_people() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(json=True, stdout=out, stderr=err, seconds_between_lines=60.0)
+    with console.run(total=8):
+        for step in range(1, 7):
+            console.begin_step(step)
+            if step == 3:
+                console.warn("during step 3")
+            console.end_step({})
+            if step == 5:
+                console.warn("after step 5")
+    assert [line.split("/8")[0] for line in err.getvalue().splitlines()] == [
+        "step 1", "warning: during step 3", "step 3", "step 5", "warning: after step 5", "step 6",
+    ]  # fmt: skip
+    assert len(out.getvalue().splitlines()) == 6
+
+
 def test_json_goes_to_stdout_and_words_to_stderr() -> None:
     out, err = io.StringIO(), io.StringIO()
     console = Console(json=True, stdout=out, stderr=err)

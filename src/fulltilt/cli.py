@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -190,7 +191,7 @@ def demo(
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
-    summary = demonstration.run(folder, Console(json=as_json, quiet=quiet))
+    summary = demonstration.run(folder, Console(json=as_json, quiet=quiet, seconds_between_lines=1.0))
     in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
     print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
@@ -218,6 +219,7 @@ def train(
     console = Console(json=as_json, quiet=quiet)
     result = api.train(run, overrides=overrides or (), console=console)
     if result.interrupted:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes sends it more than once, and the process is ending anyway
         saved = "and saved" if result.steps else "with nothing to save yet"
         tell(f"stopped after step {result.steps} {saved}", sys.stderr)
         tell(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", sys.stderr)
