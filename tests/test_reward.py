@@ -1204,7 +1204,9 @@ def test_a_function_that_misses_a_removed_variable_is_told(
     source = f"import os\nKEY = {read}\ndef score(): return 1" if where == "module" else f"import os\ndef score(): return {read}"
     told = "OPENAI_API_KEY is not passed to reward processes; add it to reward.env"
     try:
-        (score,) = pool_of(write(tmp_path, source), run_dir=tmp_path / "run").collect([group_of(["x"])])[0]
+        pool = pool_of(write(tmp_path, source), run_dir=tmp_path / "run")
+        assert pool.hidden == told  # said at the start: a function that asks with `get` never fails
+        (score,) = pool.collect([group_of(["x"])])[0]
         assert where == "score" and score.error is not None and score.error.endswith(told)
         assert "secret-value" not in (tmp_path / "run" / ERRORS_FILE).read_text()
     except UserError as error:

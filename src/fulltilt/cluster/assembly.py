@@ -164,6 +164,8 @@ def put_together(
 def describe(config: Config, reward: RewardPool | None, models: Models) -> Iterator[str]:
     if reward and "function" not in config.reward.model_fields_set and not config.reward.sources:
         yield f"reward: {config.reward.function}, because reward.function is not set"
+    if reward and reward.hidden:
+        yield f"the reward's file mentions environment variables: {reward.hidden}, if the reward needs them"
     if reward and not reward.memory_limited:
         yield "this system does not limit the memory of reward processes: reward.memory_gb has no effect"
     if reward and reward.lacking:

@@ -121,6 +121,11 @@ class RewardPool:
         return self._dispatcher.memory_limited
 
     @property
+    def hidden(self) -> str:
+        """A sentence about environment variables that the functions mention and do not get, if there are any."""
+        return self._dispatcher.hidden
+
+    @property
     def lacking(self) -> tuple[str, ...]:
         """What this kernel lets the functions do although `reward.sandbox` is on."""
         found = self._dispatcher.confinement

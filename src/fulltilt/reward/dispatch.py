@@ -115,7 +115,13 @@ class Dispatcher:
 
     def note_on(self, message: str, *functions: int) -> str:
         """What to add to the message of functions that failed."""
-        return self._environment.note(" ".join([message, *(self._located[each].source.decode(errors="replace") for each in functions)]))
+        note = self._environment.note(" ".join([message, *(self._located[each].source.decode(errors="replace") for each in functions)]))
+        return f". {note}" if note else ""
+
+    @property
+    def hidden(self) -> str:
+        """A sentence about variables that the functions' files mention and that reward processes do not get, if there are any."""
+        return self._environment.note(" ".join(place.source.decode(errors="replace") for place in self._located))
 
     def close(self) -> None:
         """Kills every process."""

@@ -30,12 +30,12 @@ class RewardEnvironment:
     removed: tuple[str, ...]  # names that the trainer has and reward processes have not
 
     def note(self, text: str) -> str:
-        """What to add to the message of a failed function if `text`, its file and its error, mentions variables that it cannot see."""
+        """A sentence, if `text`, a function's file and its error, mentions variables that the function cannot see."""
         seen = [name for name in self.removed if len(name) >= SHORTEST_MENTIONED and re.search(rf"\b{re.escape(name)}\b", text)]
         if not seen:
             return ""
         verb, which = ("is", "it") if len(seen) == 1 else ("are", "them")
-        return f". {joined(seen, 'and')} {verb} not passed to reward processes; add {which} to reward.env"
+        return f"{joined(seen, 'and')} {verb} not passed to reward processes; add {which} to reward.env"
 
 
 def make_environment(further: Sequence[str]) -> RewardEnvironment:
