@@ -10,9 +10,11 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +233,50 @@ def test_rewards_in_every_form(small: dict[str, Any], reward: Any, expected: Any
         assert config.reward.sources in ({}, {"sums": "python:letters"})
 
 
+@dataclass
+class Judge:
+    """A reward that cannot be a key: dataclasses are not hashable."""
+
+    weight: float = 1.0
+
+    def __call__(self, solution_str: str) -> float:
+        return self.weight
+
+
+def test_a_list_of_rewards_may_hold_any_callable(small: dict[str, Any]) -> None:
+    from fulltilt.api import configured
+
+    with configured("x", None, {**small, "reward": [Judge(), Judge(), letters]}, (), logged=True) as config:
+        assert config.reward.function == {"python:Judge": 1.0, "python:Judge-2": 1.0, "python:letters": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("reward", "words"),
+    [
+        ({0: 1.0}, "reward.0: unknown key"),
+        ({letters: 1.0, 0: 1.0}, 'reward.function: "0" is not a reward'),
+        ([["x"]], "reward: an entry of the list is of type list. Give functions"),
+        ([letters, letters], "reward: python:letters is in the list 2 times. Give it once, with its weight"),
+        ([], "reward.function: an empty table is not a reward"),
+    ],
+    ids=range(5),
+)
+def test_rewards_of_no_form(small: dict[str, Any], reward: Any, words: str) -> None:
+    (found,) = mistakes(**{**small, "reward": reward})
+    assert found.startswith(words)
+
+
+def test_the_error_beneath_is_kept_as_text(small: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {**small, "data": [{"prompt": object()}]}
+    for shown in (False, True):
+        if shown:
+            monkeypatch.setenv("FULLTILT_TRACEBACK", "1")
+        with pytest.raises(fulltilt.UserError) as raised:
+            fulltilt.check(**wrong)
+        assert raised.value.__cause__ is raised.value.__context__ is None
+        assert ["Traceback" in note for note in getattr(raised.value, "__notes__", [])] == [True] * shown
+
+
 def test_a_dataset_is_data(small: dict[str, Any]) -> None:
     datasets = pytest.importorskip("datasets")
     one = fulltilt.train(**{**small, "data": datasets.Dataset.from_list(ROWS), "steps": 1})
@@ -294,6 +340,76 @@ def test_a_coroutine_is_a_reward(small: dict[str, Any]) -> None:
 def test_functions_of_the_same_name_stay_apart() -> None:
     made = Callables()
     assert [made.name(make_scorer(weight)) for weight in (1, 2)] == ["python:scorer", "python:scorer-2"]
+
+
+PROGRAM = """
+import functools, re
+TABLE = {"a": [1, (2.5, None)], "b": {"x", "y", "z"}}
+PATTERN = re.compile("[0-9]+")
+def helper(text, scale=1):
+    return [TABLE for _ in text] and scale * len(PATTERN.findall(text))
+def again(text):
+    return helper(text) or score(text)
+def score(solution_str, weight=1.0):
+    return weight * sum(again(text) for text in solution_str)
+def made(weight):
+    return lambda solution_str: weight * score(solution_str)
+class Judge:
+    bonus = 1
+    def __init__(self, weight):
+        self.weight = weight
+    def __call__(self, solution_str):
+        return self.weight * helper(solution_str) + self.bonus
+    @staticmethod
+    def static(text):
+        return 7
+@functools.wraps(score)
+def wrapped(*given):
+    return 11 * score(*given)
+GIVEN = [score, functools.partial(score, weight=2.0), made(3), Judge(4), Judge(4).__call__, wrapped, functools.cache(score)]
+"""
+
+
+def digests(program: str) -> list[str]:
+    program_globals: dict[str, Any] = {"__name__": "__main__"}
+    exec(program, program_globals)
+    made = Callables()
+    return [made.codes[made.name(function)].digest for function in program_globals["GIVEN"]]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("", "", []),
+        ("PATTERN.findall", "PATTERN.split", range(7)),
+        ("[0-9]+", "[0-8]+", range(7)),
+        ("2.5, None", "2.75, None", range(7)),
+        ('"z"', '"w"', range(7)),
+        ("scale=1", "scale=2", range(7)),
+        ("weight=2.0", "weight=3.0", [1]),
+        ("made(3)", "made(5)", [2]),
+        ("Judge(4), Judge(4)", "Judge(6), Judge(6)", [3, 4]),
+        ("bonus = 1", "bonus = 2", [3, 4]),
+        ("return 7", "return 8", [3, 4]),
+        ("11 *", "12 *", [5]),
+    ],
+)
+def test_a_function_is_another_when_anything_that_it_uses_changes(before: str, after: str, changed: list[int]) -> None:
+    one, other = digests(PROGRAM), digests(PROGRAM.replace(before, after))
+    assert [place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]] == list(changed)
+
+
+def test_a_function_is_the_same_in_every_process(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    show = "from fulltilt.callables import source_of\nprint([source_of(each) for each in GIVEN])\n"
+    file.write_text(PROGRAM + show)
+    found = {
+        subprocess.run(
+            [sys.executable, file], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in "12"
+    }
+    assert len(found) == 1
 
 
 def test_a_module_that_another_process_cannot_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: dict[str, Any]) -> None:

@@ -13,9 +13,10 @@ import pytest
 import runs
 
 import fulltilt
-from fulltilt.chat import ChatOptions, Printed, chat
+from fulltilt import cli
+from fulltilt.chat import ChatOptions, ShownAnswer, chat
 from fulltilt.loop import generation
-from fulltilt.loop.generation import Texts
+from fulltilt.loop.generation import TextCodec
 from fulltilt.records import RunWarning
 from fulltilt.words import printable
 
@@ -81,6 +82,19 @@ def test_without_a_template_each_line_is_continued_by_itself(untaught: Path) -> 
         talk(untaught, "1+1=", system="be brief")
 
 
+def test_a_run_with_a_system_message_continues_plain_lines(tmp_path: Path, model_folders: ModelFolders) -> None:
+    made = fulltilt.train(
+        model=model_folders("qwen2"), data=[{"prompt": "1+1="}], reward=lambda solution_str: len(solution_str), steps=1, max_new_tokens=2,
+        algorithm={"prompts_per_step": 1, "samples_per_prompt": 2}, apply_template="always", system="be brief", run_dir=tmp_path / "run",
+        health={"ignore": ["all-clipped"]},
+    )  # fmt: skip
+    assert made.model is not None
+    answers, notes = talk(made.folder, "1+1=", plain=True)
+    assert answers == talk(made.model, "1+1=", plain=True)[0] and notes[0].startswith("--plain: data.system and data.template_args")
+    with pytest.raises(fulltilt.UserError, match="--system: --plain uses no chat template"):
+        talk(made.folder, "hi", plain=True, system="be long")
+
+
 def test_what_does_not_fit_is_left_out_with_a_note(trained: Path) -> None:
     """The model has 512 positions, its tokens are characters."""
     answers, notes = talk(trained, "a" * 200, "b" * 200, "c" * 200, "d" * 600, "hi")
@@ -137,7 +151,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(untaught: Path) -> None:
 
 def test_nothing_is_shown_that_may_change_or_that_a_terminal_obeys() -> None:
     tokenizer, out = models.tokenizer(), io.StringIO()
-    shown = Printed(Texts(tokenizer, None, None), ["END"], out)  # type: ignore[arg-type]
+    shown = ShownAnswer(TextCodec(tokenizer, None, None), ["END"], out)  # type: ignore[arg-type]
     shown.listen(0, tokenizer("abcEN")["input_ids"])
     assert out.getvalue() == "ab"
     shown.listen(0, tokenizer("abcEND")["input_ids"])
@@ -150,6 +164,17 @@ def test_the_command_reads_a_pipe(trained: Path, monkeypatch: pytest.MonkeyPatch
     said = runs.command_here(trained, "chat", ".", "--max-new-tokens", "24", "--temperature", "0")
     assert said.code == 0 and said.out.split("\n")[:-1] == talk(trained, "hi", "more")[0]
     assert said.error.startswith("loading . ...\n")
+
+
+def test_input_that_is_not_text_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\xffb\n"), encoding="utf-8"))
+    assert list(cli.typed_lines()) == ["a\ufffdb\n"]
+
+
+@pytest.mark.parametrize("arguments", [["TEXT"], ["--TEXT"], ["chat", "--TEXT"], ["bench", "TEXT"], ["chat", ".", "TEXT"]], ids=" ".join)
+def test_usage_errors_cannot_control_the_terminal(tmp_path: Path, arguments: list[str]) -> None:
+    said = runs.command_here(tmp_path, *(each.replace("TEXT", "x\u202e\x1b[2J\x9b") for each in arguments))
+    assert said.code == 2 and "\\u202e" in said.error and printable(said.error) == said.error
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -317,6 +318,35 @@ def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
         cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[-1]) == (130, "", "stopped")
+
+
+def test_the_exceptions_behind_a_refusal_are_shown_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_refused(runs.command_here(tmp_path, "train", "nowhere.toml"), "nowhere.toml")
+    monkeypatch.setenv("FULLTILT_TRACEBACK", "1")
+    ended = runs.command_here(tmp_path, "train", "nowhere.toml")
+    traced, _, told = ended.error.rpartition("\nerror: ")
+    assert ended.code == 2 and "Traceback (most recent call last)" in traced and told.startswith("nowhere.toml: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (OSError(errno.EBADF, "Bad file descriptor"), 1),
+        (OSError("no number"), 1),
+        (OSError(errno.ENOSPC, "No space left on device"), 2),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), 2),  # the current folder is gone
+        (OSError(errno.EINVAL, "Invalid argument", "odd:name"), 2),
+    ],
+)
+def test_only_what_the_system_refuses_is_told_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError, code: int
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fulltilt.knobs.listing", refused)
+    ended = runs.command_here(tmp_path, "knobs")
+    assert ended.code == code and ("Traceback" in ended.error) == (code == 1) and ended.error.startswith("error: ") == (code == 2)
 
 
 # -- output that is lost ----------------------------------------------------------------------------------------------------------------

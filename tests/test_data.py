@@ -283,6 +283,26 @@ def test_a_compressed_file_is_not_unpacked_without_bounds(tmp_path: Path, monkey
     assert "a.csv.gz:2: the line has more than 1000 B" in refused(tmp_path / "a.csv.gz")
 
 
+def test_a_parquet_file_of_few_bytes_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"prompt": ["x" * 200_000] * 100}), path, compression="zstd")
+    before = pa.total_allocated_bytes()
+    next(read_rows(path))
+    assert path.stat().st_size < 1000 and pa.total_allocated_bytes() - before < 2 * 10**6
+    long = pa.ListArray.from_arrays(pa.array([0, 10**7], pa.int32()), pa.nulls(10**7, pa.int64()))
+    pq.write_table(pa.table({"prompt": long}), path)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**25, limits[1]))
+    try:
+        with pytest.raises(MemoryError):  # no fault of the file
+            next(read_rows(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    monkeypatch.setattr(formats, "_UNPACKED_BYTES", 10**7)
+    assert "unpacks to more than 200 times its size" in refused(path)
+
+
 def test_a_parquet_column_that_cannot_be_used_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path, text = tmp_path / "a.parquet", pa.array(["x", "y"])
     pq.write_table(pa.Table.from_arrays([text, text], names=["prompt", "prompt"]), path)
@@ -488,7 +508,7 @@ def parquet(*prompts: str) -> bytes:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
-    """A hub with two data sets: one that it converted to parquet, and one of JSON lines that it did not."""
+    """A hub with three data sets: one that it converted to parquet, and two that it did not, of JSON lines and of folders with numbers."""
     with hub_server.serve() as served:
         served.use_in_tests(monkeypatch, tmp_path / "cache")
         served.commit("datasets", "org/sums", {"README.md": b"x", "main/train-00000-of-00001.parquet": parquet("own")})
@@ -502,6 +522,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
         converted = {f"{shard}.parquet": parquet(prompt) for shard, prompt in shards.items()}
         served.commit("datasets", "org/sums", converted, "refs/convert/parquet")
         served.commit("datasets", "org/lines", {"data/train.jsonl": b'{"prompt": "l"}\n', "data/test.jsonl": b'{"prompt": "m"}\n'})
+        served.commit("datasets", "org/dumps", {f"data/CC-{dump}/000_0000{dump[-1]}.parquet": parquet(dump) for dump in ("13-20", "14-21")})
         yield served
 
 
@@ -514,12 +535,13 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
         ("org/sums@main", "main", ["own"]),
         ("org/lines", "main", ["l"]),
         ("org/lines:test", "main", ["m"]),
+        ("org/dumps/CC-13-20@main:train", "main", ["13-20"]),
     ],
 )
 def test_a_name_on_the_hub_is_downloaded_once(
     name: str, branch: str, prompts: list[str], hub: hub_server.Hub, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    repository = name.partition("@")[0].partition(":")[0].removesuffix("/main").removesuffix("/hard")
+    repository = re.findall(r"^\w+/\w+", name)[0]
     version = f"{repository} at commit {hub.branches['datasets', repository][branch]}"
     for _ in range(2):
         loaded = load_prompts(name, tokenizer, data())
@@ -567,6 +589,15 @@ def test_a_hub_that_gives_nothing_is_told_in_one_line(hub: hub_server.Hub, monke
     next(Path(constants.HF_HUB_CACHE).rglob("main/train/0001.parquet")).unlink()
     hub.broken = True
     assert "not whole in the hub's cache" in refused("org/sums/main")
+
+
+def test_a_cache_that_cannot_be_written_is_not_blamed_on_the_network(
+    hub: hub_server.Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
+    message = refused("org/lines")
+    assert "file/hub cannot be used (Not a directory)" in message and "set HF_HOME" in message and "network" not in message
 
 
 def test_only_what_can_be_no_path_is_asked_for_on_the_hub(tmp_path: Path, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -846,6 +877,19 @@ def test_a_template_that_does_not_end_for_a_later_row_is_stopped_in_any_thread(m
     assert found[1] == found[3] == expected
 
 
+def test_a_template_does_not_limit_the_memory_of_other_threads(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = []
+
+    class Content:
+        def __str__(self) -> str:
+            found.append(resource.getrlimit(resource.RLIMIT_AS))
+            return "x"
+
+    message = {"role": "user", "content": Content()}
+    assert "[user]x" in chat_template.render(tokenizer, TEMPLATE, [message])
+    assert found == [resource.getrlimit(resource.RLIMIT_AS)]
+
+
 def test_a_template_file_is_utf8_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jinja"
     path.write_bytes(b"\xef\xbb\xbf{{ bos_token }}")
@@ -874,6 +918,9 @@ def test_a_tokenizer_that_fails_is_named_with_the_row(tmp_path: Path, monkeypatc
     tokenizer = make_tokenizer()
     monkeypatch.setattr(type(tokenizer), "_encode_plus", fail)
     with pytest.raises(UserError, match=r"a\.jsonl:1: the tokenizer cannot read this text \(range end index"):
+        load_prompts(path, tokenizer, data())
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", lambda *_, **__: bytearray(2**60))
+    with pytest.raises(MemoryError):  # no fault of the row
         load_prompts(path, tokenizer, data())
 
 

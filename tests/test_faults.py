@@ -118,7 +118,7 @@ def test_how_a_command_may_not_end(small: tree.Tree, ended: Ended, kind: str) ->
 
 @pytest.mark.parametrize("code", [0, 2, 130])
 def test_how_a_command_may_end(small: tree.Tree, code: int) -> None:
-    quoted = "error: x\n  - reward.function: reward.py:f raises KeyError: 'x' (reward.py:3). Fix the function\n"
+    quoted = "error: run.toml: 1 mistake\n  1. reward.py:f raised KeyError: 'x' (reward.py:3). Fix the function\n"
     ended = Ended(code, "step 1/2\n", quoted, 1.0)
     assert not [*cases.judge_end(small, ended, False), *cases.judge_output(small, ended)]
 

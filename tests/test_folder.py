@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 import runs
 
-from fulltilt import demo
+from fulltilt import demo, loop
 from fulltilt.bench.job import check_writable
 from fulltilt.bench.peers import load as load_benchmark
 from fulltilt.folders import refuse_foreign
@@ -25,7 +26,7 @@ from fulltilt.loop.folder import HAD_CHECKPOINT, open_run_folder
 from fulltilt.loop.opening import kept_budgets
 from fulltilt.observe import metrics
 from fulltilt.observe.console import Console
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 from fulltilt.training import checkpoint
 
 ModelFolders = Callable[[str], Path]
@@ -106,7 +107,38 @@ def test_another_process_that_was_faster_is_not_written_over(tmp_path: Path) -> 
         pass
 
 
+def marker_of_a_run(folder: Path) -> Path:
+    """The folder of a run with metrics and, as far as the marker knows, checkpoints."""
+    with open_run_folder(folder, new=True) as opened:
+        assert opened.move_aside() is None
+        opened.note_checkpoint()
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    return folder / ".fulltilt"
+
+
+def test_a_run_that_was_moved_without_its_marker_can_be_resumed(tmp_path: Path) -> None:
+    marker_of_a_run(tmp_path).unlink()
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-00000001" / "manifest.json").touch()
+    with pytest.raises(UserError, match=r"holds checkpoints of a run.* To resume the run, create an empty file \.fulltilt there"):
+        refuse_foreign(tmp_path, ".fulltilt", "run.dir")
+    (tmp_path / ".fulltilt").touch()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with open_run_folder(tmp_path) as opened:
+        assert opened.move_aside() == tmp_path / "before-1"
+
+
 # ---- checkpoints that were deleted
+
+
+def test_a_run_that_was_deleted_up_to_its_marker_begins_as_a_new_one(tmp_path: Path) -> None:
+    """After `rm -rf run/*` a run that is killed before its first checkpoint is computed again, not moved aside."""
+    marker_of_a_run(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    for _ in range(2):
+        with open_run_folder(tmp_path) as opened:
+            assert opened.move_aside() is None
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def test_metrics_of_deleted_checkpoints_are_moved_aside(two_steps: Path, tmp_path: Path) -> None:
@@ -407,22 +439,86 @@ def test_a_best_that_has_no_values_is_an_error(folder: Path, options: tuple[str,
         assert list(runs.checkpoints(folder)) == [1]
 
 
+def fill_folder(folder: Path, beside: bool) -> None:
+    (folder / checkpoint.TENSORS).touch()
+
+
 def test_a_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path: Path) -> None:
     store = checkpoint.CheckpointStore(tmp_path / "checkpoints", keep=1)
-
-    def write(folder: Path, beside: bool) -> None:
-        (folder / checkpoint.TENSORS).touch()
 
     def fails(folder: Path, beside: bool) -> None:
         raise OSError(errno.ENOSPC, "full")
 
     first, second = (checkpoint.BestCheckpoint("score", step, float(step)) for step in (1, 2))
-    store.save(1, {}, write, 0, best=first)
+    store.save(1, {}, fill_folder, 0, best=first)
     with pytest.raises(UserError):
         store.save(2, {}, fails, 0, best=second)
-    store.save(3, {}, write, 0, best=store.best)
+    store.save(3, {}, fill_folder, 0, best=store.best)
     assert store.best == first and sorted(path.name for path in store.folder.iterdir()) == ["best", "step-00000001", "step-00000003"]
     assert (found := store.find_best()) and found.step == 1
+
+
+@pytest.mark.parametrize("lose", [shutil.rmtree, lambda path: (path / checkpoint.TENSORS).write_bytes(b"damaged")])
+def test_a_best_checkpoint_that_is_lost_is_forgotten(tmp_path: Path, lose: Callable[[Path], object]) -> None:
+    store = checkpoint.CheckpointStore(tmp_path, keep=1)
+    best = checkpoint.BestCheckpoint("score", 1, 9.0)
+    lose(store.save(1, {}, fill_folder, 0, best=best))
+    with pytest.warns(RunWarning, match="the best checkpoint, that of step 1, was damaged or deleted"):
+        store.save(2, {}, fill_folder, 0, best=best)
+    assert store.best is None and [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_checkpoint_in_place_counts_whatever_fails_after_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool) -> None:
+    """The link to the best one, which many network file systems refuse, and the deletion of old ones."""
+
+    def refuse(path: Path) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted", str(path))
+
+    store = checkpoint.CheckpointStore(tmp_path, keep=1)
+    store.save(1, {}, fill_folder, 0)
+    (tmp_path / ".best").mkdir()
+    monkeypatch.setattr(store, "_delete", refuse)
+    with pytest.warns(RunWarning) as warned:
+        store.save(2, {}, fill_folder, 0, beside=beside, best=checkpoint.BestCheckpoint("score", 2, 1.0))
+        store.finish()
+    assert store.newest == 2 and (found := store.latest()) and found.step == 2
+    said = "\n".join(str(each.message) for each in warned)
+    assert "to the best checkpoint is out of date" in said and "checkpoints beyond run.keep were not deleted" in said
+
+
+PPO = ("algorithm.name=ppo", "algorithm.critic_warmup=1", "algorithm.kl_coef=0.0")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("run.keep_best=critic/score/mean",), ("run.keep_best=actor/entropy", *PPO)],
+    ids=["not-of-validation", "not-while-the-critic-warms-up"],
+)
+def test_a_metric_of_the_best_need_not_be_there_from_the_beginning(folder: Path, options: tuple[str, ...]) -> None:
+    runs.train(folder, "run.steps=2", "run.save_every=1", "run.eval_every=0", "run.eval_before=true", *options)
+    assert (folder / "run" / "checkpoints" / "best").exists()
+
+
+def test_an_error_of_the_users_function_replaces_no_good_checkpoint(folder: Path) -> None:
+    """In step 2 all rewards are equal, so that a rule of health holds."""
+    equal_later = "def equal_later(ground_truth, solution_str):\n    return len(solution_str) if float(ground_truth) < 16 else 1.0\n"
+    (folder / "reward.py").write_text(equal_later)
+
+    def fails(step: int, metrics: dict[str, object]) -> None:
+        if step == 2:
+            raise RuntimeError("enough")
+
+    reward = ("reward.function=reward.py:equal_later", "data.shuffle=false")
+    config = runs.read_config(folder, *QUICK, "run.steps=3", "run.save_every=1", "run.keep=1", *reward)
+    with contextlib.chdir(folder), pytest.raises(RuntimeError, match="enough"):
+        loop.train(config, Console(quiet=True), fails)
+    assert list(runs.checkpoints(folder)) == [1]
+
+
+def test_one_checkpoint_at_most_is_evaluated(folder: Path) -> None:
+    with contextlib.chdir(folder), pytest.raises(UserError, match=r"latest and best each choose a checkpoint.*Give only one"):
+        loop.evaluate(runs.read_config(folder), Console(quiet=True), latest=True, best=True)
 
 
 def test_read_lines_leaves_out_half_a_line(tmp_path: Path) -> None:

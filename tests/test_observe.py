@@ -311,6 +311,23 @@ def test_plain_lines_where_there_is_no_terminal() -> None:
     assert "\x1b" not in out.getvalue() + err.getvalue()
 
 
+def test_lines_that_would_follow_too_fast_are_left_out_for_people() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(json=True, stdout=out, stderr=err, seconds_between_lines=60.0)
+    with console.run(total=8):
+        for step in range(1, 7):
+            console.begin_step(step)
+            if step == 3:
+                console.warn("during step 3")
+            console.end_step({})
+            if step == 5:
+                console.warn("after step 5")
+    assert [line.split("/8")[0] for line in err.getvalue().splitlines()] == [
+        "step 1", "warning: during step 3", "step 3", "step 5", "warning: after step 5", "step 6",
+    ]  # fmt: skip
+    assert len(out.getvalue().splitlines()) == 6
+
+
 def test_json_goes_to_stdout_and_words_to_stderr() -> None:
     out, err = io.StringIO(), io.StringIO()
     console = Console(json=True, stdout=out, stderr=err)
@@ -365,10 +382,24 @@ def test_a_stream_that_is_lost_does_not_end_the_run(tmp_path: Path, reason: str,
     out = LOSSES[reason](tmp_path)
     console = Console(json=as_json, stdout=out, stderr=err)
     steps(console, 3)
-    with contextlib.suppress(ValueError):
-        out.close()  # its buffer is written now, as when the process ends
+    with contextlib.suppress(OSError, ValueError):
+        out.close()  # the caller's own stream still tells the caller
     assert err.getvalue().count("warning: standard output is lost: ") == 1 and reason in err.getvalue()
     assert ("step 3/3" in err.getvalue()) == as_json
+
+
+def test_a_stream_that_a_program_lent_keeps_its_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for protected in (False, True):
+        out = lose_reader(tmp_path)
+        before = os.fstat(out.fileno())
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(sys, "stderr", io.StringIO())
+        if protected:
+            streams.protect()
+        Console().note("nobody reads this")
+        assert os.path.samestat(os.fstat(out.fileno()), before) == (not protected)
+        with contextlib.suppress(OSError):
+            out.close()
 
 
 def test_a_slow_reader_of_a_non_blocking_stream_loses_nothing() -> None:
@@ -392,7 +423,7 @@ def test_standard_error_that_is_lost_costs_only_its_own_text(tmp_path: Path, rea
     console = Console(stdout=out, stderr=error)
     console.warn("nobody reads this")
     steps(console, 2)
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(OSError, ValueError):
         error.close()
     assert "step 2/2" in out.getvalue() and "lost" not in out.getvalue()
 
@@ -525,6 +556,16 @@ def test_each_step_has_its_own_seconds() -> None:
     assert list(first) == ["rollout", "reward"]
     console.begin_step(2)
     assert console.seconds == {}
+
+
+def test_the_bar_of_an_evaluation_ends_complete() -> None:
+    out = io.StringIO()
+    console = Console(stdout=out, stderr=out, terminal=True)
+    with console.run(total=1):
+        with console.phase("eval"):
+            assert "1/1" not in out.getvalue()
+        console.end_evaluation()
+    assert "1/1" in out.getvalue()
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(0.4, "0:00"), (7, "0:07"), (760, "12:40"), (10925, "3:02:05"), (400_000, "111:06:40")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
@@ -11,12 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 import runs
 
+from fulltilt import loop
 from fulltilt.loop.folder import open_run_folder
+from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 from fulltilt.training import checkpoint as store
 
@@ -200,6 +204,26 @@ def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(
     (line,) = runs.metrics(folder)
     assert line["step"] == 1 and "val/reward/mean" in line
     assert list(runs.checkpoints(folder)) == [1]
+
+
+def test_a_closed_terminal_leaves_no_signal_handler(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    config = runs.read_config(folder, "run.eval_before=false", "run.steps=2")
+
+    def hang_up(step: int, metrics: dict[str, Any]) -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    def mine(number: int, frame: object) -> None:
+        raise AssertionError("it came while the run ended")
+
+    before = signal.signal(signal.SIGHUP, mine)
+    try:
+        with contextlib.chdir(folder):
+            assert loop.train(config, Console(quiet=True), hang_up).interrupted
+        assert signal.getsignal(signal.SIGHUP) is mine
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # -- while a checkpoint is being written beside training ---------------------------------------------------------------------------------

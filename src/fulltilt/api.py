@@ -2,8 +2,9 @@
 
 Enters: a run file or its tables, keywords in place of keys, rows and functions in place of files. Leaves: plain records and dictionaries.
 Guaranteed: the checks and texts of the command line, as one `UserError` with every mistake; nothing ends the process; a call leaves no
-setting, signal handler or model behind, so that a second one in the same process is as good as the first. `train` and `evaluate` import
-torch only once the configuration is right.
+setting of torch, signal handler, changed stream or model behind, so that a second one in the same process is as good as the first. Two
+things it does leave: progress bars of transformers and huggingface_hub stay off, and objects frozen by `gc.freeze` are no longer frozen.
+`train` and `evaluate` import torch only once the configuration is right.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import gc
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +36,7 @@ from fulltilt.words import either
 if TYPE_CHECKING:
     from fulltilt.data.template import Encoded
     from fulltilt.loop import OnStep
-    from fulltilt.loop.generation import Texts
+    from fulltilt.loop.generation import TextCodec
     from fulltilt.training.checkpoint import Checkpoint
 
 __all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "generate", "train"]
@@ -42,6 +44,7 @@ __all__ = ["Completion", "TrainResult", "UserError", "check", "evaluate", "gener
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
+SHOW_TRACEBACK = "FULLTILT_TRACEBACK"  # the environment variable that adds the traceback beneath a UserError to it, as a note
 # The key that is meant where a section is given one value in place of its keys.
 NATURAL = {"model": "path", "data": "train", "reward": "function", "algorithm": "name"}
 # Sections with keys that others have too: their keys need the name of the section.
@@ -69,15 +72,17 @@ class TrainResult:
         return [{"step": int(file.stem.removeprefix("step-")), **sample} for file in files for sample in read_samples(file)]
 
 
-def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def freeing_memory(function: Callable[Given, Result]) -> Callable[Given, Result]:
     """The function, made to free its models when it ends, also by the user's mistake: a notebook keeps the last error, and with the frames
-    of its traceback would keep everything that they hold."""
+    of its traceback, or of the error beneath, would keep everything that they hold. Their text stays, for those who ask for it."""
 
     @wraps(function)
     def called(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         try:
             return function(*args, **kwargs)
         except UserError as error:
+            if os.environ.get(SHOW_TRACEBACK) == "1":
+                error.add_note("".join(traceback.format_exception(error.__cause__ or error.__context__ or error)).rstrip())
             error.__context__ = None
             raise error.with_traceback(None) from None
         finally:
@@ -89,7 +94,7 @@ def leaving_nothing(function: Callable[Given, Result]) -> Callable[Given, Result
     return called
 
 
-@leaving_nothing
+@freeing_memory
 def train(
     run: Source = None, /, *, model: Any = None, data: Any = None, reward: Any = None, algorithm: Any = None,
     overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = False, console: Console | None = None, **settings: Any,
@@ -117,7 +122,7 @@ def train(
         )  # fmt: skip
 
 
-@leaving_nothing
+@freeing_memory
 def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: Any) -> None:
     """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake."""
     with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
@@ -127,7 +132,7 @@ def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: A
             raise UserError(configuration.report(origin_of(run, "fulltilt.check"), mistakes))
 
 
-@leaving_nothing
+@freeing_memory
 def evaluate(
     run: Source = None, /, *, data: Any = None, latest: bool = False, best: bool = False, checkpoint: int | None = None,
     overrides: Sequence[str] = (), quiet: bool = True, console: Console | None = None, **settings: Any,
@@ -161,7 +166,7 @@ class Completion:
     finish: str  # "stop", or "length" if max_new_tokens cut it off
 
 
-@leaving_nothing
+@freeing_memory
 def generate(
     model: str | os.PathLike[str], prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, samples: int | None = None,
     max_new_tokens: int = 256, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
@@ -181,7 +186,7 @@ def generate(
     def load(config: Config, found: Checkpoint | None) -> Iterator[Callable[[], Sequence[Group]]]:
         from fulltilt.loop import generation
 
-        texts = generation.Texts.of(config)
+        texts = generation.TextCodec.of(config)
         encoded = [encode(texts, number, prompt) for number, prompt in enumerate(prompts)]
         if not encoded:
             yield tuple
@@ -196,7 +201,7 @@ def generate(
     return [group[0] for group in found_texts] if samples is None else found_texts
 
 
-def encode(texts: Texts, number: int, prompt: Any) -> Encoded:
+def encode(texts: TextCodec, number: int, prompt: Any) -> Encoded:
     try:
         return texts.encoder.encode(prompt)
     except UserError as error:
@@ -243,7 +248,7 @@ def configured(who: str, run: Source, keywords: Mapping[str, Any], overrides: Se
         raise UserError(f"{who}: its first argument is of type {type(run).__name__}. Give the path of a run file, or its tables")
     functions = Callables()
     tables = dict(run or {}) if isinstance(run, Mapping | None) else configuration.read_toml(Path(run))
-    mistakes = [*add_keywords(tables, keywords), *name_rows(tables)]
+    mistakes = [*add_keywords(tables, keywords, functions), *name_rows(tables)]
     tables = plain(tables, functions)
     rules = [ConfigRule((), lambda _: mistakes), *([ConfigRule(("log.to",), lambda given: loggers.check(given.log))] if logged else [])]
     with known_functions(functions.codes), contextlib.ExitStack() as ending:
@@ -260,15 +265,20 @@ def origin_of(run: Source, who: str) -> str:
     return str(run) if isinstance(run, str | os.PathLike) else who
 
 
-def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any]) -> Iterator[str]:
-    """Put keywords into the tables of a run file, and say which are ambiguous. An unknown one becomes an unknown key, and is reported
-    with the nearest known one."""
+def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any], functions: Callables) -> Iterator[str]:
+    """Put keywords into the tables of a run file, and say which are wrong or ambiguous. An unknown one becomes an unknown key, and is
+    reported with the nearest known one."""
     given = {name: value for name, value in keywords.items() if value is not None}
     set_here: dict[str, str] = {}
     for name, value in sorted(given.items(), key=lambda entry: entry[0] not in sections()):
         meant = meanings(name)
         if name in sections():
-            value = dict.fromkeys(value, 1.0) if name == "reward" and isinstance(value, list | tuple) else value
+            if name == "reward" and isinstance(value, list | tuple):
+                value = [plain(entry, functions) for entry in value]
+                if wrong := list(mistakes_in_rewards(value)):
+                    yield from wrong
+                    continue
+                value = {"function": dict.fromkeys(value, 1.0)}
             section = {NATURAL[name]: value} if name in NATURAL and not is_section(name, value) else value
             if not isinstance(section, Mapping):
                 tables[name] = section  # reported as a value that should be a table
@@ -288,6 +298,14 @@ def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any]) -> Iterato
             tables[name] = value
 
 
+def mistakes_in_rewards(entries: Sequence[Any]) -> Iterator[str]:
+    for entry in entries:
+        if not isinstance(entry, str):
+            yield f"reward: an entry of the list is of type {type(entry).__name__}. Give functions, names of built-in ones or FILE.py:NAME"
+    for entry in sorted({entry for entry in entries if isinstance(entry, str) and entries.count(entry) > 1}):
+        yield f"reward: {entry} is in the list {entries.count(entry)} times. Give it once, with its weight: {{reward: weight}}"
+
+
 def as_table(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
@@ -303,7 +321,7 @@ def is_section(name: str, value: Any) -> bool:
     """Whether a value holds keys of the section, and is not the one value that the section may be given: rewards may have weights."""
     if not isinstance(value, Mapping):
         return False
-    return name != "reward" or not any(callable(key) or key in REWARDS or ":" in key for key in value)
+    return name != "reward" or not any(callable(key) or (isinstance(key, str) and (key in REWARDS or ":" in key)) for key in value)
 
 
 def name_rows(tables: dict[str, Any]) -> Iterator[str]:

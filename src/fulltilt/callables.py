@@ -3,21 +3,26 @@
 Enters: any callable: of a script, a notebook or a module, a lambda, a closure, a `partial`, an object. Leaves: its `UserCode`, under a name
 that a configuration can hold, and what another process needs to load it. Guaranteed: functions of scripts, of notebooks and of modules
 that are not installed travel by value, so that a file edited during the run changes nothing; a function that cannot travel is refused with
-the name of what keeps it; its `source` is the same in every process.
+the name of what keeps it; its `source` is the same in every process, and another one when anything of the program that it uses changes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import inspect
 import io
 import pickle
+import re
+import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from functools import partial, singledispatch
+from numbers import Number
+from pathlib import Path, PurePath
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 import cloudpickle
@@ -26,6 +31,12 @@ from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError
 from fulltilt.words import first_line
 
 Function = Callable[..., Any]
+INSTALLED = (
+    str(Path(__file__).parent),
+    site.getusersitepackages(),
+    *(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")),
+)
+PLAIN = (Number, str, bytes, PurePath, NoneType)  # values whose repr is the same in every process
 
 
 class Callables:
@@ -65,12 +76,127 @@ def written_in(function: Function) -> str:
 
 
 def source_of(function: Function) -> bytes:
-    """The text of the function; where it was typed without a trace, its code."""
+    """The text of the function and of everything in the user's program that it uses, and the plain values that it takes from outside: a
+    change to any of them changes the function. Objects of libraries, arrays among them, are left out: nothing stable identifies them."""
+    texts: list[str] = []
+    seen: dict[int, Any] = {}  # by identity; holds the values, so that no identity is used twice
+    waiting: list[Any] = [function]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, PLAIN):
+            texts.append(repr(value))
+        elif id(value) not in seen:
+            seen[id(value)] = value
+            text, used = content(value)
+            texts.append(text)
+            waiting += reversed(used)
+    return "\n".join(texts).encode("utf-8", "backslashreplace")
+
+
+@singledispatch
+def content(value: Any) -> tuple[str, list[Any]]:
+    """The text that identifies a value, and the values that it uses. Here: an object, by its class, its attributes and what it wraps."""
+    if is_own(type(value)):
+        return "object", [type(value), object.__getstate__(value)]
+    return type(value).__qualname__, [getattr(value, "__dict__", {}).get("__wrapped__")]
+
+
+@content.register
+def _(value: FunctionType) -> tuple[str, list[Any]]:
+    used = dict(captured(value)) | (dict(looked_up(value)) if is_own(value) else {})
+    text = code_text(value.__code__) if is_own(value) else value.__qualname__
+    return text, [value.__defaults__, value.__kwdefaults__, used]
+
+
+@content.register
+def _(value: BuiltinFunctionType) -> tuple[str, list[Any]]:
+    return value.__qualname__, []
+
+
+@content.register
+def _(value: type) -> tuple[str, list[Any]]:
+    if not is_own(value):
+        return value.__qualname__, []
+    held = {name: entry for name, entry in vars(value).items() if not name.startswith("__") or callable(entry)}
+    return value.__qualname__, [value.__bases__, held]
+
+
+@content.register
+def _(value: ModuleType) -> tuple[str, list[Any]]:
+    """A module counts with its whole file, as in FILE.py:NAME, and with the modules that it imports from."""
+    if not is_own(value):
+        return value.__name__, []
     try:
-        return inspect.getsource(written(function)).encode("utf-8", "backslashreplace")
+        text = inspect.getsource(value)
     except (OSError, TypeError):
-        code = getattr(written(function), "__code__", None)
-        return code.co_code + repr(code.co_names).encode() if code else plain_name(function).encode()
+        text = value.__name__
+    defined = [entry for entry in vars(value).values() if isinstance(entry, FunctionType | type)]
+    imported = [entry for entry in vars(value).values() if isinstance(entry, ModuleType)]
+    return text, [*imported, *(sys.modules.get(entry.__module__ or "") for entry in defined)]
+
+
+@content.register(dict)
+def _(value: dict[Any, Any]) -> tuple[str, list[Any]]:
+    return f"dict of {len(value)}", [*value, *value.values()]
+
+
+@content.register(list)
+@content.register(tuple)
+def _(value: list[Any] | tuple[Any, ...]) -> tuple[str, list[Any]]:
+    return f"{type(value).__name__} of {len(value)}", list(value)
+
+
+@content.register(set)
+@content.register(frozenset)
+def _(value: set[Any] | frozenset[Any]) -> tuple[str, list[Any]]:
+    return f"set {sorted(repr(entry) for entry in value if isinstance(entry, PLAIN))}", []
+
+
+@content.register
+def _(value: re.Pattern) -> tuple[str, list[Any]]:  # type: ignore[type-arg]
+    return f"pattern {value.pattern!r} {value.flags}", []
+
+
+@content.register
+def _(value: partial) -> tuple[str, list[Any]]:  # type: ignore[type-arg]
+    return "partial", [value.func, value.args, value.keywords]
+
+
+@content.register
+def _(value: MethodType) -> tuple[str, list[Any]]:
+    return "method", [value.__func__, value.__self__]
+
+
+@content.register(staticmethod)
+@content.register(classmethod)
+def _(value: Any) -> tuple[str, list[Any]]:
+    return type(value).__name__, [value.__func__]
+
+
+@content.register
+def _(value: property) -> tuple[str, list[Any]]:
+    return "property", [value.fget]
+
+
+def code_text(code: CodeType) -> str:
+    """The text of a function; where it was typed without a trace, its code."""
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return f"{code.co_code.hex()} {code.co_names} {[constant_text(constant) for constant in code.co_consts]}"
+
+
+def constant_text(constant: Any) -> str:
+    if isinstance(constant, CodeType):
+        return code_text(constant)
+    return str(sorted(map(repr, constant))) if isinstance(constant, frozenset) else repr(constant)
+
+
+def is_own(value: Any) -> bool:
+    """Whether the user's program defines a function, class or module: not Python, an installed package or fulltilt itself."""
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__ or ""
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return name == "__main__" or (name.partition(".")[0] not in sys.stdlib_module_names and not file.startswith(INSTALLED))
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -108,8 +234,7 @@ def by_value(function: Function) -> Iterator[None]:
     """Pickle what the function's module defines by value, unless the module is installed, which another process can import."""
     module = sys.modules.get(getattr(written(function), "__module__", None) or "")
     file = getattr(module, "__file__", None)
-    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib"))
-    if module is None or file is None or file.startswith(installed) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+    if module is None or file is None or not is_own(module) or module.__name__ in cloudpickle.list_registry_pickle_by_value():
         yield
         return
     cloudpickle.register_pickle_by_value(module)
@@ -121,11 +246,26 @@ def by_value(function: Function) -> Iterator[None]:
 
 def used_by(function: Function) -> list[tuple[str, Any]]:
     """What the function takes from outside, by name."""
-    try:
-        outside = inspect.getclosurevars(written(function))
-    except TypeError:
-        return []
-    return [*outside.nonlocals.items(), *outside.globals.items()]
+    found = getattr(written(function), "__func__", written(function))
+    return [*captured(found), *looked_up(found)] if isinstance(found, FunctionType) else []
+
+
+def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Variables of the functions around it. One that is not assigned yet is left out."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if cell != CellType():
+            yield name, cell.cell_contents
+
+
+def looked_up(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Variables of its module."""
+    return ((name, function.__globals__[name]) for name in sorted(global_names(function.__code__)) if name in function.__globals__)
+
+
+def global_names(code: CodeType) -> set[str]:
+    """Names that the code, or a function inside it, looks up in its module."""
+    own = {str(each.argval) for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*(global_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)))
 
 
 def travels(value: Any) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 from fulltilt import api
-from fulltilt.loop.generation import Generation, Texts, open_generation
+from fulltilt.loop.generation import Generation, TextCodec, open_generation
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
@@ -41,10 +41,15 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
     """Answer every line until they end or one says so."""
     sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens or USUAL_ANSWER}
     settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
+    if options.plain and options.system is not None:
+        raise UserError("--system: --plain uses no chat template to write it with. Leave one of them out")
 
     @contextlib.contextmanager
     def load(config: Config, found: Checkpoint | None) -> Iterator[Conversation]:
-        texts = Texts.of(config)
+        if options.plain and (config.data.system is not None or config.data.template_args):
+            note("--plain: data.system and data.template_args of the run are left out, as there is no chat template to write them with")
+            config = config.model_copy(update={"data": config.data.model_copy(update={"system": None, "template_args": {}})})
+        texts = TextCodec.of(config)
         templated = texts.tokenizer.chat_template is not None and config.data.apply_template != "never"
         if not templated and options.system is not None:
             raise UserError("--system: there is no chat template to write it with. Leave it out")
@@ -67,7 +72,7 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
 @dataclass(eq=False)
 class Conversation:
     generation: Generation
-    texts: Texts
+    texts: TextCodec
     templated: bool
     longest: int  # tokens that a prompt may have
     seed: int
@@ -90,7 +95,7 @@ class Conversation:
                     self.note(f"{error} The conversation begins anew")
 
     def answer(self, line: str) -> None:
-        shown = Printed(self.texts, self.generation.sampling.stop, self.out)
+        shown = ShownAnswer(self.texts, self.generation.sampling.stop, self.out)
         try:
             prompt = self.next_prompt(line)
             if len(prompt.ids) > self.longest:
@@ -119,10 +124,10 @@ class Conversation:
         return prompt
 
 
-class Printed:
+class ShownAnswer:
     """An answer as far as it is printed: neither half a character nor what may be the beginning of a stop string is."""
 
-    def __init__(self, texts: Texts, stop: Sequence[str], out: TextIO) -> None:
+    def __init__(self, texts: TextCodec, stop: Sequence[str], out: TextIO) -> None:
         self.text = ""
         self._decode, self._held, self._out = texts.tokenizer.decode, max(map(len, stop), default=0), out
 

@@ -7,11 +7,14 @@ is imported only by commands that need it, so help and configuration errors are 
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import io
 import json
 import os
 import re
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -31,6 +34,7 @@ from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
 
+UsageError: Any = typer.BadParameter.__base__  # a class of typer, or of click before typer had its own
 # What the system refuses without the name of a file, if it is this program that asked for something wrong.
 OWN_MISTAKES = (None, errno.EBADF, errno.EINVAL, errno.EPIPE, errno.ECHILD, errno.ESRCH, errno.ECONNRESET)
 READER_GONE = 141  # the shells' convention: 128 plus the number of SIGPIPE
@@ -62,12 +66,26 @@ def refuse_keys_as_options(command: TyperCommand, args: list[str]) -> None:
             raise UserError(f"{option}: no such option. Write {override} instead")
 
 
+@contextlib.contextmanager
+def printable_errors() -> Iterator[None]:
+    try:
+        yield
+    except UsageError as error:
+        error.message = printable(error.message)
+        raise
+
+
 class Commands(CommandGroup):
-    """Handles Ctrl-C outside the steps of a run, which handle it themselves."""
+    """Handles Ctrl-C outside the steps of a run, which handle it themselves, and makes usage errors, which quote arguments, printable."""
+
+    def make_context(self, *given: Any, **options: Any) -> Any:
+        with printable_errors():
+            return super().make_context(*given, **options)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with printable_errors():
+                return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             raise
@@ -173,7 +191,7 @@ def demo(
     from fulltilt import demo as demonstration
     from fulltilt.observe.console import Console
 
-    summary = demonstration.run(folder, Console(json=as_json, quiet=quiet))
+    summary = demonstration.run(folder, Console(json=as_json, quiet=quiet, seconds_between_lines=1.0))
     in_words = f"reward {summary.reward_first:.2f} -> {summary.reward_last:.2f} in {summary.seconds:.0f} s"
     print(json.dumps(asdict(summary)) if as_json else in_words)
     if summary.reward_last < demonstration.LEARNED:
@@ -201,6 +219,7 @@ def train(
     console = Console(json=as_json, quiet=quiet)
     result = api.train(run, overrides=overrides or (), console=console)
     if result.interrupted:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes sends it more than once, and the process is ending anyway
         saved = "and saved" if result.steps else "with nothing to save yet"
         tell(f"stopped after step {result.steps} {saved}", sys.stderr)
         tell(f"resume with: {shlex.join(['fulltilt', *sys.argv[1:]])}", sys.stderr)
@@ -267,7 +286,9 @@ def chat(
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines of standard input, after a prompt on a terminal."""
+    """Lines of standard input, after a prompt on a terminal. Bytes that are not text become replacement characters."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         yield from sys.stdin
         return

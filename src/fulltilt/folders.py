@@ -29,6 +29,11 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
             raise UserError(f"{key}: {folder} cannot be made: {parent} is not a folder that can be written. Use another folder") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         raise UserError(f"{key}: {folder} cannot be used: {getattr(error, 'strerror', error)}. Use another folder") from None
+    if marker == RUN_MARKER and marker not in inside and any(folder.glob("checkpoints/step-*/manifest.json")):
+        raise UserError(
+            f"{key}: {folder} holds checkpoints of a run, but not the run's file {marker}. Nothing was changed. To resume the run, create "
+            f"an empty file {marker} there; otherwise use another folder"
+        )
     if inside and marker not in inside:
         raise UserError(
             f"{key}: {folder} holds {listed(inside, NAMED)}, which fulltilt did not write there: it has no file {marker}. Nothing was "

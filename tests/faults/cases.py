@@ -187,7 +187,7 @@ WARNING = re.compile(r"^(?:.*\.py:\d+: \w*Warning: |\[transformers\]).*$", re.MU
 INTERNAL = re.compile(r"\b(?:Attribute|Type|Key|Index|Name|Assertion|Unbound\w*)Error\b")
 # How messages begin that quote what the user's functions and templates raise, and libraries for the files of a model or a checkpoint.
 QUOTING = re.compile(
-    r"reward|algorithm\.|model\.chat_template|chat template|loading \S+ failed"
+    r"reward|algorithm\.|.*\btemplate\b|loading \S+ failed"
     r"|\w+\.path: .*(?:could not be|cannot be run here|does not fit)"
     r"|.*manifest\.json is not readable|.*state\.json is not as fulltilt writes it"
 )
@@ -260,7 +260,7 @@ def judge_output(tree: Tree, ended: child.Ended) -> Iterator[Verdict]:
 
 def judge_blame(error: str) -> Iterator[Verdict]:
     for line in error.splitlines():
-        if (found := INTERNAL.search(line)) and not QUOTING.match(re.sub(r"^(?:error: |warning: |- |\s)+", "", line)):
+        if (found := INTERNAL.search(line)) and not QUOTING.match(re.sub(r"^(?:error: |warning: |\d+\. |\s)+", "", line)):
             yield Verdict(f"an internal error told as the user's: {found[0]}", line[:1500])
 
 

@@ -25,7 +25,7 @@ from fulltilt.cluster.assembly import make_worker
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Fusing, Models
 from fulltilt.cluster.worker import Worker
-from fulltilt.loop.opening import what_stays
+from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.model import attention
 from fulltilt.model.load import load_model
 from fulltilt.model.verify import verify
@@ -175,7 +175,7 @@ def sampling_of(requests: Requests) -> Sampling:
 def generate_all(engine: Engine, requests: Requests, device: torch.device) -> tuple[float, tuple[Group, ...]]:
     """Seconds of a whole call, and its groups in prompt order. Every sample was checked to have its length."""
     sampling = sampling_of(requests)
-    with what_stays():
+    with freeze_existing_objects():
         seconds, groups = timed(device, lambda: list(engine.generate(requests.prompts, sampling, requests.seed, requests.lengths)))
     found = {group.prompt.uid: group for group in groups}
     lengths = {(uid, sample.index): len(sample.ids) for uid, group in found.items() for sample in group.samples}

@@ -30,7 +30,7 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import OURS, Say
 from fulltilt.bench.workload import STEP_WORKLOADS
 from fulltilt.cluster.assembly import RunParts, assemble
-from fulltilt.loop.opening import what_stays
+from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.loop.run import Progress, Run
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers
@@ -136,7 +136,7 @@ def make_steps(job: BenchJob, parts: RunParts, say: Say) -> list[tuple[float, Ma
     """Seconds and metrics of each step."""
     config, folder, console = job.config, Path(job.config.run.dir), Console(quiet=True, stdout=sys.stderr, terminal=False)
     run = Run(config, parts, CheckpointStore(folder / "checkpoints", config.run.keep), Progress(), console, Loggers(console.warn))
-    with what_stays():
+    with freeze_existing_objects():
         if job.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(job.device)
         return [one_step(job, run, step, say) for step in range(1, parts.plan.steps + 1)]

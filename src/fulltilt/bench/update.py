@@ -24,7 +24,7 @@ from fulltilt.bench.job import BenchJob, resolve
 from fulltilt.bench.native import make_bench_worker
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.worker import enough_memory
-from fulltilt.loop.opening import what_stays
+from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.memory.account import Reading
 from fulltilt.records import MiniBatch, Row
 from fulltilt.rollout.runner import bytes_per_token
@@ -58,7 +58,7 @@ class Update:
 
     def run(self) -> None:
         self.trainer.optimizer.begin(0)
-        with what_stays(), self.account.phase(PHASE):
+        with freeze_existing_objects(), self.account.phase(PHASE):
             with self.account.passes(self.trainer.role.head_bytes(self.batch.micro_batches, learns=True)):
                 seconds, _ = timed(self.device, lambda: self.trainer.accumulate(self.batch))
             optimizer_seconds, metrics = timed(self.device, self.trainer.apply)

@@ -3,7 +3,8 @@
 Enters: a file whose name says its format. Leaves: its rows as plain dictionaries, in order, each with its place for messages. Guaranteed:
 whatever the file holds, what cannot be read is a `UserError` that names the file, the row and the remedy; a name that disagrees with the
 content is reported before the first row is read; a key or column that a row has twice is never chosen from; a row is text that can be
-encoded, and never nested deeper than MOST_DEPTH; no file is unpacked without bounds.
+encoded, and never nested deeper than MOST_DEPTH; a file that would unpack to far more than its size is refused. A JSON list is held in
+memory as a whole; of other files, a line or a batch of rows is. A `MemoryError` is raised as it is: it is no fault of the file.
 
 Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow do.
 """
@@ -33,10 +34,7 @@ Reader = Callable[[Path], Iterator[PlacedRow]]
 
 MOST_DEPTH = 64
 _MOST_LINE_BYTES = 2**28
-_UNPACKED_BYTES, _UNPACKED_RATIO = (
-    2**30,
-    200,
-)  # a compressed file that exceeds both is refused; text packs to a tenth, seldom to a hundredth
+_UNPACKED_BYTES, _UNPACKED_RATIO = 2**30, 200  # a file that exceeds both is refused; text packs to a tenth, seldom to a hundredth
 _BATCH_ROWS = 1024
 _SCALARS = (int, float, bytes, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, type(None))
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
@@ -63,7 +61,7 @@ def read_file(file: Path) -> Iterator[PlacedRow]:
         for placed in _READERS[suffix_of(file)](file):
             yield placed
             read += 1
-    except UserError:
+    except (UserError, MemoryError):
         raise
     except Exception as error:  # whatever the decoders raise for content that is none
         if isinstance(error, OSError) and error.errno:
@@ -129,6 +127,11 @@ def _refuse_twice(names: Iterable[str], file: Path) -> None:
         raise UserError(f"{file}: the column {twice[0]!r} is there twice, and which is meant is not known. Rename or remove one of them.")
 
 
+def _refuse_bomb(file: Path, size: int, unpacked: int) -> None:
+    if unpacked > _UNPACKED_BYTES and unpacked > _UNPACKED_RATIO * size:
+        raise UserError(f"{file}: unpacks to more than {_UNPACKED_RATIO} times its size. Give it unpacked, as JSON lines, if it is right.")
+
+
 # ---- text --------------------------------------------------------------------------------------------------------------------------
 
 
@@ -142,10 +145,7 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
             place = f"{file}:{number}"
             if len(line) > _MOST_LINE_BYTES:
                 raise UserError(f"{place}: the line has more than {in_bytes(_MOST_LINE_BYTES)}. Write one row a line.")
-            if read > _UNPACKED_BYTES and read > _UNPACKED_RATIO * size:
-                raise UserError(
-                    f"{file}: unpacks to more than {_UNPACKED_RATIO} times its size. Unpack it and give the file, if it is right."
-                )
+            _refuse_bomb(file, size, read)
             try:
                 # Some editors put a byte-order mark before the first line.
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -217,16 +217,19 @@ def _read_json_list(file: Path) -> Iterator[PlacedRow]:
 
 
 def _read_csv(file: Path) -> Iterator[PlacedRow]:
-    csv.field_size_limit(_MOST_LINE_BYTES)
-    rows = csv.reader((text for text, _ in _lines(file)), strict=True)
-    header = next(rows, [])
-    _refuse_twice(header, file)
-    for cells in filter(None, rows):
-        place = f"{file}:{rows.line_num}"
-        if len(cells) != len(header):
-            remedy = "Put cells that contain commas, quotes or line breaks between quotes."
-            raise UserError(f"{place}: the row has {len(cells)} cells, but the header has {len(header)}. {remedy}")
-        yield {name: _cell(name, cell, place) for name, cell in zip(header, cells, strict=True)}, place
+    before = csv.field_size_limit(_MOST_LINE_BYTES)
+    try:
+        rows = csv.reader((text for text, _ in _lines(file)), strict=True)
+        header = next(rows, [])
+        _refuse_twice(header, file)
+        for cells in filter(None, rows):
+            place = f"{file}:{rows.line_num}"
+            if len(cells) != len(header):
+                remedy = "Put cells that contain commas, quotes or line breaks between quotes."
+                raise UserError(f"{place}: the row has {len(cells)} cells, but the header has {len(header)}. {remedy}")
+            yield {name: _cell(name, cell, place) for name, cell in zip(header, cells, strict=True)}, place
+    finally:
+        csv.field_size_limit(before)
 
 
 def _cell(name: str, text: str, place: str) -> Any:
@@ -251,7 +254,18 @@ def _cell(name: str, text: str, place: str) -> Any:
 
 def _read_parquet(file: Path) -> Iterator[PlacedRow]:
     with pq.ParquetFile(file) as parquet:
-        yield from _placed(file, parquet.schema_arrow.names, parquet.iter_batches(batch_size=_BATCH_ROWS))
+        size, unpacked = file.stat().st_size, _unpacked_bytes(parquet.metadata)
+        _refuse_bomb(file, size, unpacked)
+        # A value that is stored once can stand in many rows: where little stands for much, one row is read at a time.
+        rows = 1 if unpacked > _UNPACKED_RATIO * size else _BATCH_ROWS
+        yield from _placed(file, parquet.schema_arrow.names, parquet.iter_batches(batch_size=rows))
+
+
+def _unpacked_bytes(metadata: pq.FileMetaData) -> int:
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    columns = (group.column(number) for group in groups for number in range(group.num_columns))
+    # Equal values in a row are stored as one with their count, and take 8 bytes each when read.
+    return sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in columns)
 
 
 def _read_arrow(file: Path) -> Iterator[PlacedRow]:
@@ -272,6 +286,8 @@ def _placed(file: Path, names: Sequence[str], batches: Iterable[pa.RecordBatch])
 def _rows_of(batch: pa.RecordBatch, file: Path) -> list[dict[str, Any]]:
     try:
         found: list[dict[str, Any]] = batch.to_pylist()
+    except MemoryError:
+        raise
     except Exception:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             try:

@@ -2,8 +2,9 @@
 
 Enters: a name such as `openai/gsm8k/main:train`, in its parts. Leaves: the files of that split in the hub's cache, and the commit that they
 come from. Guaranteed: without a revision, the hub's own conversion to parquet is read, which every public data set has whatever its
-format, and the repository's own files where there is no conversion; what was downloaded before is found without a network; whatever the
-hub answers, a failure is a `UserError` in one line with the remedy. `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` are respected.
+format, and the repository's own files where there is no conversion; only the files of the split are downloaded; what was downloaded before
+is found without a network; whatever the hub answers, a failure is a `UserError` in one line with the remedy. `HF_ENDPOINT`, `HF_HOME` and
+`HF_TOKEN` are respected.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
+from typing import Any
 
 from httpx import HTTPError
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -50,40 +52,56 @@ def fetch(dataset: HubDataset) -> HubFiles:
         disable_progress_bars()
     api = HfApi(endpoint=os.environ.get("HF_ENDPOINT") or None, library_name="fulltilt")
     with _reporting(dataset):
-        revision, names = _list_files(api, dataset)
-        of_split = _of_conversion if revision == _CONVERTED else _of_repository
-        chosen = of_split(dataset, names)
-        # By pattern, not by name: offline, the names are those in the cache, and the hub's record of the folder tells which are missing.
-        patterns = sorted({re.sub(r"\d+", "*", glob.escape(str(name))) for name in chosen})
-        folder = Path(api.snapshot_download(dataset.repo, repo_type="dataset", revision=revision, allow_patterns=patterns))
+        listing = _list_files(api, dataset)
+        of_split = _of_conversion if listing.revision == _CONVERTED else _of_repository
+        chosen = of_split(dataset, listing.names)
+        patterns = sorted({_shards_like(name) if listing.cached else glob.escape(str(name)) for name in chosen})
+        folder = _download(api, dataset.repo, listing.revision, patterns, listing.cached)
     return HubFiles(tuple(folder / name for name in chosen), f"{dataset.repo} at commit {folder.name}")
 
 
-def _list_files(api: HfApi, dataset: HubDataset) -> tuple[str, list[PurePosixPath]]:
-    """The revision to read, and the names of all its files."""
+@dataclass(frozen=True)
+class _Listing:
+    revision: str
+    names: list[PurePosixPath]
+    cached: bool  # the hub cannot be reached: these are the files in the cache, which may be only some of the revision's
+
+
+def _shards_like(name: PurePath) -> str:
+    """A pattern for a file and the other shards of its data set, with which the hub's client tells whether one is missing in the cache."""
+    return str(PurePosixPath(glob.escape(str(name.parent))) / re.sub(r"\d+", "[0-9]*", glob.escape(name.name)))
+
+
+def _download(api: HfApi, repo: str, revision: str, patterns: list[str], cached: bool) -> Path:
+    """The folder in the cache that has all files of these patterns."""
+    options: dict[str, Any] = {"repo_type": "dataset", "allow_patterns": patterns, "local_files_only": cached}
+    return Path(api.snapshot_download(repo, revision=revision, **options))
+
+
+def _list_files(api: HfApi, dataset: HubDataset) -> _Listing:
+    """The revision to read, and the names of its files."""
     if dataset.revision is not None:
-        return dataset.revision, _names(api, dataset.repo, dataset.revision)
-    try:
-        names = _names(api, dataset.repo, _CONVERTED)
-    except (RevisionNotFoundError, LocalEntryNotFoundError):
-        names = []
-    converted = any(name.suffix == ".parquet" for name in names)
-    return (_CONVERTED, names) if converted else ("main", _names(api, dataset.repo, "main"))
+        return _listing(api, dataset.repo, dataset.revision)
+    with contextlib.suppress(RevisionNotFoundError, LocalEntryNotFoundError):
+        converted = _listing(api, dataset.repo, _CONVERTED)
+        if any(name.suffix == ".parquet" for name in converted.names):
+            return converted
+    return _listing(api, dataset.repo, "main")
 
 
-def _names(api: HfApi, repo: str, revision: str) -> list[PurePosixPath]:
+def _listing(api: HfApi, repo: str, revision: str) -> _Listing:
     try:
         found = api.dataset_info(repo, revision=revision, timeout=30).siblings or []
-        return sorted(PurePosixPath(entry.rfilename) for entry in found)
+        return _Listing(revision, sorted(PurePosixPath(entry.rfilename) for entry in found), cached=False)
     except _UNREACHABLE as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
             raise
         reason = error
     try:
-        folder = Path(api.snapshot_download(repo, repo_type="dataset", revision=revision, local_files_only=True, allow_patterns=[]))
+        folder = _download(api, repo, revision, [], cached=True)
     except LocalEntryNotFoundError:
         raise LocalEntryNotFoundError(first_line(reason)) from reason
-    return sorted(PurePosixPath(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file())
+    return _Listing(revision, sorted(PurePosixPath(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()), cached=True)
 
 
 def _of_conversion(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[PurePath]:
@@ -125,6 +143,10 @@ def _reporting(dataset: HubDataset) -> Iterator[None]:
     except RevisionNotFoundError as error:
         raise UserError(f"{dataset.repo}: has no revision {dataset.revision!r}. Name a branch, a tag or a commit of it.") from error
     except (*_UNREACHABLE, OSError) as error:
+        if isinstance(error, OSError) and error.errno and not isinstance(error, _UNREACHABLE):
+            remedy = "Make room there and check its permissions, or set HF_HOME to another folder."
+            what = f"the hub's cache in {constants.HF_HUB_CACHE} cannot be used ({error.strerror})"
+            raise UserError(f"{dataset.repo}: {what}. {remedy}") from error
         remedy = "Check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or download the data set and give its folder."
         where = "no file or folder here, not whole in the hub's cache, and the hub cannot be reached"
         raise UserError(f"{dataset.repo}: {where} ({first_line(error)}). {remedy}") from error

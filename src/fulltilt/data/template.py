@@ -123,7 +123,7 @@ class PromptEncoder:
     def _tokenise(self, text: str, **options: Any) -> list[int]:
         try:
             return list(map(int, self._tokenizer(text, return_attention_mask=False, **options)["input_ids"]))
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in the tokenizer's compiled code is not an Exception
             raise UserError(f"the tokenizer cannot read this text ({first_line(error)}). Change or remove the row.") from error

@@ -5,7 +5,7 @@ two processes never have the same one; metrics and rollouts whose checkpoints we
 never written over; a folder that is removed or renamed while the run has it is noticed before more is written.
 
 The marker `.fulltilt` is also the lock. Its first line says what it is; a second one says that the run has had a checkpoint: without one,
-what a killed run has written is computed again.
+what a killed run has written is computed again. A marker that a user has made says nothing: it counts as that of a run with a checkpoint.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -23,7 +23,7 @@ from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.records import UserError
 
 SNAPSHOT, PLAN, METRICS, ROLLOUTS, VALIDATION = "snapshot.toml", "plan.json", "metrics.jsonl", "rollouts", "validation"
-WHAT = "The folder of a fulltilt run. While this file is here, fulltilt writes and deletes files in the folder.\n"
+MARKER_TEXT = "The folder of a fulltilt run. While this file is here, fulltilt writes and deletes files in the folder.\n"
 HAD_CHECKPOINT = "The run has had a checkpoint.\n"
 
 
@@ -33,7 +33,7 @@ class RunFolder:
         self.path = path
         self._marker = marker
         marker.seek(0)
-        self.had_checkpoint = HAD_CHECKPOINT in marker.read()
+        self.had_checkpoint = marker.read() != MARKER_TEXT
 
     def note_checkpoint(self) -> None:
         """From now on, metrics and rollouts are worth keeping if all checkpoints are deleted."""
@@ -43,20 +43,27 @@ class RunFolder:
             self.had_checkpoint = True
 
     def move_aside(self) -> Path | None:
-        """Move what a run has written whose checkpoints were deleted. Returns the folder that holds it now; None if there is nothing."""
-        found = [path for name in (METRICS, ROLLOUTS, VALIDATION) if has_content(path := self.path / name)]
-        if not self.had_checkpoint or not found:
+        """Move what a run has written whose checkpoints were deleted. Returns the folder that holds it now; None if there is nothing. From
+        then on the folder is that of a run without a checkpoint."""
+        if not self.had_checkpoint:
             return None
-        aside = next(path for number in count(1) if not (path := self.path / f"before-{number}").exists())
+        found = [path for name in (METRICS, ROLLOUTS, VALIDATION) if has_content(path := self.path / name)]
         with self.writing():
-            aside.mkdir()
-            for path in found:
-                path.rename(aside / path.name)
-            for path in (self.path / SNAPSHOT, self.path / PLAN):
-                if path.is_file():
-                    shutil.copy(path, aside)
-            self._marker.truncate(len(WHAT))
+            aside = self._move(found) if found else None
+            self._marker.truncate(0)
+            self._marker.write(MARKER_TEXT)
+            self._marker.flush()
         self.had_checkpoint = False
+        return aside
+
+    def _move(self, found: Sequence[Path]) -> Path:
+        aside = next(path for number in count(1) if not (path := self.path / f"before-{number}").exists())
+        aside.mkdir()
+        for path in found:
+            path.rename(aside / path.name)
+        for path in (self.path / SNAPSHOT, self.path / PLAN):
+            if path.is_file():
+                shutil.copy(path, aside)
         return aside
 
     @contextlib.contextmanager
@@ -114,7 +121,7 @@ def open_run_folder(path: Path, *, new: bool = False) -> Iterator[RunFolder]:
         except OSError as error:
             raise UserError(f"run.dir: {path} cannot be locked: {error.strerror}. Use a folder on another file system") from error
         if os.fstat(marker.fileno()).st_size == 0:
-            marker.write(WHAT)
+            marker.write(MARKER_TEXT if new else MARKER_TEXT + HAD_CHECKPOINT)
             marker.flush()
         elif new:
             raise UserError(other)

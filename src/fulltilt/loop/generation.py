@@ -86,7 +86,7 @@ class Generation:
 
 
 @dataclass(frozen=True, eq=False)
-class Texts:
+class TextCodec:
     """What turns a configuration's prompts into tokens and back."""
 
     tokenizer: Any
@@ -94,13 +94,13 @@ class Texts:
     limit: int | None  # positions that the model was made for
 
     @classmethod
-    def of(cls, config: Config) -> Texts:
+    def of(cls, config: Config) -> TextCodec:
         tokenizer = load_tokenizer(config.model)
         return cls(tokenizer, PromptEncoder(tokenizer, config.data), context_limit(read_config(config.model)))
 
 
 @contextlib.contextmanager
-def open_generation(config: Config, texts: Texts, longest: int, found: Checkpoint | None) -> Iterator[Generation]:
+def open_generation(config: Config, texts: TextCodec, longest: int, found: Checkpoint | None) -> Iterator[Generation]:
     """Load the model for prompts of at most `longest` tokens."""
     resume = found if found and needs_base(found) else None
     with enough_memory("set-up"):

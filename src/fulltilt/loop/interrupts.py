@@ -17,6 +17,17 @@ class Interrupted(Exception):
     """A signal to stop, at a moment when the step in progress can be dropped."""
 
 
+@contextlib.contextmanager
+def hangup_restored() -> Iterator[None]:
+    """Give SIGHUP its handler back at the end, also if `Interrupts` had to ignore it."""
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        yield
+    finally:
+        if before is not signal.getsignal(signal.SIGHUP):  # only in the main thread, where alone handlers can be changed
+            signal.signal(signal.SIGHUP, before)
+
+
 class Interrupts:
     """Turns the first signal into `Interrupted` at the next moment where it does no harm; the second ends the process as usual, except that
     SIGHUP, which a closing terminal sends more than once, never counts as the second.
@@ -42,7 +53,7 @@ class Interrupts:
             yield
         finally:
             for number, handler in before.items():
-                # A terminal that closes sends SIGHUP more than once: while the run saves and ends, it stays ignored.
+                # A terminal that closes sends SIGHUP more than once: while the run saves and ends, it stays ignored (`hangup_restored`).
                 signal.signal(number, signal.SIG_IGN if number == self._wanted == signal.SIGHUP else handler)
 
     def hold(self) -> None:

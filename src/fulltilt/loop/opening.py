@@ -28,6 +28,7 @@ from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
+from fulltilt.loop.interrupts import hangup_restored
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.memory.account import Reading
 from fulltilt.observe.console import Console
@@ -41,6 +42,7 @@ from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, keys, rewards_named, row_of, to_toml, value_of
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
+from fulltilt.words import joined
 
 SIZES = {field.name for field in fields(Budgets)}
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
@@ -90,6 +92,7 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
     path = Path(config.run.dir)
     store = CheckpointStore(path / "checkpoints", config.run.keep)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(hangup_restored())
         refuse_foreign(path, RUN_MARKER, "run.dir")
         # A folder that holds a run is locked before it is read; into a new one nothing is written before everything has been checked.
         folder = stack.enter_context(open_run_folder(path)) if (path / RUN_MARKER).exists() else None
@@ -111,13 +114,13 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
         write_set_up(config, parts, folder, state, origin, console)
         if found and state:
             progress = progress_of(parts, found, state, changed, console)
-            take_up(config, parts, folder, store, state)
+            resume_store_and_memory(config, parts, folder, store, state)
         else:
             progress = Progress()
         loggers = stack.enter_context(open_loggers(config.log, path, configuration.snapshot(config), progress.step, console.warn))
         for text in loggers.hints:
             console.note(text)
-        stack.enter_context(what_stays())
+        stack.enter_context(freeze_existing_objects())
         with enough_memory():  # a phase's own message says more; this one is for what happens between phases
             summary = Run(config, parts, store, progress, console, loggers, on_step, folder, files).train()
         loggers.close(finished=not summary.interrupted)
@@ -125,7 +128,7 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
 
 
 @contextlib.contextmanager
-def what_stays() -> Iterator[None]:
+def freeze_existing_objects() -> Iterator[None]:
     """Exclude all objects that exist now from garbage collection: they stay to the end of the run, and looking through them sometimes
     delays a rollout by 0.2 s."""
     gc.collect()
@@ -252,7 +255,7 @@ def write_set_up(
     RolloutFiles(path / VALIDATION, config.run.save_rollouts).truncate(state.step if state else -1)
 
 
-def take_up(config: Config, parts: RunParts, folder: RunFolder, store: CheckpointStore, state: SavedState) -> None:
+def resume_store_and_memory(config: Config, parts: RunParts, folder: RunFolder, store: CheckpointStore, state: SavedState) -> None:
     """Continue where another process ended, which may not have deleted the checkpoints beyond `run.keep`."""
     folder.note_checkpoint()
     store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
@@ -295,6 +298,9 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
     """Validation rewards (for SFT: the loss) of `model.path`, or of the newest, the best or one step's checkpoint of `run.dir`."""
     if config.data.val is None:
         raise UserError("data.val: nothing to evaluate on. Set data.val")
+    chosen = [name for name, given in {"latest": latest, "best": best, "checkpoint": step is not None}.items() if given]
+    if len(chosen) > 1:
+        raise UserError(f"{joined(chosen, 'and')} each choose a checkpoint to evaluate. Give only one of them")
     store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
     find = store.find_best if best else store.latest if step is None else partial(store.at, step)
     with enough_memory("set-up"):
@@ -307,8 +313,10 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
         for text in parts.notes:
             console.note(text)
         console.begin_step(found.step if found else 0)
-        with console.run(total=1), console.phase("eval"):
-            metrics = validate(config, parts, console).metrics
+        with console.run(total=1):
+            with console.phase("eval"):
+                metrics = validate(config, parts, console).metrics
+            console.end_evaluation()
             if failed := Health(config.health).failed(metrics):
                 raise Unhealthy(failed)
     which = {"model": str(found.model_folder if found else config.model.path), "step": found.step if found else 0}

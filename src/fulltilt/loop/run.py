@@ -321,10 +321,9 @@ class Run:
             self.save()
         except UserError:
             self._require_folder()  # if it is gone, that is what went wrong
-            # For example, a reward is not a number. Until the first update of a step, the last whole step can still be saved, unless it
-            # would take the place of the last good one.
-            if not self.interrupts.held and (self.health.may_save or self.store.newest == 0):
-                self.save()
+            # For example, a reward is not a number. Until the first update of a step, the last whole step can still be saved.
+            if not self.interrupts.held:
+                self._save_before_error()
             raise
         self.store.finish()
         self.metrics.close()
@@ -351,7 +350,7 @@ class Run:
         except UserError:
             # For example, a reward is not a number. The step itself is whole: keep it.
             self._record(step, metrics)
-            self.save()
+            self._save_before_error()
             raise
         self._record(step, metrics)
         self.console.end_step(metrics)
@@ -368,13 +367,13 @@ class Run:
             self.interrupts.release()
 
     def _call_back(self, step: int, metrics: Metrics) -> None:
-        """Tell the user's function of the finished step. The step is whole: whatever the function raises, it is saved first."""
+        """Tell the user's function of the finished step. The step is whole: whatever the function raises, a healthy one is saved first."""
         if self.on_step is None:
             return
         try:
             go_on = self.on_step(step, json.loads(measure.encode_line(step, metrics)))
         except Exception:
-            self.save()
+            self._save_before_error()
             raise
         if go_on is False and step < self.parts.plan.steps:
             raise Interrupted
@@ -412,8 +411,10 @@ class Run:
         """Stop the run where the metric should have had its first value and has none: it would never have one."""
         name = self._metric_of_best
         self._best_seen |= name is None or name in metrics
-        if not self._best_seen and (validated or not self._best_is_validated):
-            self.save()
+        # Step 0 has metrics of validation only, and until the critic is warm there are none of the actor's update.
+        expected = validated if self._best_is_validated else step > self.parts.algorithm.critic_warmup
+        if expected and not self._best_seen:
+            self._save_before_error()
             near = difflib.get_close_matches(name or "", metrics, n=3, cutoff=0.3)
             instead = f"Similar: {', '.join(near)}" if near else "docs/metrics.md lists all metrics"
             raise UserError(f"run.keep_best: step {step} has no metric {name}. {instead}. Correct the name and repeat the command")
@@ -464,6 +465,11 @@ class Run:
         newest = self.store.newest
         self._finish_background_save(wait=False)
         if self.store.newest != newest and self.health.may_save:
+            self.save()
+
+    def _save_before_error(self) -> None:
+        """Save the last whole step, unless it would take the place of the last good one."""
+        if self.health.may_save or self.store.newest == 0:
             self.save()
 
     def save(self, *, beside: bool = False, best: BestCheckpoint | None = None, planned: bool = False) -> None:

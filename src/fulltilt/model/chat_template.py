@@ -4,8 +4,9 @@ A template comes with a model and is a program. jinja's sandbox keeps it away fr
 
 Enters: a tokenizer with its template, and messages. Leaves: the text that the template writes. Guaranteed: whatever the template does, the
 result is a text or a `UserError`. Its first conversation is written in a child process first, which the system ends after SECONDS of
-processor time, whatever it does; later ones are interrupted in the process itself, in any thread, as soon as Python's interpreter takes its
-next step. On Linux it may use BYTES more memory, except where a GPU is in use, whose driver reserves addresses at any time.
+processor time, whatever it does, and which on Linux may use BYTES more memory; later ones are interrupted in the process itself, in any
+thread, as soon as Python's interpreter takes its next step. The memory of the process itself is not limited: such a limit would hold for
+all its threads. A `MemoryError` there is raised as it is.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
 from fulltilt.records import UserError
 from fulltilt.words import first_line, in_bytes
 
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 
 SECONDS = 5.0  # for one conversation; usual templates take less than a millisecond
 BYTES = 4 * 2**30
+_CANNOT = "the chat template cannot write this conversation"
+_OUT_OF_MEMORY = 3  # the exit status of a child
 
 
 class TemplateOverdue(BaseException):
@@ -56,23 +57,22 @@ def read_template(path: str, key: str) -> str:
 
 def render(tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
     """A conversation as a chat template writes it, special tokens included."""
-    cannot = "the chat template cannot write this conversation"
     write = partial(tokenizer.apply_chat_template, list(messages), chat_template=template, tokenize=False, **options)
     try:
         with _rendering:
             if template not in _tried:
                 _try_in_child(write)
                 _tried.add(template)
-            with _memory.bounded(), _deadline.watched():
+            with _deadline.watched():
                 return str(write())
+    except (UserError, MemoryError):
+        raise
     except TemplateOverdue as error:
-        raise UserError(f"{cannot}: it was stopped after {SECONDS:.0f} seconds, as it does not seem to end.") from error
-    except MemoryError as error:
-        raise UserError(f"{cannot}: it asked for more than {in_bytes(BYTES)} of memory.") from error
+        raise UserError(f"{_CANNOT}: it was stopped after {SECONDS:.0f} seconds, as it does not seem to end.") from error
     except RecursionError as error:
-        raise UserError(f"{cannot}: it calls itself without end.") from error
+        raise UserError(f"{_CANNOT}: it calls itself without end.") from error
     except Exception as error:  # a template can raise whatever Python can
-        raise UserError(f"{cannot}: {first_line(error).rstrip('.')}.") from error
+        raise UserError(f"{_CANNOT}: {first_line(error).rstrip('.')}.") from error
 
 
 def _try_in_child(write: Callable[[], Any]) -> None:
@@ -93,17 +93,31 @@ def _try_in_child(write: Callable[[], Any]) -> None:
     # One that was ended here may have waited, which is no fault of the template.
     if os.WIFSIGNALED(status) and used.ru_utime + used.ru_stime > SECONDS / 10:
         raise TemplateOverdue
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OUT_OF_MEMORY:
+        raise UserError(f"{_CANNOT}: it asked for more than {in_bytes(BYTES)} of memory.")
 
 
 def _write_and_exit(write: Callable[[], Any]) -> NoReturn:
+    status = 0
     try:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(SECONDS), math.ceil(SECONDS) + 1))
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-        with _memory.bounded():
-            write()
+        _limit_memory()
+        write()
+    except MemoryError:
+        status = _OUT_OF_MEMORY
     finally:
-        os._exit(0)
+        os._exit(status)
+
+
+def _limit_memory() -> None:
+    """Let this process use BYTES more memory than it has now."""
+    if sys.platform.startswith("linux"):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        set_before = [limit for limit in resource.getrlimit(resource.RLIMIT_AS) if limit != resource.RLIM_INFINITY]
+        least = min([pages * resource.getpagesize() + BYTES, *set_before])
+        resource.setrlimit(resource.RLIMIT_AS, (least, least))
 
 
 class _Deadline:
@@ -111,13 +125,14 @@ class _Deadline:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._current: tuple[int, float, float] | None = None  # thread, time and processor time at which it began
+        self._thread: int | None = None  # in which a template runs
+        self._conversation = 0  # counts them
         self._watcher = False
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         with self._lock:
-            self._current = (threading.get_ident(), time.monotonic(), time.process_time())
+            self._thread, self._conversation = threading.get_ident(), self._conversation + 1
             if not self._watcher:
                 self._watcher = True
                 threading.Thread(target=self._watch, name="template-deadline", daemon=True).start()
@@ -125,21 +140,24 @@ class _Deadline:
             yield
         finally:
             with self._lock:
-                if self._current is None:  # the exception was set just now, and must not arrive later
+                if self._thread is None:  # the exception was set just now, and must not arrive later
                     _set_exception(threading.get_ident(), None)
-                self._current = None
+                self._thread = None
 
     def _watch(self) -> None:
+        seen, began, used = 0, 0.0, 0.0  # the clocks are read here, as reading them for every row would slow down loading
         while True:
             time.sleep(SECONDS / 20)
             with self._lock:
-                if self._current is None:
+                if self._thread is None:
                     self._watcher = False
                     return
-                thread, began, used = self._current
+                now, processor = time.monotonic(), time.process_time()
+                if seen != self._conversation:
+                    seen, began, used = self._conversation, now, processor
                 # Time alone would accuse a template of what a stopped or overloaded machine did.
-                if time.monotonic() - began > SECONDS and time.process_time() - used > SECONDS / 2:
-                    self._current = None  # once: the thread may be on its way out
+                elif now - began > SECONDS and processor - used > SECONDS / 2:
+                    thread, self._thread = self._thread, None  # once: the thread may be on its way out
                     _set_exception(thread, TemplateOverdue)
 
 
@@ -147,30 +165,5 @@ def _set_exception(thread: int, kind: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), None if kind is None else ctypes.py_object(kind))
 
 
-class _Memory:
-    """Lowers the limit on the address space of the process while a template runs."""
-
-    def __init__(self) -> None:
-        self._read = -1.0
-        self._most = 0
-
-    @contextlib.contextmanager
-    def bounded(self) -> Iterator[None]:
-        if not sys.platform.startswith("linux") or torch.cuda.is_initialized():
-            yield
-            return
-        now = time.monotonic()
-        if now - self._read > 1:  # a file of the system: too slow to be read for every row
-            pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-            self._read, self._most = now, pages * resource.getpagesize() + BYTES
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        least = self._most if soft == resource.RLIM_INFINITY else min(soft, self._most)
-        resource.setrlimit(resource.RLIMIT_AS, (least, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-_rendering, _deadline, _memory = threading.Lock(), _Deadline(), _Memory()
+_rendering, _deadline = threading.Lock(), _Deadline()
 _tried: set[str] = set()  # templates that came to an end once

@@ -1,15 +1,17 @@
 """The console output of a run, for people and for machines.
 
-Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: one line per step; on
-a terminal as many of its fields as fit the width, and below the lines a progress bar with the current phase, elapsed and remaining time;
-with `json`, one JSON object per step on standard output and everything for people on standard error. Guaranteed: no thread, and no stream
-is redirected, so `breakpoint()`, `print` and child processes work as usual; `quiet` silences everything but warnings and JSON; a stream
-that is lost (`| head`, a closed terminal, a full disk) does not end a run; text of others cannot control the terminal.
+Enters: phases as they begin and end, progress inside them, the metrics of finished steps, notes and warnings. Leaves: one line per step, or
+with `seconds_between_lines` fewer; on a terminal as many of its fields as fit the width, and below the lines a progress bar with the
+current phase, elapsed and remaining time; with `json`, one JSON object per step on standard output and everything for people on standard
+error. Guaranteed: no thread, and no stream is redirected, so `breakpoint()`, `print` and child processes work as usual; `quiet` silences
+everything but warnings and JSON; a stream that is lost (`| head`, a closed terminal, a full disk) does not end a run; text of others cannot
+control the terminal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -60,9 +62,13 @@ class Console:
         stdout: TextIO | None = None,
         stderr: TextIO | None = None,
         terminal: bool | None = None,
+        seconds_between_lines: float = 0.0,
     ) -> None:
-        """`stdout` and `stderr` default to those of the process; `terminal`: whether people read on a terminal, detected by default."""
+        """`stdout` and `stderr` default to those of the process; `terminal`: whether people read on a terminal, detected by default.
+        `seconds_between_lines`: people get no line of a step sooner after another, except for a run's last step and one with a warning."""
         self._json = json
+        self._seconds_between_lines = seconds_between_lines
+        self._printed = -math.inf  # when people got the last line of a step
         self._quiet = quiet
         self._out = outlet(stdout or sys.stdout)
         error = outlet(stderr or sys.stderr)
@@ -82,18 +88,21 @@ class Console:
     @contextlib.contextmanager
     def run(self, total: int, done: int = 0) -> Iterator[None]:
         """Show progress over steps; `done` of them were made before a resume."""
-        self._total = total
+        self._total, self._printed = total, -math.inf
         if self._live and not self._quiet:
             self._bar = _Bar(self._people, total, done)
         try:
             yield
         finally:
+            self._print_waiting_line()
             bar, self._bar = self._bar, None
             if bar:
                 bar.stop()
 
     def begin_step(self, step: int) -> None:
         self._step, self._begin = step, time.perf_counter()
+        self._warned = False  # in this step
+        self._waiting_line = ""  # the step's line, until people get it
         self.seconds: dict[str, float] = {}  # in each phase of the step, in the order in which they began
 
     @property
@@ -126,15 +135,29 @@ class Console:
             self._out.write(encode_line(self._step, metrics) + "\n")
             self._out.flush()
         if not self._quiet:
-            self._say(self._people, self._step_line(metrics))
+            self._waiting_line = self._step_line(metrics)
+            if self._warned or time.perf_counter() >= self._printed + self._seconds_between_lines:
+                self._print_waiting_line()
         if self._bar:
             self._bar.finish_step(self._step, self.step_seconds)
+
+    def end_evaluation(self) -> None:
+        """Show the bar of a run without steps as complete."""
+        if self._bar:
+            self._bar.show(completed=self._total)
 
     def note(self, text: str) -> None:
         if not self._quiet:
             self._say(self._people, text)
 
+    def _print_waiting_line(self) -> None:
+        if self._waiting_line:
+            self._say(self._people, self._waiting_line)
+            self._printed, self._waiting_line = time.perf_counter(), ""
+
     def warn(self, text: str) -> None:
+        self._print_waiting_line()
+        self._warned = True
         self._say(self._warnings, f"warning: {text}", style="yellow")
 
     def _say(self, where: rich.console.Console, text: str, style: str = "") -> None:

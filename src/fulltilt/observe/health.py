@@ -297,6 +297,6 @@ def last_good(step: int, checkpoints: Path, *, good: bool = True) -> str:
     where = f"The last good checkpoint is {path}" if good else f"The newest checkpoint, saved while the rule held, is {path}"
     damage = "" if good else "; if it is already damaged, start again in another run.dir"
     return (
-        f"{where}. Fix the cause and repeat the command to resume from there, with run.resume=force if your code or keys outside [health] change"
-        f"{damage}; health.ignore turns a rule off"
+        f"{where}. Fix the cause and repeat the command to resume from there, with run.resume=force if your code or keys outside "
+        f"[health] change{damage}; health.ignore turns a rule off"
     )

@@ -34,6 +34,7 @@ class Outlet:
         self.lost: Exception | None = None if stream else OSError(errno.EBADF, "it is closed")
         self._stream = stream or open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         self._on_loss: Callable[[str], None] | None = None
+        self.owns_descriptor = False  # whether the stream is this process's own, and not one that a Python program lent
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -57,6 +58,8 @@ class Outlet:
             tell(self.reason)
 
     def write(self, text: str) -> int:
+        if self.lost:
+            return len(text)
         with self._surviving():
             try:
                 self._stream.write(text)
@@ -81,13 +84,17 @@ class Outlet:
             if self.lost:
                 return
             self.lost = error
-            # Child processes, libraries and Python's own flush at exit also write to the descriptor: let it discard their text, too.
-            with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self._stream.fileno())
-                os.close(nowhere)
+            if self.owns_descriptor:
+                self._discard()
             if self._on_loss:
                 self._on_loss(self.reason)
+
+    def _discard(self) -> None:
+        """Child processes, libraries and Python's own flush at exit also write to the descriptor: let it discard their text, too."""
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def outlet(stream: TextIO | Outlet | None) -> Outlet:
@@ -102,6 +109,7 @@ def protect() -> tuple[Outlet, Outlet]:
     os.close(descriptor)
     sys.stdin = sys.stdin or open(os.devnull)  # noqa: SIM115 (open as long as the process)
     out, error = outlet(sys.stdout), outlet(sys.stderr)
+    out.owns_descriptor = error.owns_descriptor = True
     sys.stdout, sys.stderr = cast(TextIO, out), cast(TextIO, error)
     return out, error
 

@@ -169,7 +169,7 @@ class RewardPool:
 
     def failures_on(self, prompts: Sequence[Prompt]) -> list[str]:
         """Calls each function once, on the first of the prompts that it scores, with the ground truth as the response. What went wrong."""
-        found = []
+        found: list[str] = []
         for number in range(len(self._sums.names)):
             routed = ((prompt, part) for prompt in prompts for part in self._sums.of(prompt.data_source) if part.function == number)
             for prompt, component in islice(routed, 1):

@@ -122,14 +122,18 @@ def _may_be_refused(error: BaseException) -> bool:
     if isinstance(error, OSError):
         names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, (str, bytes))]
         return error.errno in (errno.EACCES, errno.EXDEV) and (not names or any(map(_writable_otherwise, names)))
-    code = getattr(error, "sqlite_errorname", None) or ""
-    return type(error).__name__ == "CalledProcessError" or str(code).startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR"))
+    kind = f"{type(error).__module__}.{type(error).__name__}"
+    if kind == "sqlite3.OperationalError":
+        return getattr(error, "sqlite_errorname", "").startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_IOERR"))
+    return kind == "subprocess.CalledProcessError"
 
 
 def _writable_otherwise(path: str) -> bool:
     """Whether the modes of files, which is all that `access` asks for, allow it: then it was Landlock that did not."""
-    path = os.path.realpath(path)
-    return os.access(path if os.path.lexists(path) else os.path.dirname(path), os.W_OK)
+    with contextlib.suppress(OSError, ValueError):  # a path below a current folder that is gone, or no path at all
+        path = os.path.realpath(path)
+        return os.access(path if os.path.lexists(path) else os.path.dirname(path), os.W_OK)
+    return False
 
 
 def confinement(run_dir: Path | None, pids: tuple[int, ...]) -> Confinement:
@@ -151,10 +155,10 @@ def _open_rules(run_dir: str, version: int) -> int | None:
         return None
     for entry in _beside(run_dir) if run_dir else ():
         with contextlib.suppress(OSError):  # gone meanwhile, or of another user
-            descriptor = os.open(entry.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             # What the folder itself says about its entries: asking a file system that does not answer would hang the start.
-            rule = struct.pack("=Qi", rights if entry.is_dir(follow_symlinks=False) else in_file, descriptor)
-            _syscall(_ADD_RULE, ruleset, 1, rule, 0)
+            allowed = rights if entry.is_dir(follow_symlinks=False) else in_file
+            descriptor = os.open(entry.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+            _syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", allowed, descriptor), 0)
             os.close(descriptor)
     return ruleset
 

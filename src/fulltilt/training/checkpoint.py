@@ -11,10 +11,11 @@ Enters: a JSON-able state, and a function that writes the exported model and nam
 and `best`, a link to the best of them where a run names a metric for it.
 
 Guaranteed: a folder gets its final name only when all of it is on the disk, so a partial folder left by a kill is never taken for a
-checkpoint; the newest intact checkpoint is deleted only after a newer one is in place, and the best only after a better one; a file that
-is changed or truncated later is detected by its hash; files have the modes that the umask gives. Only one process may write to a store at
-a time: call `finish` or `abandon` before another one does. With `beside`, `save` returns as soon as its caller may change the saved
-tensors, and a thread does the rest; its errors are raised by `finish` or the next `save`.
+checkpoint; the newest intact checkpoint is deleted only after a newer one is in place, and an intact best only after a better one; a file
+that is changed or truncated later is detected by its hash; once a checkpoint is in place, a link or a deletion that fails is a warning;
+files have the modes that the umask gives. Only one process may write to a store at a time: call `finish` or `abandon` before another one
+does. With `beside`, `save` returns as soon as its caller may change the saved tensors, and a thread does the rest; its errors are raised by
+`finish` or the next `save`.
 """
 
 from __future__ import annotations
@@ -190,9 +191,10 @@ class CheckpointStore:
             write_manifest(unfinished, step, self._go_on)
             self._go_on()
             self._put_in_place(unfinished, target)
-            self._point_to(best)
-            self.on_saved()
         self._verified.add(target)
+        with warn_if_refused("the run's folder does not say that there is a checkpoint"):
+            self.on_saved()
+        self._point_to(best)
         self._rotate(step)
 
     @contextlib.contextmanager
@@ -254,7 +256,8 @@ class CheckpointStore:
     def tidy(self, best: BestCheckpoint | None) -> None:
         """Finish what a killed process has begun: the link to the best checkpoint, deletions, an interrupted replacement. Call it after
         `latest`."""
-        self._clean_up()
+        with warn_if_refused(f"what a killed process has left in {self.folder} is still there"):
+            self._clean_up()
         self._point_to(best if best and self.holds(best.step) else None)
         if any(self.best is None or step != self.best.step for _, step in self._finished()[self.keep :]):
             self._rotate(self.newest)
@@ -262,12 +265,13 @@ class CheckpointStore:
     def _point_to(self, best: BestCheckpoint | None) -> None:
         link, new = self.folder / BEST, self.folder / f".{BEST}"
         self.best = best
-        new.unlink(missing_ok=True)  # of a killed process
-        if best is not None:
-            new.symlink_to(f"step-{best.step:08d}")
-            new.replace(link)
-        elif link.is_symlink():
-            link.unlink()
+        with warn_if_refused(f"the link {link} to the best checkpoint is out of date"):
+            new.unlink(missing_ok=True)  # of a killed process
+            if best is not None:
+                new.symlink_to(f"step-{best.step:08d}")
+                new.replace(link)
+            elif link.is_symlink():
+                link.unlink()
 
     def _finished(self) -> list[tuple[Path, int]]:
         """Finished checkpoints, newest first; for one step, the new one before the one it replaces."""
@@ -312,12 +316,21 @@ class CheckpointStore:
             target.rename(replaced)
         unfinished.rename(target)
         sync_folder(self.folder)
-        if replaced.exists():
-            self._delete(replaced)
+        with warn_if_refused(f"{replaced} was not deleted and still takes space"):
+            if replaced.exists():
+                self._delete(replaced)
 
     def _rotate(self, saved: int) -> None:
-        """Keep the checkpoint just saved, the next intact ones before it, and the best. A later one, from which a resumed run fell back, is
-        deleted if damaged; otherwise it is the user's and stays."""
+        """Keep the checkpoint just saved, the next intact ones before it, and the best if it is intact; otherwise forget it. A later one,
+        from which a resumed run fell back, is deleted if damaged; otherwise it is the user's and stays."""
+        with warn_if_refused(f"checkpoints beyond run.keep were not deleted from {self.folder} and still take space"):
+            self._delete_all_but_kept(saved)
+        if self.best and not self.holds(self.best.step):
+            text = f"the best checkpoint, that of step {self.best.step}, was damaged or deleted: the search for the best one starts again"
+            warnings.warn(text, RunWarning, stacklevel=2)
+            self._point_to(None)
+
+    def _delete_all_but_kept(self, saved: int) -> None:
         kept = 1
         for path, step in self._finished():
             if step == saved:
@@ -436,6 +449,15 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def warn_if_refused(consequence: str) -> Iterator[None]:
+    """Make a refusal of the system a warning, where no checkpoint depends on what was refused and the next save tries it again."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"{consequence}: {error}. The checkpoints themselves are complete", RunWarning, stacklevel=3)
 
 
 def remove(folder: Path) -> None:
