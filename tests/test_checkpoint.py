@@ -379,6 +379,8 @@ def test_a_damaged_file_is_found_out(tmp_path: Path, name: str, damage: Callable
 def test_a_later_format_is_skipped_with_a_reason(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     manifest = save(store, 1) / "manifest.json"
+    with pytest.raises(UserError, match=r"no checkpoint of step 7; it has that of step 1$"):
+        store.at(7)
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     assert store.latest() is None
     assert "format is 2" in store.skipped[0]

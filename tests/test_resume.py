@@ -474,8 +474,9 @@ def test_checkpoints_that_cannot_be_used_are_not_written_over(tmp_path: Path, un
     for checkpoint in runs.checkpoints(folder).values():
         (checkpoint / "trainer.safetensors").write_bytes(b"torn")
     before = runs.contents(folder / "run")
-    with pytest.raises(UserError, match="none that can be used"):
-        runs.train(folder)
+    refused = runs.command_here(folder, "train", "run.toml")
+    assert refused.code == 2 and "none that can be used" in refused.error
+    assert refused.error.count("trainer.safetensors has") == len(runs.checkpoints(folder))  # each is told once
     assert runs.contents(folder / "run") == before
 
 
