@@ -168,6 +168,7 @@ def test_what_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["package.json", "package.png"])
 def test_no_other_programs_file_is_written_over(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     curves = plot.read([run_folder(tmp_path / "a")], [])
     (tmp_path / "package.json").write_text('{"name": "mine"}')
     with pytest.raises(UserError, match=r"package\.json exists, and fulltilt did not write it"):
@@ -182,5 +183,6 @@ def test_no_other_programs_file_is_written_over(tmp_path: Path, name: str) -> No
 
 
 def test_names_are_not_formulas(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     lines = [{"step": 1, "reward/parts/$x_": 1.0}]
     plot.write(plot.read([run_folder(tmp_path / "$a^")], []) + plot.read([run_folder(tmp_path / "b", lines)], []), tmp_path / "c.png")

@@ -157,6 +157,7 @@ def test_the_command_prints_one_document(tmp_path: Path) -> None:
 
 def test_the_command_fails_with_a_knob(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "releases_memory", lambda config: True)
+    monkeypatch.setenv("COLUMNS", "150")
     ended = runs.command_here(tmp_path, "prove", "rollout.release_memory", "--device", "cpu", "--quiet")
     assert ended.code == 1 and ended.error == ""
     for words in (
@@ -201,7 +202,7 @@ def test_names_in_any_spelling() -> None:
         ("algorithm.epochs", "algorithm.epochs: is part of the algorithm"),
         ("rollout.n", "rollout.n: algorithm.samples_per_prompt is part of the algorithm"),
         ("data.train_batch_size", "algorithm.prompts_per_step is part of the algorithm"),
-        ("train.tensor_parallel", "train.tensor_parallel is not built in this version"),
+        ("train.tensor_parallel", "train.tensor_parallel: is not built in this version"),
     ],
 )
 def test_what_cannot_be_proved_is_a_mistake(name: str, words: str) -> None:

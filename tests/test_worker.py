@@ -81,6 +81,13 @@ class Elsewhere:
         found: dict[str, float] = across(self.worker.metrics())
         return found
 
+    def pending_memory(self) -> dict[str, Any]:
+        found: dict[str, Any] = across(self.worker.pending_memory())
+        return found
+
+    def restore_memory(self, pending: Mapping[str, Any]) -> None:
+        self.worker.restore_memory(across(pending))
+
     def state(self) -> dict[str, Any]:
         found: dict[str, Any] = across(self.worker.state())
         return found

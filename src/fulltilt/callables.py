@@ -71,7 +71,7 @@ def written(function: Function) -> Any:
 def written_in(function: Function) -> str:
     try:
         return inspect.getsourcefile(written(function)) or "Python"
-    except TypeError:  # it is not written in Python
+    except (TypeError, OSError):  # it is not written in Python, or not in a file
         return "Python"
 
 

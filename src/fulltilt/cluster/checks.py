@@ -19,6 +19,7 @@ from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
+from fulltilt.data.template import PromptEncoder
 from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
@@ -49,6 +50,20 @@ class RunData(TextFacts):
     val: PromptSet | RowSet | None
     encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
     notes: tuple[str, ...]  # for the console
+
+
+@dataclass(frozen=True, eq=False)
+class TextCodec:
+    """What turns a configuration's prompts into tokens and back."""
+
+    tokenizer: PreTrainedTokenizerBase
+    encoder: PromptEncoder
+    limit: int | None  # positions that the model was made for
+
+    @classmethod
+    def of(cls, config: Config) -> TextCodec:
+        tokenizer = load.load_tokenizer(config.model)
+        return cls(tokenizer, PromptEncoder(tokenizer, config.data), load.context_limit(load.read_config(config.model)))
 
 
 def choose_device(name: str) -> torch.device:

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from fulltilt.cluster.assembly import assemble_generation
-from fulltilt.cluster.worker import Worker, enough_memory
-from fulltilt.data.template import Encoded, PromptEncoder
+from fulltilt.cluster.checks import TextCodec
+from fulltilt.cluster.worker import Listener, Worker, enough_memory
+from fulltilt.data.template import Encoded
 from fulltilt.loop.experience import sampling_of
-from fulltilt.model.load import context_limit, load_tokenizer, read_config
 from fulltilt.records import Group, Prompt, RunWarning, UserError
 from fulltilt.rollout.collect import collect
-from fulltilt.rollout.engine import Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import FINISHED, STATE, Checkpoint, CheckpointStore
@@ -83,20 +82,6 @@ class Generation:
         self.worker.listen(listen)
         with self.worker.phase("rollout"):
             return collect(self.worker.generate, made, self.sampling, seed, lambda group: None)
-
-
-@dataclass(frozen=True, eq=False)
-class TextCodec:
-    """What turns a configuration's prompts into tokens and back."""
-
-    tokenizer: Any
-    encoder: PromptEncoder
-    limit: int | None  # positions that the model was made for
-
-    @classmethod
-    def of(cls, config: Config) -> TextCodec:
-        tokenizer = load_tokenizer(config.model)
-        return cls(tokenizer, PromptEncoder(tokenizer, config.data), context_limit(read_config(config.model)))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ writes when it crashes goes into a pipe that is read only afterwards; the kernel
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import pickle
@@ -108,6 +109,8 @@ class Guard:
                 start_new_session=True,
             )
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise  # no fault of the guard: the command line names the limit
             raise StartFailed(f"the guard of the reward processes could not be started: {error}") from error
 
     @property
