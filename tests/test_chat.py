@@ -6,6 +6,7 @@ import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import models
@@ -17,6 +18,7 @@ from fulltilt import cli
 from fulltilt.chat import ChatOptions, ShownAnswer, chat
 from fulltilt.loop import generation
 from fulltilt.loop.generation import TextCodec
+from fulltilt.model import load
 from fulltilt.records import RunWarning
 from fulltilt.words import printable
 
@@ -120,15 +122,15 @@ class Interrupted(io.StringIO):
         return written
 
 
-@pytest.mark.parametrize("place", ["tables_for", "load_tokenizer", "assemble_generation"])
+@pytest.mark.parametrize(("module", "place"), [(generation, "tables_for"), (load, "load_tokenizer"), (generation, "assemble_generation")])
 def test_a_checkpoint_that_rotates_away_while_it_is_read(
-    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, place: str
 ) -> None:
     """The run that is still training has made a newer one."""
     run = shutil.copytree(trained, tmp_path / "run", symlinks=True)
     newest = run / "checkpoints" / "step-00000002"
     newest.rename(tmp_path / "next")
-    original = getattr(generation, place)
+    original = getattr(module, place)
 
     def rotates(*given: Any) -> Any:
         if (tmp_path / "next").exists():
@@ -136,7 +138,7 @@ def test_a_checkpoint_that_rotates_away_while_it_is_read(
             shutil.rmtree(run / "checkpoints" / "step-00000001")
         return original(*given)
 
-    monkeypatch.setattr(generation, place, rotates)
+    monkeypatch.setattr(module, place, rotates)
     with pytest.warns(RunWarning, match="step-00000001 was deleted by its run while it was read"):
         answers, notes = talk(run, "2+1=")
     assert "step 2" in notes[0] and answers == talk(trained, "2+1=")[0]

@@ -22,7 +22,7 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 from fulltilt import config as configuration
 from fulltilt import user_code
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
-from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
+from fulltilt.cluster.worker import SURPLUS_TENSORS, Reading, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
@@ -30,7 +30,6 @@ from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.interrupts import hangup_restored
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
-from fulltilt.memory.account import Reading
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
