@@ -1233,6 +1233,7 @@ def score(extra_info):
         "signal everyone": lambda: os.kill(-1, 0),
         "signal by pidfd": lambda: signal.pidfd_send_signal(os.open(f"/proc/{trainer}", os.O_RDONLY), 0),
         "limit": lambda: resource.prlimit(trainer, resource.RLIMIT_CPU, (10**6, 10**6)),
+        "cores": lambda: os.sched_setaffinity(trainer, os.sched_getaffinity(trainer)),
         "memory": lambda: open(f"/proc/{trainer}/mem", "r+b"),
         "environment": lambda: open(f"/proc/{trainer}/environ").read(),
         "write": lambda: open(run + "/file", "r+").write("x"),

@@ -3,8 +3,9 @@
 Linux only. Landlock (a set of rules that a process takes on for good, and its children with it) allows writing everywhere except below the
 run folder, keeps a process out of the memory of those that are not confined with it, and since Linux 6.12 from signalling them. seccomp (a
 filter of system calls) refuses signals to the processes named here, for older kernels, and changing their limits, which would end them as
-surely. `confinement` runs in the trainer and opens the rules, `Confinement.take_on` runs in the reward process, before any code of the
-user's. Where the kernel lacks something, `lacking` says what. Imports only the standard library: reward processes start from here.
+surely, or their scheduling. File modes, owners and times are not covered. `confinement` runs in the trainer and opens the rules,
+`Confinement.take_on` runs in the reward process, before any code of the user's. Where the kernel lacks something, `lacking` says what.
+Imports only the standard library: reward processes start from here.
 
 Landlock rules hold for a folder and all below it, so writing is allowed for what lies beside the path to the run folder: a new file can be
 made anywhere, except directly in a folder that contains the run folder. Temporary files go into a folder that exists already (`dispatch`).
@@ -28,9 +29,10 @@ from pathlib import Path
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _BY_PID = {  # calls whose first argument is the number of a process or thread
-    "x86_64": (62, 200, 234, 129, 297, 434, 311, 302),
-    "aarch64": (129, 130, 131, 138, 240, 434, 271, 261),
-}  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, process_vm_writev, prlimit64
+    "x86_64": (62, 200, 234, 129, 297, 434, 311, 302, 203, 142, 144, 314),
+    "aarch64": (129, 130, 131, 138, 240, 434, 271, 261, 122, 118, 119, 274),
+}  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, process_vm_writev, prlimit64, sched_setaffinity, _setparam,
+#    _setscheduler, _setattr
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _PIDFD_SEND_SIGNAL = 424
 _OWNER_CALLS = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
