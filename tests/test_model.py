@@ -252,6 +252,14 @@ def test_a_model_that_does_not_call_the_interface_is_refused(config: PreTrainedC
     assert config.model_type in refused(config, tmp_path).lower()
 
 
+def test_numbers_that_are_not_finite_are_not_told_as_mixing(model_folders) -> None:
+    """Its weights are finite; a configuration with a negative eps does this."""
+    model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
+    model.model.norm.variance_epsilon = -1e9
+    with pytest.raises(UnsupportedModel, match=r"log-probs are not finite, although its weights are: a number in its config\.json"):
+        verify(model)
+
+
 def test_a_layer_that_goes_around_us_is_found(model_folders) -> None:
     model = load_model(ModelConfig(path=str(model_folders("llama"))), CPU)
     layer = model.model.layers[1].self_attn

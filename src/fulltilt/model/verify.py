@@ -117,6 +117,11 @@ def verify_packing(
             f"{name}: it has {many(layers, 'layer')} by its configuration, but attention was called for layer {listed(extra)} too"
         )
 
+    if not all(bool(numbers.isfinite().all()) for numbers in together):
+        raise UnsupportedModel(
+            f"{name}: its {what} are not finite, although its weights are: a number in its config.json may be wrong (rope_theta, the eps of "
+            "a norm, a scale)"
+        )
     # This check comes first: where documents mix, reordering them changes much, which the second check would take for rounding.
     changed = [documents[0], (documents[1] + 1) % vocabulary(model), *documents[2:]]
     others, _ = measure(changed)
