@@ -119,8 +119,8 @@ def verify_packing(
 
     if not all(bool(numbers.isfinite().all()) for numbers in together):
         raise UnsupportedModel(
-            f"{name}: its {what} are not finite, although its weights are: a number in its config.json may be wrong (rope_theta, the eps of "
-            "a norm, a scale)"
+            f"{name}: its {what} are not finite, although its weights are: a number in its config.json may be wrong (rope_theta, an eps, "
+            "a scale)"
         )
     # This check comes first: where documents mix, reordering them changes much, which the second check would take for rounding.
     changed = [documents[0], (documents[1] + 1) % vocabulary(model), *documents[2:]]
