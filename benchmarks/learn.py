@@ -96,7 +96,7 @@ def measure_ours(job: BenchJob, say: Say) -> Found:
     """The command `fulltilt train`, from its start on: a line of metrics comes when its step is done."""
     folder, minutes = job.options.folder / OURS, job.options.minutes
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    folder.mkdir(parents=True)
     overrides = [
         *job.options.overrides,
         f"run.dir={folder / 'run'}",
