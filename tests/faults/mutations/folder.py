@@ -17,7 +17,7 @@ from child import MEANWHILE
 from tree import DIALOGUES, PROMPTS, Tree
 
 from mutations.configuration import set_key
-from mutations.registry import mutation, said
+from mutations.registry import mutation, put_in_place, said
 
 
 @mutation("place", 3)
@@ -148,12 +148,7 @@ def run_file_gone(tree: Tree, chance: random.Random) -> str:
     if path.name == "checkpoints":
         tree.history = True
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    if how == "a folder":
-        path.mkdir()
-    elif how in ("a loop", "a dangling link"):
-        path.symlink_to(path.name if how == "a loop" else "none")
-    elif how == "a pipe":
-        os.mkfifo(path)
+    put_in_place(path, how)
     return said(tree, path, how)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import values
 from tree import Tree
 
-from mutations.registry import mutation, said
+from mutations.registry import mutation, put_in_place, said
 
 
 class Payload:
@@ -173,13 +172,8 @@ def file_gone(tree: Tree, chance: random.Random) -> str:
     path = model_file(tree, chance)
     path.unlink()
     how = chance.choice(("deleted", "deleted", "a folder", "a loop", "a dangling link", "a pipe", "unreadable"))
-    if how == "a folder":
-        path.mkdir()
-    elif how in ("a loop", "a dangling link"):
-        path.symlink_to(path.name if how == "a loop" else "none")
-    elif how == "a pipe":
-        os.mkfifo(path)
-    elif how == "unreadable":
+    put_in_place(path, how)
+    if how == "unreadable":
         path.write_text("{}")
         path.chmod(0)
     return said(tree, path, how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -27,3 +28,13 @@ def choose(group: str, chance: random.Random) -> Mutation:
 
 def said(tree: Tree, path: Path, how: str) -> str:
     return f"{path.relative_to(tree.root)} {how}"
+
+
+def put_in_place(path: Path, how: str) -> None:
+    """Make something that is not a file where one was deleted, if `how` names such a thing."""
+    if how == "a folder":
+        path.mkdir()
+    elif how in ("a loop", "a dangling link"):
+        path.symlink_to(path.name if how == "a loop" else "none")
+    elif how == "a pipe":
+        os.mkfifo(path)
