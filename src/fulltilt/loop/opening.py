@@ -159,25 +159,27 @@ def find_checkpoint(
     saved, now = state.config, configuration.snapshot(config)
     changed = configuration.differences(saved, now)
     values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key])})" for key in changed)
-    if changed and config.run.resume == "auto":
-        raise UserError(
-            f"{where} that was started with other values of {values}. Use another run.dir for a new run, give the old values "
-            "to resume, or set run.resume = force to resume with the new ones"
-        )
     if changed:
-        console.warn(f"resuming although these keys changed: {values}")
+        remedy = "Use another run.dir for a new run, give the old values to resume, or set run.resume = force to resume with the new ones"
+        require_force(config, console, f"{where} that was started with other values of {values}. {remedy}", f"these keys changed: {values}")
     others = ", ".join(name for name, digest in files.items() if state.files.get(name, digest) != digest)
-    if others and config.run.resume == "auto":
-        raise UserError(
-            f"{where} that was started with another content of {others}. Use another run.dir for a new run, bring the old "
-            "content back to resume, or set run.resume = force to resume with the new one"
-        )
     if others:
-        console.warn(f"resuming although the content of these files changed: {others}")
+        remedy = (
+            "Use another run.dir for a new run, bring the old content back to resume, or set run.resume = force to resume with the new one"
+        )
+        refusal = f"{where} that was started with another content of {others}. {remedy}"
+        require_force(config, console, refusal, f"the content of these files changed: {others}")
     if config.train.schedule != "constant" and any(saved.get(key) != now[key] for key in ("run.steps", "run.epochs")):
         console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
     console.note(f"resuming from step {found.step} ({found.path})")
     return found, state, changed
+
+
+def require_force(config: Config, console: Console, refusal: str, changed: str) -> None:
+    """Refuse to resume what has changed since its checkpoint, unless the user insists; then it is a warning."""
+    if config.run.resume != "force":
+        raise UserError(refusal)
+    console.warn(f"resuming although {changed}")
 
 
 def file_digests(config: Config) -> dict[str, str]:
@@ -222,13 +224,12 @@ def check_data(config: Config, parts: RunParts, state: SavedState | None, consol
     """Refuse other rows under the same path: they would make it another run."""
     if state is None or state.data == parts.data_digest:
         return
-    if config.run.resume != "force":
-        read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
-        raise UserError(
-            f"data.train: its rows are not those that the run in {config.run.dir} was started with{read}. Bring them back, use another "
-            "run.dir for a new run, or set run.resume = force to resume with the new ones"
-        )
-    console.warn("resuming although the rows of data.train changed")
+    read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
+    refusal = (
+        f"data.train: its rows are not those that the run in {config.run.dir} was started with{read}. Bring them back, use another "
+        "run.dir for a new run, or set run.resume = force to resume with the new ones"
+    )
+    require_force(config, console, refusal, "the rows of data.train changed")
 
 
 def write_set_up(
