@@ -58,7 +58,7 @@ class TrainResult:
     folder: Path
     model: Path | None  # folder of the newest checkpoint's model, which transformers loads; None: nothing was saved
     steps: int
-    seconds: float  # of this call, set-up left out
+    seconds: float  # that this call trained for, without its set-up
     tokens_per_s: float
     reward_first: float | None  # mean reward of the first step
     reward_last: float | None
@@ -162,7 +162,7 @@ class Completion:
 
     text: str
     tokens: list[int] = field(repr=False)
-    logprobs: list[float] = field(repr=False)  # of each token, at the sampling temperature
+    logprobs: list[float] = field(repr=False)  # log-prob of each token at the sampling temperature
     finish: str  # "stop", or "length" if max_new_tokens cut it off
 
 

@@ -20,7 +20,7 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.words import many, printable
 
-MOST_TOKENS = 8192  # of a conversation: the KV cache is made for them, also where the model has positions for more
+MOST_TOKENS = 8192  # the longest conversation: the KV cache has room for this many, even if the model has more positions
 USUAL_ANSWER = 512  # tokens
 HELP = "/reset begins a new conversation, /exit or the end of the input ends, Ctrl-C ends an answer"
 UNFINISHED = "\ufffd"  # what the first bytes of a character decode to

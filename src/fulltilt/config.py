@@ -47,7 +47,7 @@ from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, many, printable, shortened
 
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.0001, 10000
-MOST_BYTES = 2**20  # of a run's file: a larger one is something else
+MOST_BYTES = 2**20  # the largest run file that is read: a larger file is something else
 MOST_DEPTH = 32  # tables and lists inside one another: beyond it, what reads and writes them would run out of stack
 
 FREE_ON_RESUME = frozenset(key for key, field in keys().items() if row_of(field).free or sections()[key.partition(".")[0]].free)

@@ -285,7 +285,7 @@ def has_another_meaning(key: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Entry:
+class ListedKey:
     """A knob or a key, as it is listed and explained."""
 
     names: tuple[str, ...]  # its own first
@@ -316,11 +316,11 @@ def _matches(wanted: Sequence[str], texts: Sequence[str]) -> bool:
     return any(word.lower() in text.lower() for word in wanted for text in texts)
 
 
-def _in_full(entry: Entry) -> str:
+def _in_full(entry: ListedKey) -> str:
     return "\n".join([entry.names[0], *(f"  {title}: {text}" for title, text in entry.facts.items() if text)])
 
 
-def _of_key(key: str) -> Entry:
+def _of_key(key: str) -> ListedKey:
     field = keys()[key]
     own, said = row_of(field), words(field)
     spellings = ", ".join(f"{theirs} = {ours}" for theirs, ours in own.spellings.items())
@@ -346,10 +346,10 @@ def _of_key(key: str) -> Entry:
         "note": facts["note"],
     }
     line = f"{key:<36} {facts['default']:<14} {said.meaning.partition('. ')[0]}"
-    return Entry((key, *own.verl, *own.chatlearn, *ELSEWHERE[key]), line, facts, document)
+    return ListedKey((key, *own.verl, *own.chatlearn, *ELSEWHERE[key]), line, facts, document)
 
 
-def _of_knob(knob: Knob) -> Entry:
+def _of_knob(knob: Knob) -> ListedKey:
     facts = {
         "state": knob.state,
         "values": knob.legal,
@@ -360,4 +360,4 @@ def _of_knob(knob: Knob) -> Entry:
         "note": knob.note,
     }
     line = f"{knob.name:<36} {knob.state:<10} {knob.must_change}"
-    return Entry((knob.name, *knob.verl, *knob.chatlearn), line, facts, asdict(knob) | {"state": knob.state})
+    return ListedKey((knob.name, *knob.verl, *knob.chatlearn), line, facts, asdict(knob) | {"state": knob.state})

@@ -35,7 +35,7 @@ KEPT_SHARE = {"cuda": 0.5, "cpu": 0.25}  # where the cache stays while the updat
 RESERVE = 1 / 5  # of the device, that parameters, gradients and optimizer leave to activations and the KV cache, or go to the host
 SLACK = 1 / 16  # of the device, for the driver, workspaces, captured graphs, inputs and pieces of memory that fit nothing
 STREAMED = 3 * (256 << 20)  # bytes of an optimizer on the host that are on the device: the slots of memory/offload.py
-SAMPLE_BYTES = 1024  # of the host, that a sample takes at least, whatever its length
+SAMPLE_BYTES = 1024  # the least host memory that a sample takes, whatever its length
 ACTIVATION_MARGIN = 1.055  # times the bytes that layers keep by formula: the allocator rounds up, and gradients lie between the pieces
 
 

@@ -19,7 +19,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from fulltilt.data import hub
-from fulltilt.data.formats import SUFFIXES, PlacedRow, plain_row, read_file, suffix_of
+from fulltilt.data.formats import SUFFIXES, PlacedRow, plain_row, read_rows_of, suffix_of
 from fulltilt.data.shards import choose_files
 from fulltilt.records import UserError
 from fulltilt.schema import MEMORY, hub_dataset
@@ -80,7 +80,7 @@ def _is_folder(path: Path) -> bool:
 def _read_files(name: str, files: Sequence[Path]) -> Iterator[PlacedRow]:
     empty = True
     for file in files:
-        for placed in read_file(file):
+        for placed in read_rows_of(file):
             empty = False
             yield placed
     if empty:

@@ -4,7 +4,7 @@ Enters: a file whose name says its format. Leaves: its rows as plain dictionarie
 whatever the file holds, what cannot be read is a `UserError` that names the file, the row and the remedy; a name that disagrees with the
 content is reported before the first row is read; a key or column that a row has twice is never chosen from; a row is text that can be
 encoded, and never nested deeper than MOST_DEPTH; a file that would unpack to far more than its size is refused. A JSON list is held in
-memory as a whole; of other files, a line or a batch of rows is. A `MemoryError` is raised as it is: it is no fault of the file.
+memory as a whole; other files are read line by line or in batches of rows. A `MemoryError` is passed on: it does not mean a bad file.
 
 Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow do.
 """
@@ -53,7 +53,7 @@ _MAGIC = {  # how files begin that are not text, in lower case
 }
 
 
-def read_file(file: Path) -> Iterator[PlacedRow]:
+def read_rows_of(file: Path) -> Iterator[PlacedRow]:
     """The rows of a data file, each with its place."""
     read = 0
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fulltilt.schema import DataConfig
 
 Message = dict[str, Any]
-_MOST_CHARACTERS = 2**24  # of a text without a limit in tokens: more than any model reads, and minutes of tokenising
+_MOST_CHARACTERS = 2**24  # the longest text that is tokenised where no limit in tokens is set: no model reads more
 
 # Arguments of apply_chat_template that say how ids are made, not what the template writes; fulltilt sets these itself.
 _RESERVED_ARGUMENTS = frozenset(

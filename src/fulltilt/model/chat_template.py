@@ -90,7 +90,7 @@ def _try_in_child(write: Callable[[], Any]) -> None:
     if not ended:
         os.kill(child, signal.SIGKILL)
         _, status, used = os.wait4(child, 0)
-    # One that was ended here may have waited, which is no fault of the template.
+    # A child that was killed here may only have waited for a busy machine: the template is not blamed for that.
     if os.WIFSIGNALED(status) and used.ru_utime + used.ru_stime > SECONDS / 10:
         raise TemplateOverdue
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) == _OUT_OF_MEMORY:

@@ -309,7 +309,7 @@ def read_adapter(model: PreTrainedModel, path: str) -> None:
         raise UserError(f"lora.path: {path} has no adapter_model.safetensors. Give the folder of an adapter that peft saved")
     try:
         report: Any = set_peft_model_state_dict(model, load_peft_weights(path, device="cpu"), adapter_name=NAME)
-    except Exception as error:  # of peft, safetensors, pickle and torch
+    except Exception as error:  # peft, safetensors, pickle and torch each raise their own
         if says_nothing(error):
             raise
         raise misfit(path, " ".join(str(error).split())[:300] or type(error).__name__) from error

@@ -36,7 +36,7 @@ BATCH = tuple(f"{name}s" for name in SINGLE)
 GIVEN = "data_source, solution_str, ground_truth, extra_info and prompt_str, or the same names with an s for a batch function"
 
 ANSWER_LENGTH = 200
-LARGEST = 2.0**120  # of a reward: differences and sums of a few thousand of them are still finite in float32, which training computes in
+LARGEST = 2.0**120  # the largest reward: sums and differences of a few thousand such rewards are still finite in float32
 TOO_LARGE = f"training computes in float32, and rewards may be at most {LARGEST:.2g} in magnitude. Scale the reward"
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

@@ -58,7 +58,7 @@ class Setup:
     functions: tuple[UserCode, ...]
     args: dict[str, Any]
     memory_bytes: int
-    timeout_s: float  # of an asynchronous call; the trainer keeps the time of the others
+    timeout_s: float  # deadline of an asynchronous call; the trainer enforces the deadlines of all others
     confinement: Confinement | None
 
 
@@ -105,7 +105,7 @@ class RewardWorker:
         self._functions: list[functions.RewardFunction] = []
         self._setup: Setup
         self._finished = 0  # calls
-        self._answers: asyncio.StreamWriter | None = None  # of the event loop, once it runs
+        self._answers: asyncio.StreamWriter | None = None  # writes answers from the event loop, once it runs
 
     def serve(self) -> None:
         """Answers until the trainer is gone, then kills everything that the functions started, and itself."""
