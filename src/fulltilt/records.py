@@ -9,8 +9,8 @@ log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -139,6 +139,24 @@ class MicroBatch:
     pad_tokens: int = 0  # how many of the T tokens are padding
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which rows of a step make up one optimizer step, or the part of it that a worker computes. Rows have the indices of the step's list.
+
+    Example: micro_batches ((3, 5), (4,)), weights {3: 0.1, 4: 0.1, 5: 0.1}, trained_tokens 10
+    """
+
+    micro_batches: tuple[tuple[int, ...], ...]  # rows that go together, largest first
+    weights: Mapping[int, float]  # of each row's trained tokens in the loss, the global denominator included
+    trained_tokens: int  # over all micro-batches of all workers: what per-token metrics are divided by
+    silent: bool = False  # as in MiniBatch
+
+    def part(self, places: Sequence[int]) -> BatchPlan:
+        """The plan with only some of its micro-batches."""
+        chosen = tuple(self.micro_batches[place] for place in places)
+        return replace(self, micro_batches=chosen, weights={index: self.weights[index] for indices in chosen for index in indices})
+
+
 @dataclass(frozen=True, eq=False)
 class MiniBatch:
     """The micro-batches of one optimizer step, largest first."""
@@ -188,3 +206,27 @@ class LossParts:
     sums: Mapping[str, torch.Tensor] = field(default_factory=dict)
     weighted: Mapping[str, torch.Tensor] = field(default_factory=dict)
     ratios: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """What the micro-batches of one worker add to the metrics of a mini-batch, under the names of `LossParts`."""
+
+    sums: Mapping[str, float] = field(default_factory=dict)
+    weighted: Mapping[str, float] = field(default_factory=dict)
+    numerators: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)  # what each numerator is divided by
+
+    def __add__(self, other: LossSums) -> LossSums:
+        pairs = ((getattr(self, each.name), getattr(other, each.name)) for each in fields(self))
+        return LossSums(*({name: a.get(name, 0.0) + b.get(name, 0.0) for name in {**a, **b}} for a, b in pairs))
+
+    def metrics(self, trained_tokens: int, *, silent: bool) -> dict[str, float]:
+        """The metrics of the whole mini-batch. `silent`: the rows that were computed do not represent the rest."""
+        tokens = max(1, trained_tokens)
+        return {
+            **({} if silent else {name: value / tokens for name, value in self.sums.items()}),
+            **self.weighted,
+            # Trainer and engine can be compared on any sample.
+            **{name: value / self.counts[name] for name, value in self.numerators.items() if self.counts[name]},
+        }

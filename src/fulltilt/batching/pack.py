@@ -1,9 +1,10 @@
 """Rows into packed micro-batches and per-token numbers back into rows.
 
-Enters: rows. Leaves: `MicroBatch` streams, each trained token with its share of the mini-batch's loss. Guaranteed: shares are float64 and
-computed over the whole mini-batch before it is split, so a sum of share times number is the same for every split and every order of rows;
-a row without trained tokens has weight 0 and causes no division by zero; no row is lost or repeated, except for rows without an advantage
-where the caller asks to leave them out.
+Enters: rows. Leaves: a `BatchPlan` (which rows go together, and each row's weight in the loss), and by it `MicroBatch` streams, each
+trained token with its share of the mini-batch's loss. Planning is the driver's, packing the worker's, which has only the rows that it
+computes. Guaranteed: shares are float64 and computed over the whole mini-batch before it is split, so a sum of share times number is the
+same for every split and every order of rows; a row without trained tokens has weight 0 and causes no division by zero; no row is lost or
+repeated, except for rows without an advantage where the caller asks to leave them out.
 
 There is no padding, unless packing is switched off to measure what it saves. Then every row of a micro-batch is padded at its end to the
 longest: pads are part of its document and come after all its tokens, so with causal attention no token sees them. Pads are computed,
@@ -12,15 +13,17 @@ counted in `pad_tokens` and in the budget, and change no result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from fulltilt.batching.schedule import fill, fill_padded, fixed
-from fulltilt.records import MicroBatch, MiniBatch, Row
+from fulltilt.records import BatchPlan, MicroBatch, MiniBatch, Row
 
+Rows = Sequence[Row] | Mapping[int, Row]
+Weights = Sequence[float] | Mapping[int, float]
 PAD = 0  # a token that every vocabulary has; nothing reads its results
 PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
@@ -33,12 +36,12 @@ class MicroSizing:
     micro_batch: int | None = None  # samples in each, without regard to the token budget; None: dynamic, up to the budget
     packing: bool = True  # False: every row is padded to the longest of its micro-batch
 
-    def schedule(self, lengths: Sequence[int]) -> list[list[int]]:
+    def schedule(self, lengths: Sequence[int], workers: int = 1) -> list[list[int]]:
         """Which rows go together, as batching/schedule.py guarantees; without packing every row counts with the tokens of the longest in
-        its micro-batch."""
+        its micro-batch. `workers`: how many share the micro-batches."""
         if self.micro_batch is not None:
             return fixed(lengths, self.micro_batch, padded=not self.packing)
-        return (fill if self.packing else fill_padded)(lengths, self.token_budget)
+        return fill(lengths, self.token_budget, workers) if self.packing else fill_padded(lengths, self.token_budget)
 
 
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
@@ -64,9 +67,9 @@ def weights(rows: Sequence[Row], aggregation: str, length_norm: int) -> list[flo
     return [float(share) for share in shares]
 
 
-def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[float], *, packing: bool = True) -> MicroBatch:
-    """The rows at `indices`, in that order, as one stream; `row_weights` has one number for each of `rows`. Without packing each is padded
-    to the longest of them."""
+def pack(rows: Rows, indices: Sequence[int], row_weights: Weights | None = None, *, packing: bool = True) -> MicroBatch:
+    """The rows at `indices`, in that order, as one stream; `row_weights` has a number for each of these indices, and without it all weights
+    are 0, for passes that do not read them. Without packing each row is padded to the longest of them."""
     chosen = [rows[index] for index in indices]
     assert chosen, "a micro-batch without rows"
     for row in chosen:
@@ -88,7 +91,7 @@ def pack(rows: Sequence[Row], indices: Sequence[int], row_weights: Sequence[floa
         rows=tuple(int(index) for index in indices),
         trained=trained,
         trained_row=trained_row,
-        weights=np.array([row_weights[index] for index in indices], dtype=np.float64)[trained_row],
+        weights=np.array([row_weights[index] if row_weights else 0.0 for index in indices], dtype=np.float64)[trained_row],
         fresh=np.array([row.lag == 0 for row in chosen], dtype=np.bool_)[trained_row],
         pad_tokens=int((lengths - tokens).sum()),
         **per_token,
@@ -106,21 +109,40 @@ def _gather(rows: Sequence[Row], name: str) -> np.ndarray | None:
     return np.concatenate([array[row.mask] for row, array in zip(rows, arrays, strict=True)])
 
 
-def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False) -> MiniBatch:
-    """The rows of one optimizer step, split into micro-batches, largest first. `advantage_alone`: rows without an advantage add nothing to
-    the gradient and are not packed; they still count in the shares.
+def plan_minibatch(
+    rows: Sequence[Row], indices: Sequence[int], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False,
+    workers: int = 1,
+) -> BatchPlan:  # fmt: skip
+    """The rows at `indices` as one optimizer step, split into micro-batches for so many workers, largest first. `advantage_alone`: rows
+    without an advantage add nothing to the gradient and are not packed; they still count in the weights.
 
     If no row has a trained token, trained_tokens is 0 and the micro-batches have empty weights: the loss is 0.
     """
-    row_weights = weights(rows, aggregation, length_norm)
-    taught = with_advantage(rows) if advantage_alone else list(range(len(rows)))
-    silent = bool(rows) and not taught
-    chosen = [shortest(rows)] if silent else taught
+    own = [rows[index] for index in indices]
+    row_weights = weights(own, aggregation, length_norm)
+    taught = with_advantage(own) if advantage_alone else list(range(len(own)))
+    silent = bool(own) and not taught
+    places = [shortest(own)] if silent else taught
     micro_batches = tuple(
-        pack(rows, [chosen[place] for place in places], row_weights, packing=micro.packing)
-        for places in micro.schedule([rows[row].tokens for row in chosen])
+        tuple(indices[places[place]] for place in chosen) for chosen in micro.schedule([own[place].tokens for place in places], workers)
     )
-    return MiniBatch(micro_batches, trained_tokens=sum(len(batch.trained) for batch in micro_batches), silent=silent)
+    return BatchPlan(
+        micro_batches,
+        weights={indices[place]: row_weights[place] for place in places},
+        trained_tokens=sum(own[place].trained for place in places),
+        silent=silent,
+    )
+
+
+def pack_plan(rows: Rows, plan: BatchPlan, *, packing: bool = True) -> MiniBatch:
+    micro_batches = tuple(pack(rows, indices, plan.weights, packing=packing) for indices in plan.micro_batches)
+    return MiniBatch(micro_batches, plan.trained_tokens, plan.silent)
+
+
+def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False) -> MiniBatch:
+    """The rows of one optimizer step, planned and packed at once."""
+    plan = plan_minibatch(rows, range(len(rows)), aggregation, length_norm, micro, advantage_alone=advantage_alone)
+    return pack_plan(rows, plan, packing=micro.packing)
 
 
 def with_advantage(rows: Sequence[Row]) -> list[int]:
@@ -135,26 +157,19 @@ def shortest(rows: Sequence[Row]) -> int:
     return min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))
 
 
-def forward_micro_batches(rows: Sequence[Row], sizing: MicroSizing) -> list[MicroBatch]:
-    """Micro-batches for a pass without gradient, which does not read weights: all weights are 0."""
-    nothing = [0.0] * len(rows)
-    return [pack(rows, indices, nothing, packing=sizing.packing) for indices in sizing.schedule([row.tokens for row in rows])]
-
-
-def scatter(rows: Sequence[Row], micro_batches: Sequence[MicroBatch], values: Sequence[np.ndarray], field: str) -> list[Row]:
-    """Puts one number per trained token of each micro-batch back into the rows that were packed, as `field`, aligned with `ids`.
+def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence[np.ndarray], field: str) -> list[Row]:
+    """Puts one number per trained token of each micro-batch back into the rows, as `field`, aligned with `ids`.
 
     `field` is one of PER_TOKEN_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """
     assert field in PER_TOKEN_FIELDS, f"a row has no per-token field {field}"
     found: dict[int, Any] = {}
-    for batch, numbers in zip(micro_batches, values, strict=True):
-        assert len(numbers) == len(batch.trained), f"{len(numbers)} values for {len(batch.trained)} trained tokens"
-        stream = np.zeros(len(batch.ids), dtype=np.float32)
-        stream[batch.trained] = numbers
-        for place, row in enumerate(batch.rows):
-            assert row not in found, f"row {row} was packed twice"
-            start = batch.cu_seqlens[place]
-            found[row] = stream[start : start + rows[row].tokens].copy()
+    for indices, numbers in zip(plan, values, strict=True):
+        counts = [rows[index].trained for index in indices]
+        assert len(numbers) == sum(counts), f"{len(numbers)} values for {sum(counts)} trained tokens"
+        for index, own in zip(indices, np.split(numbers, np.cumsum(counts)[:-1]), strict=True):
+            assert index not in found, f"row {index} was packed twice"
+            found[index] = np.zeros(rows[index].tokens, dtype=np.float32)
+            found[index][rows[index].mask] = own
     assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
     return [replace(row, **{field: found[index]}) for index, row in enumerate(rows)]

@@ -23,7 +23,9 @@ from fulltilt.bench.roofline import StepCost
 from fulltilt.bench.workload import Requests
 from fulltilt.cluster.assembly import make_worker
 from fulltilt.cluster.checks import TextFacts
+from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.loading import Fusing, Models
+from fulltilt.cluster.local import Local
 from fulltilt.cluster.worker import Worker
 from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.model import attention
@@ -59,8 +61,7 @@ def make_bench_worker(job: BenchJob, longest: int, *, learns: bool) -> tuple[Wor
     if learns:
         algorithm = replace(algorithm, needs=algorithm.needs - {"rollout"})  # samples are given: no engine takes memory
     texts = TextFacts(NO_TEXT, frozenset(), longest, 1)
-    worker, _ = make_worker(config, algorithm, job.device, models, texts, ("actor",) if learns else ())
-    return worker, models
+    return make_worker(config, algorithm, job.device, models, texts, ("actor",) if learns else ()), models
 
 
 class Native:
@@ -103,8 +104,9 @@ class Native:
             Row(np.concatenate([prompt.ids, sample.ids]), np.arange(len(prompt.ids) + len(sample.ids)) >= len(prompt.ids))
             for prompt, sample in chosen
         ]
-        with self.worker.phase("old-logprob"):
-            rows = self.worker.annotate("actor", "old_logprobs", rows, lambda done, total: None).rows
+        crew = Crew(self.worker.config, self.worker.algorithm, Local(self.worker))
+        with crew.phase("old-logprob"):
+            rows = crew.annotate("actor", "old_logprobs", rows, lambda done, total: None).rows
         trainers = np.concatenate([row.old_logprobs[row.mask] for row in rows if row.old_logprobs is not None])
         gaps = np.abs(trainers - np.concatenate([sample.logprobs for _, sample in chosen]))
         return {"mean_absolute": float(gaps.mean()), "largest": float(gaps.max()), "tokens": len(gaps)}

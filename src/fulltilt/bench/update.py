@@ -23,6 +23,7 @@ from fulltilt.bench.device import device_name, kernels_of, timed
 from fulltilt.bench.job import BenchJob, resolve
 from fulltilt.bench.native import make_bench_worker
 from fulltilt.bench.workload import Requests
+from fulltilt.cluster.sizes import update_sizes
 from fulltilt.cluster.worker import enough_memory
 from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.memory.account import Reading
@@ -53,7 +54,9 @@ class Update:
         self.size = flops.model_size(self.model, self.shapes)
         self.trainer, self.account, algorithm = self.worker.trainers["actor"], self.worker.account, self.worker.algorithm
         begin = time.perf_counter()
-        self.batch = minibatch(rows, algorithm.aggregation, algorithm.length_norm, self.worker.update_sizes["actor"])
+        self.batch = minibatch(
+            rows, algorithm.aggregation, algorithm.length_norm, update_sizes(self.worker.config, self.worker.plan.budgets)["actor"]
+        )
         self.batching_seconds = time.perf_counter() - begin
 
     def run(self) -> None:

@@ -1,8 +1,8 @@
-"""Assembly of a run on one device: training, with rewards or supervised, evaluation, or generation alone.
+"""Assembly of a run: training, with rewards or supervised, evaluation, or generation alone.
 
-Enters: a configuration, and the checkpoint to resume from if any. Leaves: `RunParts`, loaded, verified and planned, with the worker that
-has everything that knows a device. Guaranteed: mistakes in reward, data and model are found in that order (cheapest first) before anything
-is written.
+Enters: a configuration, and the checkpoint to resume from if any. Leaves: `RunParts`, loaded, verified and planned, with the workers that
+have everything that knows a device. Guaranteed: mistakes in reward, data and model are found in that order (cheapest first) before
+anything is written.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ from fulltilt.cluster.checks import (
     wrong_rollout,
     wrong_settings,
 )
+from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.loading import Models, exporter, load_models
-from fulltilt.cluster.sizes import find_facts, forward_sizes, free_bytes, limits, update_sizes
+from fulltilt.cluster.local import Local
+from fulltilt.cluster.sizes import find_facts, free_bytes, limits
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
@@ -49,6 +51,7 @@ from fulltilt.model import lora
 from fulltilt.model.load import end_tokens
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
+from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.plan import Plan, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
 from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
@@ -65,7 +68,7 @@ from fulltilt.words import joined
 
 @dataclass(frozen=True, eq=False)
 class RunParts:
-    """A run, ready for its first step: what decides on this side, and the worker that computes."""
+    """A run, ready for its first step: what decides on this side, and the workers that compute."""
 
     algorithm: Algorithm
     plan: Plan
@@ -74,13 +77,18 @@ class RunParts:
     data_digest: str  # identifies the training data by its tokens
     reward: RewardPool | None  # None: nothing is sampled (SFT)
     encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
-    worker: Worker
+    crew: Crew
     notes: tuple[str, ...]  # about the data, the models and the checkpoint, for the console
+
+    @property
+    def worker(self) -> Worker:
+        """The worker of a run that has one, in this process."""
+        return self.crew.worker
 
     def close(self) -> None:
         if self.reward:
             self.reward.close()
-        self.worker.close()
+        self.crew.close()
 
 
 def be_deterministic() -> None:
@@ -119,7 +127,7 @@ def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> Run
     return replace(parts, notes=(*parts.notes, *refused))
 
 
-def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, resume: Checkpoint | None = None) -> Worker:
+def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, longest: int, resume: Checkpoint | None = None) -> Crew:
     """A worker that only samples, from prompts of at most `longest` tokens: no data, no reward, no role that learns."""
     algorithm = build(config)
     device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
@@ -128,7 +136,7 @@ def assemble_generation(config: Config, tokenizer: PreTrainedTokenizerBase, long
         lora.require_peft()
     models = load_models(config, (), tokenizer, device, None, resume, sampled=True)
     texts = TextFacts(tokenizer, end_tokens(config.model, tokenizer), longest, steps_per_epoch=1)
-    return make_worker(config, algorithm, device, models, texts, (), resume)[0]
+    return Crew(config, algorithm, Local(make_worker(config, algorithm, device, models, texts, (), resume)))
 
 
 def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
@@ -153,15 +161,15 @@ def put_together(
             lora.require_peft()
         refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
         data = read(config, algorithm)
-        models = load_models(config, roles, data.tokenizer, device, data.encoder, resume, sampled=reward is not None)
-        worker, lacking = make_worker(config, algorithm, device, models, data, roles, resume, kept)
-        notes = (*data.notes, *describe(config, reward, models), *lacking)
-        parts = RunParts(algorithm, worker.plan, data.train, data.val, data.train.digest(), reward, data.encoder, worker, notes)
+        order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
+        crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device)
+        notes = (*data.notes, *describe(config, reward), *crew.notes)
+        parts = RunParts(algorithm, crew.plan, data.train, data.val, data.train.digest(), reward, data.encoder, crew, notes)
         on_error.pop_all()
         return parts
 
 
-def describe(config: Config, reward: RewardPool | None, models: Models) -> Iterator[str]:
+def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
     if reward and "function" not in config.reward.model_fields_set and not config.reward.sources:
         yield f"reward: {config.reward.function}, because reward.function is not set"
     if reward and reward.hidden:
@@ -170,25 +178,51 @@ def describe(config: Config, reward: RewardPool | None, models: Models) -> Itera
         yield "this system does not limit the memory of reward processes: reward.memory_gb has no effect"
     if reward and reward.lacking:
         yield f"this kernel does not keep reward functions from what reward.sandbox forbids: they could {joined(reward.lacking, 'and')}"
-    if config.lora.rank:
-        parameters = list(models.actor.parameters())
-        trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-        yield f"LoRA: {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters are trained"
 
 
-# ---- the worker ------------------------------------------------------------------------------------------------------------------------
+# ---- the workers -----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class WorkerOrder:
+    """Everything that a worker of a run is made from, in whichever process it is."""
+
+    config: Config
+    roles: tuple[str, ...]  # those of a training run, none if nothing learns
+    texts: TextFacts
+    encoder: RewardEncoder | None
+    sampled: bool = False  # whether the run samples from the actor
+    resume: Checkpoint | None = None
+    kept: dict[str, Any] | None = None  # the budgets of an earlier plan
+
+
+def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) -> Crew:
+    return Crew(order.config, algorithm, Local(load_worker(order, algorithm, device)))
+
+
+def load_worker(order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE) -> Worker:
+    config = order.config
+    models = load_models(config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled)
+    return make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
+
+
+def describe_adapters(model: PreTrainedModel) -> str:
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    return f"LoRA: {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters are trained"
 
 
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
-    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None,
-) -> tuple[Worker, tuple[str, ...]]:  # fmt: skip
-    """The worker over loaded models, and notes on what the checkpoint lacks. `roles`: those of a training run, none if nothing learns."""
+    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, ranks: Ranks = ALONE,
+) -> Worker:  # fmt: skip
+    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `ranks`: it and the others, which must be
+    made at the same time."""
     sampled, learners = "rollout" in algorithm.needs, [role for role in ("actor", "critic") if role in roles]
     facts = find_facts(device, models, texts, learners, rollout=sampled)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles)
+    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks)
     notes = restore(resume, made.trainers, models.actor, adapters=config.lora.rank > 0) if resume else ()
     if device.type == "cuda" and made.trainers:
         take_workspaces(models.actor, made.trainers["actor"].optimizer)
@@ -196,13 +230,13 @@ def make_worker(
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     made.residents.need("actor")
-    plan = make_plan(config, replace(facts, free_bytes=free_bytes(device)), kept)
+    plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device)), kept)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = exporter(config, models.actor, texts.tokenizer)
     bounds = limits(config, plan.budgets, device, texts.longest)
     context = EngineContext(models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
     engine = make_engine(config.rollout.engine, context) if sampled else None
-    worker = Worker(
+    return Worker(
         config=config,
         algorithm=algorithm,
         plan=plan,
@@ -211,12 +245,11 @@ def make_worker(
         engine=engine,
         residents=made.residents,
         account=make_account(device, models, made, engine),
-        update_sizes=update_sizes(config, plan.budgets),
-        forward_sizes=forward_sizes(config, plan.budgets),
         export=export,
-        export_bytes=export_bytes,
+        export_bytes=export_bytes if ranks.rank == 0 else 0,
+        notes=(*([describe_adapters(models.actor)] if config.lora.rank else []), *notes),
+        ranks=ranks,
     )
-    return worker, notes
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,7 +264,7 @@ class RolesMade:
 
 def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
-    wanted: Collection[str],
+    wanted: Collection[str], ranks: Ranks = ALONE,
 ) -> RolesMade:  # fmt: skip
     """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
     roles: dict[str, Role] = {}
@@ -248,12 +281,12 @@ def make_roles(
     temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0)
+    optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0, ranks=ranks)
     roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
     trainers: dict[str, Trainer] = {"actor": Trainer(actor, algorithm.loss)}
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
-        optimizer = make_optimizer(model, of_critic, total, settings["critic"], keeps_parameters=True)
+        optimizer = make_optimizer(model, of_critic, total, settings["critic"], keeps_parameters=True, ranks=ranks)
         roles["critic"] = critic = Critic("critic", model, optimizer)
         trainers["critic"] = Trainer(critic, algorithm.value_loss)
     if "ref" in wanted:
@@ -270,10 +303,10 @@ def make_ref(models: Models, settings: Mapping[str, RoleSettings], temperature: 
 
 
 def make_optimizer(
-    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool
+    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, ranks: Ranks
 ) -> Optimizer:
     offload = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads)
-    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload)
+    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=ranks)
 
 
 def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOffload | None:
@@ -315,16 +348,16 @@ def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrain
     """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks."""
     if not trainers and not adapters:
         return ()
-    tensors, state = resume.tensors(), resume.state()
-    of_actor = {name: tensor for name, tensor in tensors.items() if not name.startswith((CRITIC_TENSORS, SURPLUS_TENSORS))}
-    if not trainers:
-        restore_parameters(actor, of_actor)
-        return ()
-    trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
-    if "critic" not in trainers:
-        return ()
-    if state.get("critic") is None:
-        return ("the checkpoint holds no critic: a new one is started",)
-    of_critic = {name.removeprefix(CRITIC_TENSORS): tensor for name, tensor in tensors.items() if name.startswith(CRITIC_TENSORS)}
-    trainers["critic"].optimizer.restore(of_critic, **state["critic"])
+    state = resume.state()
+    with resume.open() as saved:
+        of_actor = saved.without(CRITIC_TENSORS, SURPLUS_TENSORS)
+        if not trainers:
+            restore_parameters(actor, of_actor)
+            return ()
+        trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
+        if "critic" not in trainers:
+            return ()
+        if state.get("critic") is None:
+            return ("the checkpoint holds no critic: a new one is started",)
+        trainers["critic"].optimizer.restore(saved.under(CRITIC_TENSORS), **state["critic"])
     return ()

@@ -1,18 +1,18 @@
-"""The worker: everything that knows a device, behind one narrow line.
+"""One worker: a device with everything on it, behind the line that separates what decides from what computes.
 
-Enters: prompts, rows and names of roles, phases and steps. Leaves: groups, annotated rows, metrics, and checkpoint files. Guaranteed: only
-records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. On one
-device a call is a plain call in the same process and a row is its own handle, so that the same calls can later go to processes. What does
-not pickle stays on its side: callbacks (`report`, `say`) are the caller's and are given numbers or text, the stream of `weights` is the
-worker's, whose engine reads it. A group says by its place which of the caller's prompts it is of.
+Enters: prompts, rows, a mini-batch's part for this worker, a checkpoint's folder. Leaves: groups, numbers for tokens, sums for metrics, and
+checkpoint files. Guaranteed: only records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor,
+a model or an optimizer. A method is a plain one or a generator: what a generator yields (progress, finished groups) goes to the caller as
+it comes, and what it returns is the result; no callback crosses. So the same calls run in this process or in another (cluster/hosts.py).
+What does not pickle stays on its side: the stream of `weights` is the worker's, whose engine reads it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ import numpy as np
 import torch
 
 from fulltilt.algo.base import Algorithm
-from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, scatter
-from fulltilt.batching.schedule import split_minibatches
+from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.plan import Plan, releases_memory
-from fulltilt.records import Group, MicroBatch, MiniBatch, Prompt, Row, UserError
+from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
@@ -37,14 +37,32 @@ from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
 
 Metrics = dict[str, float]
-Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
+Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
 
 @dataclass(frozen=True, eq=False)
 class Annotated:
-    rows: list[Row]
+    numbers: list[np.ndarray]  # for each micro-batch, one number per trained token
     pad_tokens: int  # computed beside the rows' own tokens
+
+
+@dataclass(frozen=True)
+class UpdateSums:
+    """What a worker's part of an update gives: for each optimizer step the sums over its micro-batches and the optimizer's metrics."""
+
+    steps: list[tuple[LossSums, Metrics]]
+    micro_batches: int
+    pad_tokens: int
+
+
+@dataclass(frozen=True)
+class WorkerFacts:
+    """What the driver must know of a worker that has just been made."""
+
+    plan: Plan
+    checkpoint_bytes: int  # about how many bytes `save` writes
+    notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
 
 
 class Residents:
@@ -95,6 +113,10 @@ LESS_MEMORY = {
 }
 
 
+class PhaseFailed(Exception):
+    """Ends a phase without measuring it."""
+
+
 @contextlib.contextmanager
 def enough_memory(phase: str | None = None) -> Iterator[None]:
     """Turn an out-of-memory error inside a phase into one that names the settings that would help."""
@@ -121,26 +143,39 @@ class Worker:
     engine: Engine | None  # None: nothing is sampled (SFT)
     residents: Residents
     account: Account
-    update_sizes: Mapping[str, MicroSizing]  # micro-batch sizes in updates, one per role
-    forward_sizes: Mapping[str, MicroSizing]  # micro-batch sizes without gradients, one per role
     export: Callable[[Path], None]  # writes the actor for others to load
     export_bytes: int  # about how many bytes `export` writes
+    notes: tuple[str, ...] = ()
+    ranks: Ranks = ALONE  # the workers that train the same models
     _unwritten: Callable[[], None] | None = None  # writes what the last `save` only copied
+    _phases: list[contextlib.ExitStack] = field(default_factory=list)  # those that have begun, the innermost last
 
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Enclose all calls of a phase: its memory is measured, and out-of-memory errors name the settings that would help."""
-        with enough_memory(name), self.account.phase(name):
-            yield
+    def facts(self) -> WorkerFacts:
+        return WorkerFacts(self.plan, self.checkpoint_bytes, self.notes)
+
+    def begin_phase(self, name: str) -> None:
+        """Measure the memory of the calls that follow."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.account.phase(name))
+        self._phases.append(stack)
+
+    def end_phase(self, failed: bool) -> None:
+        """End the innermost phase; one that has failed is not measured."""
+        with contextlib.suppress(PhaseFailed), self._phases.pop():
+            if failed:
+                raise PhaseFailed
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
-        """One group for each prompt, each as soon as it is complete. The KV cache is given back also where the caller stops early."""
+    def generate(self, prompts: Mapping[int, Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
+        """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by. The KV cache is
+        given back also where the caller stops early."""
         assert self.engine
         self.residents.need("actor")
+        places = list(prompts)
         try:
-            yield from self.engine.generate(prompts, sampling, seed)
+            for group in self.engine.generate(list(prompts.values()), sampling, seed) if prompts else ():
+                yield replace(group, place=places[group.place])
             self.account.look()  # while the KV cache still exists
         finally:
             if releases_memory(self.config):
@@ -168,22 +203,16 @@ class Worker:
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
-    def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> Annotated:
-        """The rows with the role's number for each trained token, as `field`."""
-        micro_batches = forward_micro_batches(rows, self.forward_sizes[role])
+    def annotate(
+        self, role: str, rows: Mapping[int, Row], plan: Sequence[Sequence[int]], packing: bool
+    ) -> Generator[Done, None, Annotated]:
+        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`."""
+        micro_batches = [pack(rows, indices, packing=packing) for indices in plan]
         found = []
         for numbers in self._passes(role, micro_batches):
             found.append(numbers)
-            report(len(found), len(micro_batches))
-        return Annotated(scatter(rows, micro_batches, found, field), sum(micro.pad_tokens for micro in micro_batches))
-
-    def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
-        """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
-        total, tokens = 0.0, 0
-        for logprobs in self._passes("actor", forward_micro_batches(rows, self.forward_sizes["actor"])):
-            total += float(logprobs.sum(dtype=np.float64))
-            tokens += len(logprobs)
-        return total, tokens
+            yield len(found), len(micro_batches)
+        return Annotated(found, sum(micro.pad_tokens for micro in micro_batches))
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
@@ -199,38 +228,24 @@ class Worker:
 
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
-        """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
-        counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
-        trainer, epochs = self.trainers[role], self.config.algorithm.epochs
-        alone = role == "actor" and self.algorithm.advantage_alone
+    def update(
+        self, role: str, rows: Mapping[int, Row], parts: Sequence[BatchPlan], updates_before: int, packing: bool
+    ) -> Generator[Done, None, UpdateSums]:
+        """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch. Progress is
+        first told before any parameter changes."""
+        trainer, total = self.trainers[role], self.config.algorithm.epochs * len(parts)
         self.residents.need(role, update=True)
         trainer.optimizer.begin(updates_before)
-        batches = self._minibatches(rows, self.update_sizes[role], advantage_alone=alone)
-        found: list[Metrics] = []
-        for batch in batches * epochs:
+        batches = [pack_plan(rows, part, packing=packing) for part in parts]
+        found: list[tuple[LossSums, Metrics]] = []
+        for batch in batches * self.config.algorithm.epochs:
             with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                metrics = trainer.accumulate(batch)
-            report(len(found), epochs * len(batches))
-            found.append(metrics | trainer.apply())
-            report(len(found), epochs * len(batches))
-        micro_batches = [micro for batch in batches for micro in batch.micro_batches]
-        counts: Metrics = {
-            "skipped_updates": sum(metrics.pop(f"{role}/skipped_updates") for metrics in found),
-            "updates": len(found),
-            "micro_batches": epochs * len(micro_batches),
-            "pad_tokens": epochs * sum(micro.pad_tokens for micro in micro_batches),
-            **({"samples_left_out": len(rows) - sum(len(micro.rows) for micro in micro_batches)} if alone else {}),
-        }
-        return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
-
-    def _minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[MiniBatch]:
-        algorithm = self.algorithm
-        if not any(row.mask.any() for row in rows):
-            return []
-        split = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
-        make = partial(minibatch, aggregation=algorithm.aggregation, length_norm=algorithm.length_norm, micro=sizing)
-        return [make([rows[index] for index in part], advantage_alone=advantage_alone) for part in split]
+                sums = trainer.accumulate(batch)
+            yield len(found), total
+            found.append((sums, trainer.apply()))
+            yield len(found), total
+        micro_batches = [micro for batch in batches * self.config.algorithm.epochs for micro in batch.micro_batches]
+        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches))
 
     def metrics(self) -> Metrics:
         """Memory, measured since the last call."""
@@ -261,7 +276,7 @@ class Worker:
         the tensors may only be copied, for `finish_save` to write."""
         self._unwritten = None  # the copy of a save that failed
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside)
+        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, workers=self.ranks.size)
 
     def finish_save(self) -> None:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes."""
@@ -283,9 +298,3 @@ class Worker:
     def close(self) -> None:
         if self.engine:
             self.engine.release()
-
-
-def mean_of(found: Sequence[Metrics]) -> Metrics:
-    """The mean of each metric over the optimizer steps that have it."""
-    names = dict.fromkeys(name for metrics in found for name in metrics)
-    return {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}

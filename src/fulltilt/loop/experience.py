@@ -52,7 +52,7 @@ def sample_groups(parts: RunParts, console: Console, prompts: Sequence[Prompt], 
         reward.submit(group)
         console.phase_progress(next(done), len(prompts))
 
-    return collect(parts.worker.generate, prompts, sampling, seed, hand_over)
+    return collect(parts.crew.generate, prompts, sampling, seed, hand_over)
 
 
 def score_groups(
@@ -108,9 +108,9 @@ class Validated:
 
 
 def validate(config: Config, parts: RunParts, console: Console) -> Validated:
-    with parts.worker.phase("eval"):
+    with parts.crew.phase("eval"):
         if isinstance(parts.val_data, RowSet):
-            logprobs, tokens = parts.worker.sum_logprobs(parts.val_data.items)
+            logprobs, tokens = parts.crew.sum_logprobs(parts.val_data.items)
             return Validated({"val/loss": -logprobs / max(1, tokens)})
         assert isinstance(parts.val_data, PromptSet)
         prompts, samples = parts.val_data.items[: config.eval.max_prompts], config.eval.samples_per_prompt
@@ -118,7 +118,7 @@ def validate(config: Config, parts: RunParts, console: Console) -> Validated:
         groups = sample_groups(parts, console, prompts, sampling, EVALUATION_STREAM ^ config.run.seed)
 
         def judge(rows: Sequence[Row]) -> list[Row]:
-            return parts.worker.annotate("reward_model", "values", rows, console.phase_progress).rows
+            return parts.crew.annotate("reward_model", "values", rows, console.phase_progress).rows
 
         scores = score_groups(parts, console, config, groups, judge)
     return Validated(summarise(groups, scores, samples), groups, scores)

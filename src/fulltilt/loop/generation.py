@@ -15,7 +15,8 @@ from typing import Any
 
 from fulltilt.cluster.assembly import assemble_generation
 from fulltilt.cluster.checks import TextCodec
-from fulltilt.cluster.worker import Listener, Worker, enough_memory
+from fulltilt.cluster.crew import Crew
+from fulltilt.cluster.worker import Listener, enough_memory
 from fulltilt.data.template import Encoded
 from fulltilt.loop.experience import sampling_of
 from fulltilt.records import Group, Prompt, RunWarning, UserError
@@ -73,15 +74,15 @@ def needs_base(found: Checkpoint) -> bool:
 class Generation:
     """A loaded model that continues prompts."""
 
-    worker: Worker
+    crew: Crew
     sampling: Sampling
 
     def groups(self, prompts: Sequence[Encoded], seed: int, listen: Listener | None = None) -> tuple[Group, ...]:
         """One group for each prompt. `listen` gets the place of a prompt and the tokens of its sample so far, as they come."""
         made = [Prompt(uid, each.ids, each.text) for uid, each in enumerate(prompts)]
-        self.worker.listen(listen)
-        with self.worker.phase("rollout"):
-            return collect(self.worker.generate, made, self.sampling, seed, lambda group: None)
+        self.crew.worker.listen(listen)
+        with self.crew.phase("rollout"):
+            return collect(self.crew.generate, made, self.sampling, seed, lambda group: None)
 
 
 @contextlib.contextmanager
@@ -89,6 +90,6 @@ def open_generation(config: Config, texts: TextCodec, longest: int, found: Check
     """Load the model for prompts of at most `longest` tokens."""
     resume = found if found and needs_base(found) else None
     with enough_memory("set-up"):
-        worker = assemble_generation(config, texts.tokenizer, longest, resume)
-    with contextlib.closing(worker):
-        yield Generation(worker, sampling_of(config, config.eval, config.eval.samples_per_prompt))
+        crew = assemble_generation(config, texts.tokenizer, longest, resume)
+    with contextlib.closing(crew):
+        yield Generation(crew, sampling_of(config, config.eval, config.eval.samples_per_prompt))

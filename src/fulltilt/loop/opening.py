@@ -102,13 +102,13 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
         with enough_memory("set-up"):
             parts = assemble(config, found, kept=kept_budgets(config, path, state, changed, console))
         stack.callback(parts.close)
-        parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
+        parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
         check_data(config, parts, state, console)
         for text in (*parts.notes, *parts.plan.words):
             console.note(text)
         if found and found.step >= parts.plan.steps:
             console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
-        store.require_space(parts.worker.checkpoint_bytes)
+        store.require_space(parts.crew.checkpoint_bytes)
         folder = folder or stack.enter_context(open_run_folder(path, new=True))
         write_set_up(config, parts, folder, state, origin, console)
         if found and state:
@@ -259,7 +259,7 @@ def resume_store_and_memory(config: Config, parts: RunParts, folder: RunFolder, 
     """Continue where another process ended, which may not have deleted the checkpoints beyond `run.keep`."""
     folder.note_checkpoint()
     store.tidy(state.best if state.best and state.best.metric == config.run.keep_best else None)
-    parts.worker.restore_memory(state.memory)
+    parts.crew.restore_memory(state.memory)
 
 
 def progress_of(parts: RunParts, found: Checkpoint, state: SavedState, changed: list[str], console: Console) -> Progress:
@@ -309,7 +309,7 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
         else:
             found, parts = None, assemble_evaluation(config)
     with contextlib.closing(parts):
-        parts.worker.report_rollout(console.note, STATS_INTERVAL_S)
+        parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
         for text in parts.notes:
             console.note(text)
         console.begin_step(found.step if found else 0)

@@ -87,7 +87,7 @@ class Run:
         """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints."""
         self.config = config
         self.parts = parts
-        self.worker = parts.worker
+        self.crew = parts.crew
         self.store = store
         self.progress = progress
         self.console = console
@@ -136,7 +136,7 @@ class Run:
             with phase("update-actor"):
                 updated |= self._update("actor", rows, step - 1 - parts.algorithm.critic_warmup)
         with phase("sync"):
-            self.worker.sync(step)
+            self.crew.sync(step)
 
         shown = filled.kept or filled.sampled
         self.rollouts.write(step, [entry.group for entry in shown], [entry.scores for entry in shown])
@@ -176,11 +176,11 @@ class Run:
     @contextlib.contextmanager
     def _phase(self, name: str) -> Iterator[None]:
         """Show a phase, and measure its time and memory."""
-        with self.console.phase(name), self.worker.phase(name):
+        with self.console.phase(name), self.crew.phase(name):
             yield
 
     def _annotate(self, role: str, field: str, rows: Sequence[Row]) -> list[Row]:
-        annotated = self.worker.annotate(role, field, rows, self.console.phase_progress)
+        annotated = self.crew.annotate(role, field, rows, self.console.phase_progress)
         self._pads[role] += annotated.pad_tokens
         return annotated.rows
 
@@ -215,7 +215,7 @@ class Run:
         """One group for each prompt, with the scores of its samples."""
         with self._phase("rollout"):
             groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
-            self._engine_stats += self.worker.rollout_stats()
+            self._engine_stats += self.crew.rollout_stats()
         with self._phase("reward"):
             judge = partial(self._annotate, "reward_model", "values")
             scores = score_groups(self.parts, self.console, self.config, groups, judge)
@@ -248,7 +248,7 @@ class Run:
             self.interrupts.hold()
             self.console.phase_progress(done, total)
 
-        metrics = self.worker.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
+        metrics = self.crew.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
         updates, skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
         if not updates:
             self.console.warn(f"no sample of this step can be trained on: the {role}'s update is left out")
@@ -274,7 +274,7 @@ class Run:
         seconds, whole = self.console.seconds, self.console.step_seconds
         times = measure.summarise_time(seconds, whole, response_tokens=response_tokens, total_tokens=total_tokens)
         carried, self._carried = self._carried, {}
-        return {**times, **carried, **self.worker.metrics()}
+        return {**times, **carried, **self.crew.metrics()}
 
     # -- the run --------------------------------------------------------------------------------------------------------------------
 
@@ -485,7 +485,7 @@ class Run:
         arrays, carried = surplus.pack(self.progress.surplus) if self.progress.surplus else ({}, [])
         state = {
             "step": self.progress.step,
-            **self.worker.state(),
+            **self.crew.state(),
             "cursor": asdict(self.progress.cursor),
             "seed": self.config.run.seed,
             "surplus": carried,
@@ -503,14 +503,14 @@ class Run:
         named = {f"{SURPLUS_TENSORS}{name}": array for name, array in arrays.items()}
 
         def write(folder: Path, beside: bool) -> Callable[[], None]:
-            with self.worker.phase("save"):
-                self.worker.save(named, folder, beside)
-            measured = self.worker.pending_memory()
+            with self.crew.phase("save"):
+                self.crew.save(named, folder, beside)
+            measured = self.crew.pending_memory()
             state["memory"] = {phase: asdict(reading) for phase, reading in measured.items() if planned or phase != "save"}
             state["seconds"] = {"timing_s/save_checkpoint": time.perf_counter() - begin} if planned else {}
-            return self.worker.finish_save
+            return self.crew.finish_save
 
-        size = self.worker.checkpoint_bytes + sum(array.nbytes for array in arrays.values())
+        size = self.crew.checkpoint_bytes + sum(array.nbytes for array in arrays.values())
         self.store.save(self.progress.step, state, write, size, beside=beside, best=best)
         if self.progress.streaks:
             self._saved_ill.add(self.progress.step)

@@ -84,6 +84,15 @@ class EngineStats:
         """Counts, seconds and histograms are added; the highest values are the higher of the two."""
         return EngineStats(*(join(getattr(self, name), getattr(other, name)) for name, join in _JOINS))
 
+    def beside(self, other: EngineStats) -> EngineStats:
+        """Both together, of engines that ran at the same time: what ran and waited on one did so in addition to the other's."""
+        longer = {
+            name: max(getattr(self, name), getattr(other, name)) for name in ("seconds", "prefill_seconds", "decode_seconds", "passes")
+        }
+        most = {name: getattr(self, name) + getattr(other, name) for name in ("most_running", "most_waiting")}
+        shares = {"kv_use_passes": (self.kv_use_passes + other.kv_use_passes) / 2}
+        return replace(self + other, **longer, **most, **shares)
+
     @property
     def prefix_hit_rate(self) -> float:
         return _ratio(self.shared_tokens, self.prefill_tokens + self.shared_tokens) or 0.0

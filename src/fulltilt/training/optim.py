@@ -1,28 +1,35 @@
-"""AdamW over float32 masters.
+"""AdamW over float32 masters, which several workers may share out among themselves.
 
 Enters: gradients accumulated on a model's parameters. Leaves: changed parameters. Guaranteed: masters, moments and accumulated gradients
 are float32 or better whatever type the model computes in (a tied weight's two gradients are summed there too); a non-finite gradient
-changes nothing and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit; a step that has begun to change
-parameters is completed, since it allocates no more memory. Masters and moments are on the device, or on the host and streamed through the
-device in buckets: the same arithmetic on the same numbers, so the same bits.
+changes nothing and is reported; tensors and counters of a checkpoint restore the optimizer bit for bit, on any number of workers; a step
+that has begun to change parameters is completed, since it allocates no more memory. Masters and moments are on the device, or on the host
+and streamed through the device in buckets: the same arithmetic on the same numbers, so the same bits.
+
+The accumulators of all parameters of one type are one memory, cut into a stretch for each worker. In a step the gradients are summed over
+the workers, each worker updates the numbers of its own stretch, for which alone it has masters and moments, and all get the new parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Protocol
 
 import torch
 from torch.optim.adamw import adamw
 
-from fulltilt.memory.offload import ON_DEVICE, Entry, OffloadSetting, Part, States, absent, aligned
+from fulltilt.memory.offload import ON_DEVICE, Entry, OffloadSetting, Part, States, absent
+from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.shard import Layout, lay_out
 from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
+EXCHANGE_BYTES = 64 << 20  # size of the buffer through which updated parameters go to the other workers
 
 
 @dataclass(frozen=True)
@@ -48,11 +55,21 @@ class Share:
     """A range of a parameter's numbers with their states, all flat, where AdamW changes them."""
 
     name: str
-    numbers: slice
+    numbers: slice  # within those of the parameter that are this worker's
     parameter: torch.Tensor
     weights: torch.Tensor  # of the master, or of the parameter where it is its own master
     moments: tuple[torch.Tensor, torch.Tensor]
     step: torch.Tensor
+
+
+class Saved(Protocol):
+    """The tensors of a checkpoint, whatever number of workers has written them."""
+
+    def names(self) -> Iterable[str]: ...
+
+    def size(self, name: str) -> int: ...
+
+    def numbers(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
 class Optimizer:
@@ -60,11 +77,12 @@ class Optimizer:
 
     `keeps_parameters`: their values go into checkpoints with the moments, because nothing else there holds them (a critic, adapters).
     `offload`: which states are on the device only when needed. It changes no bit of any step, and checkpoints fit all settings.
+    `ranks`: the workers that train the same model, each from samples of its own.
     """
 
     def __init__(
         self, model: torch.nn.Module, config: TrainConfig, total_updates: int, *, keeps_parameters: bool = False,
-        offload: OffloadSetting = ON_DEVICE,
+        offload: OffloadSetting = ON_DEVICE, ranks: Ranks = ALONE,
     ) -> None:  # fmt: skip
         self.config = config
         self.keeps_parameters = keeps_parameters
@@ -73,11 +91,16 @@ class Optimizer:
         self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
         self.skipped = 0
         self._parameters = trained(model)
+        turned = [name for name, parameter in self._parameters.items() if not parameter.is_contiguous()]
+        assert ranks.size == 1 or not turned, f"{turned[0]} does not lie in the order of its shape, in which workers share it out"
+        self._ranks, self._layouts = ranks, lay_out(self._parameters, ranks.size)
+        self._own = {name: layout.own(name, ranks.rank) for layout in self._layouts.values() for name in layout.places}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
         self._entries = [
-            Entry(name, p.numel(), torch.float32 if is_low(p) else p.dtype, (MASTER, *MOMENTS) if is_low(p) else MOMENTS)
+            Entry(name, count, torch.float32 if is_low(p) else p.dtype, (MASTER, *MOMENTS) if is_low(p) else MOMENTS)
             for name, p in self._parameters.items()
+            if (count := length_of(self._own[name]))
         ]
         # Allocated now rather than at the first step, so that memory measured at the start of a run stays true.
         self._states = States(self._entries, self._device, offload)
@@ -88,15 +111,16 @@ class Optimizer:
             parameter.register_post_accumulate_grad_hook(accumulate)
         for number in self._states.stream(read=(), written=(MASTER,)):
             copy_all([(s.weights, s.parameter) for s in self._shares[number] if s.weights is not s.parameter])
-        self._gradients: torch.Tensor | None = None  # all accumulators, in one memory
+        self._gradients: dict[torch.dtype, torch.Tensor] = {}  # accumulators, one memory for each type of parameter
+        self._exchanges = [Exchange(layout, self._parameters, ranks) for layout in self._layouts.values() if ranks.size > 1]
         if not offload.grads:
             self.prepare()
 
     @torch.no_grad()
     def _share(self, part: Part, step: torch.Tensor) -> Share:
-        parameter = flat(self._parameters[part.name])[part.numbers]
+        own = flat(self._parameters[part.name])[self._own[part.name]]
         first, second = (part.states[moment] for moment in MOMENTS)
-        return Share(part.name, part.numbers, parameter, part.states.get(MASTER, parameter), (first, second), step)
+        return Share(part.name, part.numbers, own[part.numbers], part.states.get(MASTER, own[part.numbers]), (first, second), step)
 
     def begin(self, update: int) -> None:
         """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have left updates out: the schedule follows
@@ -105,18 +129,17 @@ class Optimizer:
         self.zero_grad()
 
     def prepare(self) -> None:
-        """Allocate the accumulators, unless they exist. Call it before the first pass of a mini-batch."""
-        if self._gradients is not None:
+        """Allocate the accumulators, unless they exist. Call it before the first pass of a mini-batch. A parameter that is its own master
+        needs none, unless its gradient has to be summed over workers."""
+        if self._gradients:
             return
-        # Neighbours in one storage, such as layers that run as one product, have neighbouring accumulators too.
-        lows = list(filter(is_low, self._parameters.values()))
-        first: dict[int, int] = {}
-        for place, parameter in enumerate(lows):
-            first.setdefault(parameter.untyped_storage().data_ptr(), place)
-        lows.sort(key=lambda parameter: (first[parameter.untyped_storage().data_ptr()], parameter.storage_offset()))
-        self._gradients = torch.zeros(sum(room_of(parameter) for parameter in lows), dtype=torch.float32, device=self._device)
-        for parameter, room in zip(lows, self._gradients.split([room_of(parameter) for parameter in lows]), strict=True):
-            parameter.main_grad = shaped(room, parameter)  # type: ignore[attr-defined]
+        for dtype, layout in self._layouts.items():
+            if low(dtype) or self._ranks.size > 1:
+                wide = torch.float32 if low(dtype) else dtype
+                self._gradients[dtype] = memory = torch.zeros(layout.total, dtype=wide, device=self._device)
+                for name, place in layout.places.items() if low(dtype) else ():
+                    parameter = self._parameters[name]
+                    parameter.main_grad = shaped(memory[place:], parameter)  # type: ignore[attr-defined]
 
     def zero_grad(self) -> None:
         """Clear the gradients; where they are offloaded, free their memory."""
@@ -125,25 +148,52 @@ class Optimizer:
             if self.offload.grads and hasattr(parameter, "main_grad"):
                 del parameter.main_grad
         if self.offload.grads:
-            self._gradients = None
-        elif self._gradients is not None:
-            self._gradients.zero_()
+            self._gradients.clear()
+        for memory in self._gradients.values():
+            memory.zero_()
 
     def step(self) -> StepReport:
-        """Apply the accumulated gradients, clipped, and clear them."""
+        """Apply the accumulated gradients of all workers, clipped, and clear them."""
         lr = learning_rate(self.config, self.updates, self.total_updates)
         self.updates += 1
         self.prepare()
-        found = {name: p.main_grad if is_low(p) else p.grad for name, p in self._parameters.items()}  # type: ignore[attr-defined]
-        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
-        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
+        gradients = self._reduced()
+        own_norm = torch.nn.utils.get_total_norm(list(gradients.values())) if gradients else torch.zeros((), device=self._device)
+        norm = self._ranks.norm(own_norm)
         if math.isfinite(norm):
             self._apply(gradients, norm, lr)
+            for exchange in self._exchanges:
+                exchange.gather()
         else:
             self.skipped += 1
-        del found, gradients  # or their memory would outlive `zero_grad`
+        del gradients  # or their memory would outlive `zero_grad`
         self.zero_grad()
         return StepReport(grad_norm=norm, lr=lr, skipped=not math.isfinite(norm))
+
+    @torch.no_grad()
+    def _reduced(self) -> dict[str, torch.Tensor]:
+        """The gradients summed over all workers, flat, of the numbers that are this worker's. A parameter that is its own master and has no
+        gradient on any worker is left out, and so not updated."""
+        found = {name: p.main_grad if is_low(p) else p.grad for name, p in self._parameters.items()}  # type: ignore[attr-defined]
+        flats = {name: flat(like_parameter(gradient, self._parameters[name])) for name, gradient in found.items() if gradient is not None}
+        if self._ranks.size == 1:
+            return flats
+        given = torch.tensor([name in flats for name in self._parameters], dtype=torch.float32, device=self._device)
+        self._ranks.sum(given)
+        for dtype, layout in self._layouts.items():
+            memory = self._gradients[dtype]
+            if not low(dtype):
+                copy_all(
+                    [(memory[place : place + layout.counts[name]], flats[name]) for name, place in layout.places.items() if name in flats]
+                )
+            self._ranks.reduce(memory)
+        wanted = {name for name, count in zip(self._parameters, given.tolist(), strict=True) if count}
+        return {
+            name: self._gradients[dtype][place + own.start : place + own.stop]
+            for dtype, layout in self._layouts.items()
+            for name, place in layout.places.items()
+            if name in wanted and length_of(own := self._own[name])
+        }
 
     @torch.no_grad()
     def _apply(self, gradients: dict[str, torch.Tensor], norm: float, lr: float) -> None:
@@ -151,11 +201,10 @@ class Optimizer:
         self._require_presence()
         if self.config.clip_grad and norm > self.config.clip_grad:
             torch._foreach_mul_(list(gradients.values()), self.config.clip_grad / (norm + 1e-6))
-        flats = {name: flat(like_parameter(gradient, self._parameters[name])) for name, gradient in gradients.items()}
         for number in self._states.stream():
-            shares = [share for share in self._shares[number] if share.name in flats]
+            shares = [share for share in self._shares[number] if share.name in gradients]
             for decay, matrices in ((self.config.weight_decay, True), (0.0, False)):
-                self._adam([s for s in shares if (self._parameters[s.name].ndim >= 2) == matrices], flats, lr, decay)
+                self._adam([s for s in shares if (self._parameters[s.name].ndim >= 2) == matrices], gradients, lr, decay)
             copy_all([(s.parameter, s.weights) for s in shares if s.weights is not s.parameter])
 
     def _adam(self, shares: list[Share], gradients: dict[str, torch.Tensor], lr: float, decay: float) -> None:
@@ -172,35 +221,94 @@ class Optimizer:
         assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.to_device)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors that a checkpoint needs in addition to the model, and the trained parameters too with `keeps_parameters`. They are no
-        copies: the next step changes them."""
+        """All tensors that a checkpoint needs in addition to the model, and the trained parameters too with `keeps_parameters`: those of
+        this worker. They are no copies: the next step changes them. Of a parameter that several workers share out, each has a flat piece,
+        `KIND/NAME@START`."""
         self._require_presence()
         self._states.settle()
         result: dict[str, torch.Tensor] = {}
         steps = {share.name: share.step for share in chain.from_iterable(self._shares)}
         for entry in self._entries:
-            parameter = self._parameters[entry.name]
-            if self.keeps_parameters and MASTER not in entry.kinds:
-                result[f"parameter/{entry.name}"] = parameter
-            result |= {f"{kind}/{entry.name}": shaped(self._states.home(entry, kind), parameter) for kind in entry.kinds}
-            result[f"step/{entry.name}"] = steps[entry.name]
+            parameter, own = self._parameters[entry.name], self._own[entry.name]
+            if length_of(own) == parameter.numel():
+                result |= {f"{kind}/{entry.name}": shaped(numbers, parameter) for kind, numbers in self._held(entry).items()}
+            else:
+                result |= {f"{kind}/{entry.name}@{own.start}": numbers for kind, numbers in self._held(entry).items()}
+            if own.start == 0:  # one worker's is enough: all count the same steps
+                result[f"step/{entry.name}"] = steps[entry.name]
         return result
 
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, torch.Tensor], updates: int, skipped: int) -> None:
-        own = self.tensors()
-        refuse_misfits(own, tensors)
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name])
+    def restore(self, saved: Saved, updates: int, skipped: int) -> None:
+        self._require_presence()
+        self._states.settle()
+        refuse_misfits(self._sizes(), saved)
+        for entry in self._entries:
+            for kind, numbers in self._held(entry).items():
+                own, parameter = self._own[entry.name], self._parameters[entry.name]
+                found = saved.numbers(f"{kind}/{entry.name}", own.start, own.stop)
+                if length_of(own) == parameter.numel():
+                    shaped(numbers, parameter).copy_(found.view(parameter.shape))
+                else:
+                    numbers.copy_(found)
         for share in chain.from_iterable(self._shares):
-            share.step.copy_(tensors[f"step/{share.name}"])
+            share.step.copy_(saved.numbers(f"step/{share.name}", 0, 1)[0])
         for number in self._states.stream(read=(MASTER,), written=()):
             copy_all([(s.parameter, s.weights) for s in self._shares[number] if s.weights is not s.parameter])
+        for exchange in self._exchanges:
+            exchange.gather()
         self.updates, self.skipped = updates, skipped
+
+    def _held(self, entry: Entry) -> dict[str, torch.Tensor]:
+        """What a checkpoint holds of this worker's numbers of a parameter, flat, in their permanent memory."""
+        own = {"parameter": flat(self._parameters[entry.name])[self._own[entry.name]]} if self._keeps(entry.name) else {}
+        return {**own, **{kind: self._states.home(entry, kind) for kind in entry.kinds}}
+
+    def _keeps(self, name: str) -> bool:
+        """Whether a checkpoint needs the parameter itself: no master holds its value."""
+        return self.keeps_parameters and not is_low(self._parameters[name])
+
+    def _sizes(self) -> dict[str, int]:
+        """How many numbers all workers together save under each name."""
+        sizes = {}
+        for name, parameter in self._parameters.items():
+            kinds = [*(["parameter"] if self._keeps(name) else []), *([MASTER] if is_low(parameter) else []), *MOMENTS]
+            sizes |= {f"{kind}/{name}": parameter.numel() for kind in kinds} | {f"step/{name}": 1}
+        return sizes
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""
         yield from self._states.memory()
+        yield from (exchange.buffer for exchange in self._exchanges)
+
+
+class Exchange:
+    """Gives every worker the parameters of one type that the others have updated, through a buffer of bounded size."""
+
+    def __init__(self, layout: Layout, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+        sample = parameters[next(iter(layout.places))]
+        self.ranks, width = ranks, max(1, min(layout.stretch, EXCHANGE_BYTES // sample.itemsize // ranks.size))
+        self.buffer = torch.zeros(ranks.size * width, dtype=sample.dtype, device=sample.device)
+        rows = self.buffer.view(ranks.size, width)
+        # For each round: (part of the buffer, part of a parameter), those of this worker and those of the others.
+        self.rounds: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]] = []
+        for begin in range(0, layout.stretch, width):
+            own, others = [], []
+            for rank, name, numbers, place in layout.pieces(begin, width):
+                pair = (rows[rank, place : place + length_of(numbers)], flat(parameters[name])[numbers])
+                (own if rank == ranks.rank else others).append(pair)
+            self.rounds.append((own, others))
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        for own, others in self.rounds:
+            copy_all(own)
+            self.ranks.gather(self.buffer)
+            copy_all([(parameter, part) for part, parameter in others])
+
+
+def length_of(numbers: slice) -> int:
+    return int(numbers.stop - numbers.start)
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -212,12 +320,11 @@ def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def is_low(parameter: torch.Tensor) -> bool:
     """Whether its type is too coarse for it to be its own master."""
-    return parameter.dtype not in (torch.float32, torch.float64)
+    return low(parameter.dtype)
 
 
-def room_of(parameter: torch.Tensor) -> int:
-    """Float32 numbers that its accumulator takes, with padding for alignment."""
-    return aligned(4 * parameter.numel()) // 4
+def low(dtype: torch.dtype) -> bool:
+    return dtype not in (torch.float32, torch.float64)
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,23 +349,26 @@ def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 @torch.no_grad()
-def restore_parameters(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def restore_parameters(model: torch.nn.Module, saved: Saved) -> None:
     """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further."""
+    names = set(saved.names())
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            saved = tensors.get(f"parameter/{name}", tensors.get(f"master/{name}"))
-            if saved is None:
+            found = next((key for key in (f"parameter/{name}", f"master/{name}") if key in names), None)
+            if found is None:
                 raise UserError(f"the checkpoint does not hold {name}. Use the [lora] settings that it was saved with")
-            parameter.copy_(saved)
+            flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 
 
-def refuse_misfits(own: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor]) -> None:
-    misfits = [f"{name} is not in the checkpoint" for name in own if name not in saved]
-    misfits += [f"{name} is in the checkpoint only" for name in saved if name not in own]
+def refuse_misfits(own: Mapping[str, int], saved: Saved) -> None:
+    """`own`: how many numbers are expected under each name."""
+    names = set(saved.names())
+    misfits = [f"{name} is not in the checkpoint" for name in own if name not in names]
+    misfits += [f"{name} is in the checkpoint only" for name in sorted(names) if name not in own]
     misfits += [
-        f"{name} has the shape {list(saved[name].shape)} in the checkpoint and {list(tensor.shape)} now"
-        for name, tensor in own.items()
-        if name in saved and tensor.shape != saved[name].shape
+        f"{name} has {saved.size(name):,} numbers in the checkpoint and {count:,} now"
+        for name, count in own.items()
+        if name in names and count != saved.size(name)
     ]
     if misfits:
         raise UserError(

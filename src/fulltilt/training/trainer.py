@@ -1,8 +1,8 @@
 """One optimizer step from one mini-batch.
 
-`accumulate`, then `apply`. Enters: a `MiniBatch` whose weights hold the global denominator, and a loss. Leaves: changed parameters and
-metrics, the optimizer's under the role's name. Guaranteed: the gradient is that of the whole mini-batch however it is cut into
-micro-batches; one that is not finite changes nothing and shows.
+`accumulate`, then `apply`. Enters: a `MiniBatch`, or a worker's part of one, whose weights hold the global denominator, and a loss. Leaves:
+changed parameters, sums for the metrics, and the optimizer's metrics under the role's name. Guaranteed: the gradient is that of the whole
+mini-batch however it is cut into micro-batches and dealt to workers; one that is not finite changes nothing and shows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fulltilt.records import LossParts, MiniBatch
+from fulltilt.records import LossParts, LossSums, MiniBatch
 from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import Role
 
@@ -26,8 +26,8 @@ class Trainer:
         self.optimizer: Optimizer = role.optimizer
         self.loss = loss
 
-    def accumulate(self, batch: MiniBatch) -> dict[str, float]:
-        """Gradients of the whole mini-batch, on top of what is there."""
+    def accumulate(self, batch: MiniBatch) -> LossSums:
+        """Gradients of the micro-batches that are given, on top of what is there."""
         self.optimizer.prepare()
         sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
         for micro in batch.micro_batches:
@@ -39,14 +39,7 @@ class Trainer:
             weighted.add(parts.weighted)
             numerators.add({name: ratio[0] for name, ratio in parts.ratios.items()})
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
-        tokens = max(1, batch.trained_tokens)
-        of = counts.numbers()
-        return {
-            **({} if batch.silent else {name: value / tokens for name, value in sums.numbers().items()}),
-            **weighted.numbers(),
-            # Trainer and engine can be compared on any sample.
-            **{name: value / of[name] for name, value in numerators.numbers().items() if of[name]},
-        }
+        return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
 
     def apply(self) -> dict[str, float]:
         """One optimizer step with the gradients that are there."""

@@ -1,0 +1,3 @@
+from collections.abc import Callable, Sequence
+
+PassCost = Callable[[Sequence[int]], float]

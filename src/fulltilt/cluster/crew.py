@@ -1,0 +1,223 @@
+"""The workers of a run, as the loop sees them: one object, however many there are.
+
+Enters: prompts and rows. Leaves: groups, annotated rows, metrics of updates, checkpoint files. Guaranteed: a result does not depend on the
+number of workers, except for the order in which floating-point numbers are added: mini-batches, the weights of rows and micro-batches are
+decided here, over all rows, before anything is dealt to workers; samples depend on seed, prompt and place alone. With one worker every
+call is a plain call in this process. Only records that pickle, numbers and paths go to workers and come back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fulltilt.algo.base import Algorithm
+from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
+from fulltilt.batching.schedule import distribute, split_minibatches
+from fulltilt.cluster.hosts import Hosts, WorkerError
+from fulltilt.cluster.local import Local
+from fulltilt.cluster.sizes import forward_sizes, update_sizes
+from fulltilt.cluster.worker import Annotated, Metrics, UpdateSums, Worker, WorkerFacts, enough_memory
+from fulltilt.memory.account import Reading
+from fulltilt.plan import Plan
+from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row
+from fulltilt.rollout.sampler import Sampling
+from fulltilt.rollout.stats import EngineStats
+from fulltilt.schema import Config
+
+Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
+
+
+@dataclass(frozen=True, eq=False)
+class AnnotatedRows:
+    rows: list[Row]
+    pad_tokens: int  # computed beside the rows' own tokens
+
+
+class Crew:
+    def __init__(self, config: Config, algorithm: Algorithm, hosts: Hosts) -> None:
+        self.config, self.algorithm, self.hosts = config, algorithm, hosts
+        facts: list[WorkerFacts] = self._all("facts", what="set-up")
+        self.plan: Plan = facts[0].plan
+        self.notes = facts[0].notes
+        self.checkpoint_bytes = sum(each.checkpoint_bytes for each in facts)
+        self._update_sizes = update_sizes(config, self.plan.budgets)
+        self._forward_sizes = forward_sizes(config, self.plan.budgets)
+
+    @property
+    def worker(self) -> Worker:
+        """The worker of a run that has one, in this process."""
+        assert isinstance(self.hosts, Local), "the workers of this run are in other processes"
+        worker = self.hosts.worker
+        assert isinstance(worker, Worker)
+        return worker
+
+    def _all(self, method: str, *args: Any, what: str) -> list[Any]:
+        """The results of the same call on every worker."""
+        return self.hosts.start(method, [args] * self.hosts.size, what=what).results()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enclose all calls of a phase: its memory is measured, and out-of-memory errors name the settings that would help."""
+        self._all("begin_phase", name, what=name)
+        try:
+            with enough_memory(name):
+                yield
+        except BaseException:
+            with contextlib.suppress(WorkerError):  # what ended the phase is reported
+                self._all("end_phase", True, what=name)
+            raise
+        self._all("end_phase", False, what=name)
+
+    # -- rollout --------------------------------------------------------------------------------------------------------------------
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
+        """One group for each prompt, each as soon as it is complete."""
+        dealt = [dict(list(enumerate(prompts))[rank :: self.hosts.size]) for rank in range(self.hosts.size)]
+        call = self.hosts.start("generate", [(own, sampling, seed) for own in dealt], what="rollout")
+        with contextlib.closing(call.items()) as items:
+            for _, group in items:
+                yield group
+
+    def rollout_stats(self) -> EngineStats:
+        """The engines' statistics of the last `generate`."""
+        found: list[EngineStats] = self._all("rollout_stats", what="rollout")
+        return reduce(EngineStats.beside, found)
+
+    def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
+        """Have the engine describe its progress after every `interval` seconds of generating. Engines in other processes are silent."""
+        if isinstance(self.hosts, Local):
+            self.worker.report_rollout(say, interval)
+
+    def sync(self, version: int) -> None:
+        """Bring the engines to the trainer's weights, which have changed."""
+        self._all("sync", version, what="sync")
+
+    # -- passes without gradient ----------------------------------------------------------------------------------------------------
+
+    def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> AnnotatedRows:
+        """The rows with the role's number for each trained token, as `field`."""
+        plan, found, pads = self._passes(role, rows, report)
+        return AnnotatedRows(scatter(rows, plan, found, field), pads)
+
+    def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
+        """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
+        _, found, _ = self._passes("actor", rows, lambda done, total: None)
+        return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
+
+    def _passes(self, role: str, rows: Sequence[Row], report: Report) -> tuple[list[list[int]], list[np.ndarray], int]:
+        """Micro-batches, the role's numbers for each, and how many pad tokens were computed."""
+        sizing = self._forward_sizes[role]
+        plan = sizing.schedule([row.tokens for row in rows], self.hosts.size)
+        dealt = self._deal(plan, rows)
+        args = [(role, chosen(rows, own := [plan[place] for place in places]), own, sizing.packing) for places in dealt]
+        call = self.hosts.start("annotate", args, what=f"a pass of the {role}")
+        for done, _ in enumerate(call.items(), start=1):
+            report(done, len(plan))
+        results: list[Annotated] = call.results()
+        found = {
+            place: numbers for places, each in zip(dealt, results, strict=True) for place, numbers in zip(places, each.numbers, strict=True)
+        }
+        return plan, [found[place] for place in range(len(plan))], sum(each.pad_tokens for each in results)
+
+    def _deal(self, plan: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[list[int]]:
+        """Which micro-batches of a plan each worker gets."""
+        return distribute([float(sum(rows[index].tokens for index in indices)) for indices in plan], self.hosts.size, self._balance)
+
+    @property
+    def _balance(self) -> bool:
+        return True
+
+    # -- updates --------------------------------------------------------------------------------------------------------------------
+
+    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
+        """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
+        counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
+        sizing, alone = self._update_sizes[role], role == "actor" and self.algorithm.advantage_alone
+        plans = self._plan_minibatches(rows, sizing, advantage_alone=alone)
+        dealt = [self._deal(plan.micro_batches, rows) for plan in plans]
+        parts = [[plan.part(places[rank]) for plan, places in zip(plans, dealt, strict=True)] for rank in range(self.hosts.size)]
+        epochs = self.config.algorithm.epochs
+        if self.hosts.size > 1:  # workers do not wait for the reader of their progress
+            report(0, epochs * len(plans))
+        args = [
+            (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)
+            for own in parts
+        ]
+        call = self.hosts.start("update", args, what=f"update-{role}")
+        for rank, (done, total) in call.items():
+            if rank == 0:
+                report(done, total)
+        results: list[UpdateSums] = call.results()
+        found = [
+            reduce(LossSums.__add__, (sums for sums, _ in steps)).metrics(plan.trained_tokens, silent=plan.silent) | steps[0][1]
+            for plan, *steps in zip(plans * epochs, *(each.steps for each in results), strict=True)
+        ]
+        counts: Metrics = {
+            "skipped_updates": sum(metrics.pop(f"{role}/skipped_updates") for metrics in found),
+            "updates": len(found),
+            "micro_batches": sum(each.micro_batches for each in results),
+            "pad_tokens": sum(each.pad_tokens for each in results),
+            **({"samples_left_out": len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)} if alone else {}),
+        }
+        return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
+
+    def _plan_minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
+        if not any(row.mask.any() for row in rows):
+            return []
+        norm = {"aggregation": self.algorithm.aggregation, "length_norm": self.algorithm.length_norm}
+        make = partial(plan_minibatch, rows, micro=sizing, advantage_alone=advantage_alone, workers=self.hosts.size, **norm)
+        return [make(part) for part in split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)]
+
+    def metrics(self) -> Metrics:
+        """Memory, measured since the last call: of several workers, the most."""
+        found: list[Metrics] = self._all("metrics", what="metrics")
+        return {
+            name: max(metrics[name] for metrics in found if name in metrics) for name in dict.fromkeys(n for each in found for n in each)
+        }
+
+    def pending_memory(self) -> dict[str, Reading]:
+        """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
+        return self._all("pending_memory", what="save")[0]
+
+    def restore_memory(self, pending: Mapping[str, Reading]) -> None:
+        self._all("restore_memory", dict(pending), what="set-up")
+
+    # -- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint's state holds about the optimizers."""
+        state: dict[str, Any] = self._all("state", what="save")[0]
+        return state
+
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
+        """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
+        the tensors may only be copied, for `finish_save` to write."""
+        args = [(dict(arrays) if rank == 0 else {}, folder, beside) for rank in range(self.hosts.size)]
+        self.hosts.start("save", args, what="save").results()
+
+    def finish_save(self) -> None:
+        """Write what `save` left unwritten, in any thread: it reads nothing that training changes."""
+        self.hosts.start("finish_save", [()] * self.hosts.size, what="save", aside=True).results()
+
+    def close(self) -> None:
+        with contextlib.suppress(WorkerError):
+            self._all("close", what="the end")
+        self.hosts.close()
+
+
+def chosen(rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]) -> dict[int, Row]:
+    """The rows that these micro-batches hold, by their indices."""
+    return {index: rows[index] for indices in micro_batches for index in indices}
+
+
+def mean_of(found: Sequence[Metrics]) -> Metrics:
+    """The mean of each metric over the optimizer steps that have it."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}

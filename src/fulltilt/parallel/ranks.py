@@ -1,0 +1,74 @@
+"""The workers that train one model together, as one of them sees the others.
+
+Enters: tensors of this worker. Leaves: sums over all workers and parts gathered from all, in the same memory. Guaranteed: with one worker
+nothing is called and nothing changes; every collective call adds its bytes to `moved`, by kind; all workers must make the same calls in the
+same order, with tensors of the same size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 has new names for these two, and warns about the old ones, which are the only ones of 2.11.
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    rank: int = 0
+    size: int = 1
+    group: dist.ProcessGroup | None = None  # None: the default group
+    moved: Counter[str] = field(default_factory=Counter)  # bytes of this worker's tensors in collectives, by kind
+
+    def own(self, flat: torch.Tensor) -> torch.Tensor:
+        """This worker's stretch of memory that is cut into one for each."""
+        assert len(flat) % self.size == 0, f"{len(flat)} numbers for {self.size} workers"
+        return flat.view(self.size, -1)[self.rank]
+
+    def reduce(self, flat: torch.Tensor) -> None:
+        """Sum over all workers, of which each gets its own stretch; what the others hold of `flat` means nothing afterwards."""
+        if self.size > 1:
+            self._count("reduce-scatter", flat)
+            _reduce_scatter(self.own(flat), flat, group=self.group)
+
+    def gather(self, flat: torch.Tensor) -> None:
+        """Fill `flat` with every worker's own stretch."""
+        if self.size > 1:
+            self._count("all-gather", flat)
+            _all_gather(flat, self.own(flat), group=self.group)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Sum over all workers, in place."""
+        if self.size > 1:
+            self._count("all-reduce", tensor)
+            dist.all_reduce(tensor, group=self.group)
+
+    def norm(self, own: torch.Tensor) -> float:
+        """The norm of numbers of which each worker has a part, from the norms of the parts; not finite on any worker: not finite on all."""
+        if self.size == 1:
+            return float(own)
+        square = own.double().square()
+        self.sum(square)
+        return float(square.sqrt())
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The smallest of all workers' numbers."""
+        if self.size == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.int64, device=device)
+        self._count("all-reduce", found)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found)
+
+    def _count(self, kind: str, tensor: torch.Tensor) -> None:
+        self.moved[kind] += tensor.nbytes
+
+
+ALONE = Ranks()
