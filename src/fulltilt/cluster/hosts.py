@@ -1,0 +1,95 @@
+"""What a host of workers offers to the driver, whatever runs beneath it: one worker in this process, processes, or actors of Ray.
+
+A worker is an object. Enters: a method's name and one tuple of picklable arguments per worker. Leaves: items, which the method yields while
+it runs, and one result per worker, which it returns. A method may be a plain one, or a generator. If it has a parameter `inbox`, it
+receives the messages that the driver tells the running call. Guaranteed by every host: no callback crosses, calls of a worker run one after
+the other in the order in which they were started (except those started `aside`), and an error of a worker is raised where the driver
+waits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any, Protocol
+
+from fulltilt.records import UserError
+
+
+class Hosts(Protocol):
+    @property
+    def size(self) -> int:
+        """The number of workers. Their ranks are 0 to size - 1."""
+
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> WorkerCall:
+        """Call a method of every worker. `args`: one tuple per worker, in order of rank. `what`: the name of this call for people, for
+        example "update-actor". `aside`: it may run in a thread, beside other calls of the worker."""
+
+    def close(self) -> None:
+        """End all workers. May be called again."""
+
+
+class WorkerCall(Protocol):
+    def items(self) -> Iterator[tuple[int, Any]]:
+        """Rank and item, in order of arrival, until every worker has returned. If the iterator ends early, because it is closed or because
+        an exception arrives while it waits, the call is cancelled."""
+
+    def tell(self, rank: int, message: Any) -> None:
+        """Put a message into the inbox of the method that runs on this worker."""
+
+    def results(self) -> list[Any]:
+        """One result per worker, in order of rank, after the remaining items were dropped. If an exception arrives while it waits, the call
+        continues, and its results can be asked for again."""
+
+    def cancel(self) -> None:
+        """Have every worker close the method's generator at its next item or look into its inbox. A plain method runs to its end. A
+        cancelled call has no results."""
+
+
+class Inbox(Protocol):
+    """Messages of the driver to a running method. Raises GeneratorExit once the call is cancelled, as closing a generator does."""
+
+    def poll(self) -> list[Any]:
+        """All messages since the last time, without waiting."""
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        """All messages since the last time, after waiting until there is one. None at the end of `timeout` seconds, or where the driver
+        runs in the same thread, so that none can arrive: a method that needs one must yield."""
+
+
+class WorkerError(UserError):
+    """A worker failed. The message names the worker, the call and the error."""
+
+    def __init__(self, text: str, worker_traceback: str = "") -> None:
+        super().__init__(text)
+        self.worker_traceback = worker_traceback
+        if worker_traceback:
+            self.__cause__ = WorkerTraceback(worker_traceback)
+
+
+class WorkerDied(WorkerError):
+    """The process of a worker has ended."""
+
+
+class WorkerStuck(WorkerError):
+    """A worker has sent nothing for so long that it was given up."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback inside a worker as text, as the cause of the error in the driver: it is shown wherever the traceback of that is."""
+
+    def __str__(self) -> str:
+        return f"in the worker:\n{self.args[0]}"
+
+
+def produced(function: Callable[..., Any], args: Sequence[Any], inbox: Inbox) -> Generator[Any, None, Any]:
+    """Call a worker's method: a generator of its items that returns its result."""
+    wanted = {"inbox": inbox} if "inbox" in inspect.signature(function).parameters else {}
+    outcome = function(*args, **wanted)
+    if isinstance(outcome, Generator):
+        outcome = yield from outcome
+    return outcome
+
+
+def no_results(what: str) -> RuntimeError:
+    return RuntimeError(f"{what} has no results: the call was cancelled or failed")

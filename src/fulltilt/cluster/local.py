@@ -1,0 +1,76 @@
+"""One worker in this process: a call runs inline, in the thread that reads it.
+
+Enters: the worker's object. Leaves: what its methods yield and return, the very objects. Guaranteed: nothing is copied and no thread is
+started; a method begins when its items or its results are asked for, and what it raises is raised there as it is; `breakpoint()` works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fulltilt.cluster.hosts import no_results, produced
+
+
+class Local:
+    size = 1
+
+    def __init__(self, worker: Any) -> None:
+        self.worker = worker
+
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> LocalCall:
+        (own,) = args
+        return LocalCall(self.worker, method, own, what)
+
+    def close(self) -> None:
+        pass
+
+
+class LocalInbox:
+    """Messages of the driver, which cannot send one while the method runs: nothing is worth waiting for."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def poll(self) -> list[Any]:
+        found, self.messages = self.messages, []
+        return found
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        return self.poll()
+
+
+class LocalCall:
+    def __init__(self, worker: Any, method: str, args: tuple[Any, ...], what: str) -> None:
+        self._inbox = LocalInbox()
+        self._running = produced(getattr(worker, method), args, self._inbox)
+        self._what = what
+        self._results: list[Any] | None = None
+        self._over = False
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        if self._results is not None:
+            return
+        if self._over:
+            raise no_results(self._what)
+        try:
+            while True:
+                yield 0, next(self._running)
+        except StopIteration as end:
+            self._results = [end.value]
+        finally:
+            self.cancel()
+
+    def tell(self, rank: int, message: Any) -> None:
+        assert rank == 0
+        self._inbox.messages.append(message)
+
+    def results(self) -> list[Any]:
+        for _ in self.items():
+            pass
+        assert self._results is not None
+        return self._results
+
+    def cancel(self) -> None:
+        self._over = True
+        self._running.close()

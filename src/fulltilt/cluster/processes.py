@@ -1,0 +1,443 @@
+"""Workers that are processes of this machine, one for each order.
+
+Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
+
+- Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for `stall_s`
+  seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up.
+- The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
+  consequence: another cause that arrives within a moment is raised in their place.
+- An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
+  reaches send and receive whole messages.
+- No process, thread, descriptor or file is left by `close`. No worker outlives the driver, or the thread of it that made the workers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import IO, Any
+
+from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck, WorkerTraceback, no_results
+from fulltilt.cluster.stacks import Whereabouts, frames_of_calls, report
+from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, Leave, Result, Start, Tell, pack
+from fulltilt.records import UserError
+
+LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
+CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
+LEAVE_S = 1.0  # how long workers may take to end by themselves
+REAP_S = 5.0
+STACK_S = 1.0
+OUTPUT_LINES = 10  # of a dead worker's output that are shown
+
+Packed = list[memoryview]
+
+
+def print_stall(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@dataclass(eq=False)
+class Child:
+    """One worker process as the driver has it."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    output: IO[bytes]  # standard output and error of the process
+    stacks: IO[bytes]
+    outbox: SimpleQueue[tuple[Packed, ProcessCall | None] | None] = field(default_factory=SimpleQueue)
+    greeted: bool = False  # whether the process runs, so that a signal does not end it
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.rank} (process {self.process.pid})"
+
+    def kill(self) -> None:
+        """End the process with everything that it has started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self, seconds: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+        return self.process.returncode
+
+    def last_output(self) -> str:
+        size = os.fstat(self.output.fileno()).st_size
+        text = os.pread(self.output.fileno(), 2**14, max(0, size - 2**14)).decode(errors="replace")
+        return "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES:])
+
+    def ask_for_stacks(self) -> bool:
+        if not self.greeted or self.process.poll() is not None:
+            return False
+        os.ftruncate(self.stacks.fileno(), 0)
+        self.process.send_signal(signal.SIGUSR1)
+        return True
+
+    def read_stacks(self, deadline: float) -> str:
+        """What the process has written since it was asked, once it has written no more for a moment."""
+        text, size = b"", -1
+        while size != len(text) or (not text and time.monotonic() < deadline):
+            size = len(text)
+            time.sleep(0.02)
+            text = os.pread(self.stacks.fileno(), 2**20, 0)
+        return text.decode(errors="replace")
+
+
+class ProcessCall:
+    """A call of all workers. The threads that receive messages fill it; the driver's threads wait for it."""
+
+    def __init__(self, host: Processes, number: int, method: str, what: str) -> None:
+        self._host = host
+        self.number = number
+        self.name = what if what == method else f"{what} ({method})"
+        self.what = what
+        self.answered = [False] * host.size
+        self.sent = [False] * host.size
+        self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
+        self.reported = [False] * host.size  # as silent
+        self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
+        self.cancelled = False
+        self._items: deque[tuple[int, Any]] = deque()
+        self._results: list[Any] = [None] * host.size
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        try:
+            while self._wait_for_item():
+                yield self._items.popleft()
+        except BaseException:
+            self.cancel()
+            raise
+
+    def results(self) -> list[Any]:
+        while self._wait_for_item():
+            self._items.popleft()
+        return self._results
+
+    def tell(self, rank: int, message: Any) -> None:
+        if not self.answered[rank]:
+            self._host.send(rank, Tell(self.number, message))
+
+    def cancel(self) -> None:
+        if not self.cancelled and not all(self.answered):
+            self.cancelled = True
+            self._items.clear()
+            for rank, answered in enumerate(self.answered):
+                if not answered:
+                    self._host.send(rank, Cancel(self.number))
+
+    def _wait_for_item(self) -> bool:
+        """Whether there is an item; if not, all workers have returned."""
+        if self.cancelled:
+            raise no_results(self.what)
+        self._host.wait(self, lambda: bool(self._items) or all(self.answered))
+        return bool(self._items)
+
+    # -- called by the threads that send and receive ----------------------------------------------------------------------------------
+
+    def add_item(self, rank: int, item: Any) -> None:
+        self.silent_s[rank] = 0.0
+        if not self.cancelled:
+            self._items.append((rank, item))
+        self.news.put(None)
+
+    def add_result(self, rank: int, result: Any) -> None:
+        self._results[rank] = result
+        self.answered[rank] = True
+        self.news.put(None)
+
+    def mark_sent(self, rank: int) -> None:
+        self.sent[rank] = True
+        self.news.put(None)
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    error: UserError
+    of_collective: bool = False  # perhaps only a consequence of another one
+
+
+class Processes:
+    def __init__(
+        self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
+        on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
+    ) -> None:  # fmt: skip
+        """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
+        tells that it makes progress. `environment`: variables besides those of this process. `on_stall` is given each report of silence."""
+        self.size = len(orders)
+        self._on_stall, self._stall_s, self._deadline_s = on_stall, stall_s, deadline_s
+        self._numbers = itertools.count()
+        self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
+        self._breakdowns: list[Breakdown] = []
+        self._closing = False
+        self._children: list[Child] = []
+        self._threads: list[threading.Thread] = []
+        atexit.register(self.close)
+        try:
+            for rank in range(self.size):
+                self._children.append(start_child(rank, environment or {}))
+            for child in self._children:
+                for target in (self._receive, self._send):
+                    self._threads.append(threading.Thread(target=target, args=(child,), name=f"worker-{child.rank}", daemon=True))
+                    self._threads[-1].start()
+            self.start(make, [(order,) for order in orders], what=what).results()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pids(self) -> list[int]:
+        return [child.process.pid for child in self._children]
+
+    @property
+    def sent_bytes(self) -> int:
+        return sum(child.connection.sent_bytes for child in self._children)
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(child.connection.received_bytes for child in self._children)
+
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> ProcessCall:
+        call = ProcessCall(self, next(self._numbers), method, what)
+        messages = [(pack(Start(call.number, method, own, aside)), call) for own in args]
+        assert len(messages) == self.size
+        self._calls[call.number] = call
+        try:
+            # One call of C, which neither a signal nor another thread divides: every worker gets all calls, in the same order.
+            deque(map(SimpleQueue.put, [child.outbox for child in self._children], messages), maxlen=0)
+            self.wait(call, lambda: all(call.sent))  # until then the caller must not change its arrays
+        except BaseException:
+            call.cancel()
+            raise
+        return call
+
+    def send(self, rank: int, message: Any) -> None:
+        self._children[rank].outbox.put((pack(message, copy=True), None))
+
+    def wait(self, call: ProcessCall, ready: Callable[[], bool]) -> None:
+        """Wait until the call is ready, or raise the first failure of any worker."""
+        while not ready():
+            self._raise_breakdown()
+            if self._closing:
+                raise RuntimeError(f"{call.what}: the workers were closed")
+            began = time.monotonic()
+            with contextlib.suppress(Empty):
+                call.news.get(timeout=min(LOOK_S, self._stall_s / 2))
+            waited_s = time.monotonic() - began
+            for rank, answered in enumerate(call.answered):
+                if not answered:
+                    call.silent_s[rank] += waited_s
+            self._look_for_deaths()
+            self._look_for_silence(call)
+
+    def close(self) -> None:
+        """End all workers: those that do not leave within a second are killed. May be called again, also where it was interrupted."""
+        try:
+            if not self._closing and not self._breakdowns:
+                self._closing = True
+                self._ask_to_leave()
+        finally:
+            self._closing = True
+            self._clear_away()
+
+    # -- the end ----------------------------------------------------------------------------------------------------------------------
+
+    def _ask_to_leave(self) -> None:
+        deadline = time.monotonic() + LEAVE_S
+        for child in self._children:
+            self.send(child.rank, Leave())
+        for child in self._children:
+            child.wait(max(0.0, deadline - time.monotonic()))
+
+    def _clear_away(self) -> None:
+        for child in self._children:
+            child.kill()
+            child.connection.shut()
+            child.outbox.put(None)
+        for child in self._children:
+            child.wait(REAP_S)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(REAP_S)
+        for child in self._children:
+            child.connection.close()
+            child.output.close()
+            child.stacks.close()
+        for call in list(self._calls.values()):
+            call.news.put(None)
+        atexit.unregister(self.close)
+
+    # -- messages, each in a thread of its own per worker -----------------------------------------------------------------------------
+
+    def _send(self, child: Child) -> None:
+        while packed := child.outbox.get():
+            parts, call = packed
+            try:
+                child.connection.send(parts)
+            except OSError:  # the thread that receives notices the death
+                return
+            if call:
+                call.mark_sent(child.rank)
+
+    def _receive(self, child: Child) -> None:
+        while True:
+            try:
+                self._take(child, child.connection.receive())
+            except (EOFError, OSError):
+                break
+            except Exception as error:
+                text = f"{child.name} has sent a message that cannot be read: {type(error).__name__}: {error}"
+                self._break_down(Breakdown(WorkerError(text)))
+        if not self._closing:
+            self._break_down(Breakdown(self._death_of(child)))
+
+    def _take(self, child: Child, message: Any) -> None:
+        match message:
+            case Item(number, item):
+                self._calls[number].add_item(child.rank, item)
+            case Result(number, result):
+                call = self._calls[number]
+                call.add_result(child.rank, result)
+                if all(call.answered):
+                    self._calls.pop(number, None)
+            case Failure():
+                self._break_down(self._breakdown_of(child, message))
+            case Hello():
+                child.greeted = True
+
+    # -- failures -----------------------------------------------------------------------------------------------------------------------
+
+    def _break_down(self, breakdown: Breakdown) -> None:
+        self._breakdowns.append(breakdown)
+        for call in list(self._calls.values()):
+            call.news.put(None)
+
+    def _breakdown_of(self, child: Child, failure: Failure) -> Breakdown:
+        if failure.is_user_error:
+            error = UserError(failure.text)
+            error.__cause__ = WorkerTraceback(failure.traceback)
+            return Breakdown(error)
+        during = self._calls[failure.call].name if failure.call is not None else "reading a message"
+        return Breakdown(WorkerError(f"{child.name} failed in {during}: {failure.text}", failure.traceback), failure.of_collective)
+
+    def _death_of(self, child: Child) -> WorkerDied:
+        """Called when the socket has ended, in any thread."""
+        code = child.wait(REAP_S)
+        during = self._current(child.rank)
+        child.kill()  # what it has started, and itself if it only closed the socket
+        if code is None:
+            how, hint = "has closed its connection", ""
+        elif code >= 0:
+            how, hint = f"ended with exit code {code}", ""
+        else:
+            how = f"was killed by signal {-code} ({signal_name(-code)})"
+            hint = ". The system kills processes so when the machine's memory is used up: see dmesg" if code == -signal.SIGKILL else ""
+        output = child.last_output()
+        last = f". Its last output:\n{output}" if output else ""
+        return WorkerDied(f"{child.name} {how}{f' during {during}' if during else ''}{hint}{last}")
+
+    def _raise_breakdown(self) -> None:
+        if not self._breakdowns:
+            return
+        deadline = time.monotonic() + (0.0 if self._closing else CAUSE_S)
+        while all(each.of_collective for each in self._breakdowns) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        found = next((each for each in self._breakdowns if not each.of_collective), self._breakdowns[0])
+        self.close()
+        raise found.error.with_traceback(None)
+
+    def _look_for_deaths(self) -> None:
+        """Where a process that a worker has started holds its socket open, the end of the worker does not end the connection."""
+        for child in self._children:
+            if child.process.poll() is not None:
+                child.connection.shut()
+
+    # -- silence ------------------------------------------------------------------------------------------------------------------------
+
+    def _look_for_silence(self, call: ProcessCall) -> None:
+        pending = [rank for rank, answered in enumerate(call.answered) if not answered]
+        late = [rank for rank in pending if call.silent_s[rank] > self._stall_s and not call.reported[rank]]
+        stuck = [rank for rank in pending if call.silent_s[rank] > self._deadline_s]
+        if not late and not stuck:
+            return
+        everyone = self._whereabouts()
+        waiting = [rank for rank in pending if everyone[rank].waits_for_driver]
+        if len(waiting) < len(pending):  # the driver will have messages for these when another worker has made progress
+            for rank in waiting:
+                call.silent_s[rank] = 0.0
+        if stuck := [rank for rank in stuck if call.silent_s[rank]]:
+            self._break_down(Breakdown(WorkerStuck(f"{self._report(call, stuck, everyone)}\nThe workers were ended")))
+        elif late := [rank for rank in late if call.silent_s[rank]]:
+            for rank in late:
+                call.reported[rank] = True
+            self._on_stall(self._report(call, late, everyone))
+
+    def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
+        seconds = min(call.silent_s[rank] for rank in silent)
+        return report([self._children[rank].name for rank in silent], seconds, call.what, everyone)
+
+    def _current(self, rank: int) -> str | None:
+        """The call that the worker has to answer next."""
+        return next((call.name for call in list(self._calls.values()) if not call.answered[rank]), None)
+
+    def _whereabouts(self) -> list[Whereabouts]:
+        asked = [child.ask_for_stacks() for child in self._children]
+        deadline = time.monotonic() + STACK_S
+        found = []
+        for child, was_asked in zip(self._children, asked, strict=True):
+            frames = frames_of_calls(child.read_stacks(deadline)) if was_asked else ()
+            problem = "" if frames else "has shown no stack" if was_asked else "still starts"
+            found.append(Whereabouts(child.name, self._current(child.rank), frames, problem))
+        return found
+
+
+def start_child(rank: int, environment: Mapping[str, str]) -> Child:
+    with contextlib.ExitStack() as on_failure:
+        ours, theirs = socket.socketpair()
+        on_failure.enter_context(ours)
+        output, stacks = (on_failure.enter_context(appended_file()) for _ in range(2))
+        with theirs:
+            passed = (theirs.fileno(), stacks.fileno())
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "fulltilt.cluster.serve", *map(str, passed), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=passed,
+                start_new_session=True,  # Ctrl-C in the terminal is for the driver, and the whole group can be killed at once
+                env={**os.environ, "PYTHONPATH": python_path(), **environment, "FULLTILT_WORKER": str(rank)},
+            )
+        on_failure.pop_all()
+        return Child(rank, process, Connection(ours), output, stacks)
+
+
+def appended_file() -> IO[bytes]:
+    """A file without a name, in which every write goes to the end, also after it was cut."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    return file
+
+
+def signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return "a real-time signal"
+
+
+def python_path() -> str:
+    """The folders in which this process finds modules; without a name, the current one is meant."""
+    return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if isinstance(folder, str))

@@ -1,0 +1,198 @@
+"""A worker process from inside: makes its object by the first call, and answers calls over one inherited socket.
+
+Enters: messages of the driver (`wire`). Leaves: items, results and failures. Guaranteed: a thread of its own reads the messages, so that
+sending to a worker never waits for what it computes; calls run one after the other in the main thread, those started `aside` in a thread
+each; whatever a call raises is reported. The process ends with the driver: by the system's signal where there is one (Linux), else at the
+end of the socket. Signals that ask processes to stop are the driver's to obey, who may want to save first: a worker ignores them. SIGUSR1
+has it write its stacks, even while it is stuck in C. Imports neither torch nor anything that the driver did not name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import io
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Generator
+from queue import Empty, SimpleQueue
+from typing import Any, NoReturn
+
+from fulltilt.cluster.hosts import produced
+from fulltilt.cluster.stacks import StackFrame
+from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, Leave, Result, Start, Tell, pack
+from fulltilt.records import UserError
+from fulltilt.words import first_line
+
+LONGEST_TRACEBACK = 20_000  # characters
+LARGEST_OUTPUT = 16 * 2**20  # bytes of standard output and error that are kept
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessInbox:
+    """Messages for one call: put by the thread that reads the socket, taken by the call."""
+
+    def __init__(self) -> None:
+        self._messages: SimpleQueue[list[Any]] = SimpleQueue()  # an empty list only wakes the call
+        self.cancelled = False
+
+    def put(self, *messages: Any) -> None:
+        self._messages.put(list(messages))
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        self.put()
+
+    def poll(self) -> list[Any]:
+        found: list[Any] = []
+        with contextlib.suppress(Empty):
+            while True:
+                found += self._messages.get_nowait()
+        return self._unless_cancelled(found)
+
+    def wait(self, timeout: float | None = None) -> list[Any]:
+        found = []
+        with contextlib.suppress(Empty):
+            found = self._messages.get(timeout=timeout)
+        return found + self.poll()
+
+    def _unless_cancelled(self, found: list[Any]) -> list[Any]:
+        if self.cancelled:
+            raise GeneratorExit
+        return found
+
+
+class Server:
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._waiting: SimpleQueue[Start | None] = SimpleQueue()  # calls for the main thread; None: leave
+        self._inboxes: dict[int, ProcessInbox] = {}  # of calls that have not ended
+        self._worker: Any = None
+
+    def serve(self) -> None:
+        threading.Thread(target=self._read, name="messages", daemon=True).start()
+        self._send(Hello())
+        while start := self._waiting.get():
+            self._run(start)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                self._take(self._connection.receive())
+            except (EOFError, OSError):
+                _end_at_once()
+            except BaseException as error:
+                self._send(failure_of(error, None))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Start(call=call, aside=aside):
+                self._inboxes[call] = ProcessInbox()
+                if aside:
+                    threading.Thread(target=self._run, args=(message,), daemon=True).start()
+                else:
+                    self._waiting.put(message)
+            case Tell(call=call, message=told) if call in self._inboxes:
+                self._inboxes[call].put(told)
+            case Cancel(call=call) if call in self._inboxes:
+                self._inboxes[call].cancel()
+            case Leave():
+                self._waiting.put(None)
+
+    def _run(self, start: Start) -> None:
+        _bound_output()
+        try:
+            self._send(self._outcome(start))
+        except BaseException as error:  # a result that cannot be pickled, too
+            self._send(failure_of(error, start.call))
+        finally:
+            del self._inboxes[start.call]
+
+    def _outcome(self, start: Start) -> Result:
+        inbox = self._inboxes[start.call]
+        making = self._worker is None
+        running = self._make(start, inbox) if making else produced(getattr(self._worker, start.method), start.args, inbox)
+        try:
+            while not inbox.cancelled:
+                self._send(Item(start.call, next(running)))
+            running.close()
+        except StopIteration as end:
+            return Result(start.call, end.value)
+        except GeneratorExit:  # the method looked into its inbox
+            pass
+        return Result(start.call, None)
+
+    def _make(self, start: Start, inbox: ProcessInbox) -> Generator[Any, None, None]:
+        module, _, name = start.method.partition(":")
+        self._worker = yield from produced(getattr(importlib.import_module(module), name), start.args, inbox)
+        assert self._worker is not None
+
+    def _send(self, message: Any) -> None:
+        parts = pack(message)
+        try:
+            self._connection.send(parts)
+        except OSError:
+            _end_at_once()
+
+
+def failure_of(error: BaseException, call: int | None) -> Failure:
+    trace = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+    if isinstance(error, UserError):
+        return Failure(call, str(error), trace, is_user_error=True, of_collective=False)
+    frames = [StackFrame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_tb(error.__traceback__)]
+    kind, text = type(error).__name__, first_line(error)
+    text = kind if text == kind else f"{kind}: {text}"
+    place = f" ({frames[-1]})" if frames else ""
+    return Failure(call, f"{text}{place}", trace, is_user_error=False, of_collective=_of_collective(error, frames[-1:]))
+
+
+def _of_collective(error: BaseException, innermost: list[StackFrame]) -> bool:
+    """Whether torch.distributed raised it. A work that is waited for raises without a frame of its own."""
+    backend = type(error).__name__.startswith("Dist") or any(name in str(error).lower() for name in ("gloo", "nccl"))
+    return backend or any(frame.is_of_collective for frame in innermost)
+
+
+def _bound_output() -> None:
+    """Begin the file of standard output and error again once it is large: only its end is of use."""
+    with contextlib.suppress(OSError):
+        if os.fstat(1).st_size > LARGEST_OUTPUT:
+            os.ftruncate(1, 0)
+
+
+def _end_at_once() -> NoReturn:
+    """The driver is gone: end, with everything that was started from here."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _end_with(driver: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != driver:
+        _end_at_once()
+
+
+def main() -> None:
+    connection, stacks, driver = map(int, sys.argv[1:])
+    sys.argv = sys.argv[:1]
+    _end_with(driver)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    for descriptor in (connection, stacks):
+        os.set_inheritable(descriptor, False)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)  # what was printed before a crash is not lost
+    Server(Connection(socket.socket(fileno=connection))).serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Where workers are, from the stacks that the interpreter writes on a signal: which ones wait for others, and which one does not.
+
+Enters: one dump of `faulthandler` per worker. Leaves: a report for people. Guaranteed: pure text, free of torch; only the frames inside
+calls of the driver are looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fulltilt.words import joined
+
+MOST_FRAMES = 6  # of a stack that are shown
+COLLECTIVES = os.path.join("torch", "distributed") + os.sep
+# A call runs inside the first of these functions, and waits for the driver inside the second.
+CALLING = (os.path.join("cluster", "hosts.py"), "produced")
+WAITING = (os.path.join("cluster", "serve.py"), "wait")
+_FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
+
+
+@dataclass(frozen=True)
+class StackFrame:
+    path: str
+    line: int
+    function: str
+
+    def is_in(self, place: tuple[str, str]) -> bool:
+        return self.path.endswith(place[0]) and self.function == place[1]
+
+    @property
+    def is_of_collective(self) -> bool:
+        return COLLECTIVES in self.path
+
+    def __str__(self) -> str:
+        """Example: `fulltilt/training/optim.py:155 in step`."""
+        folders = [folder for folder in sys.path if folder and self.path.startswith(os.path.join(folder, ""))]
+        return f"{self.path[len(max(folders, key=len, default='')) :].lstrip(os.sep)}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """One worker at one moment."""
+
+    worker: str  # Example: worker 1 (process 4711)
+    method: str | None  # the call in progress; None: there is none
+    frames: tuple[StackFrame, ...]  # the innermost comes first
+    problem: str = ""  # why there are no frames
+
+    @property
+    def collective(self) -> str | None:
+        """The operation of torch.distributed inside which it waits."""
+        inside = [frame.function for frame in self.frames if frame.is_of_collective]
+        return inside[0] if inside else None
+
+    @property
+    def waits_for_driver(self) -> bool:
+        return any(frame.is_in(WAITING) for frame in self.frames)
+
+    def __str__(self) -> str:
+        if self.method is None:
+            return f"{self.worker}: has nothing to do"
+        state = self.problem or (f"waits in the collective operation {self.collective}" if self.collective else "")
+        state = state or ("waits for messages of the driver" if self.waits_for_driver else "at work")
+        return "\n".join([f"{self.worker}: {self.method}, {state}", *(f"    {frame}" for frame in self.frames[:MOST_FRAMES])])
+
+
+def frames_of_calls(dump: str) -> tuple[StackFrame, ...]:
+    """The frames of the calls in progress, the innermost first: those of the main thread before those of threads."""
+    stacks: list[list[StackFrame]] = [[]]
+    for line in dump.splitlines():
+        if found := _FRAME.match(line):
+            stacks[-1].append(StackFrame(found[1], int(found[2]), found[3]))
+        else:
+            stacks.append([])
+    calls = []
+    for stack in reversed(stacks):  # the main thread is written last
+        inside = next((place for place, frame in enumerate(stack) if frame.is_in(CALLING)), 0)
+        calls += [frame for frame in stack[:inside] if not frame.path.startswith("<frozen ")]
+    return tuple(calls)
+
+
+def report(silent: Sequence[str], seconds: float, what: str, everyone: Sequence[Whereabouts]) -> str:
+    """What all workers do, where some have been silent for long."""
+    first = f"{joined(silent, 'and')} {'has' if len(silent) == 1 else 'have'} sent nothing for {seconds:.0f} s during {what}"
+    return "\n".join([first, *map(str, everyone), *_culprits(everyone)])
+
+
+def _culprits(everyone: Sequence[Whereabouts]) -> list[str]:
+    """The workers for which those in a collective operation wait."""
+    missing = [each for each in everyone if not each.collective]
+    if not missing or len(missing) == len(everyone):
+        return []
+    names = joined([each.worker for each in missing], "and")
+    return [f"The others wait for {names}, which {'is' if len(missing) == 1 else 'are'} not in a collective operation"]

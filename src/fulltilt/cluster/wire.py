@@ -1,0 +1,145 @@
+"""What travels between the driver and a worker process, and how: pickles with their large buffers beside them, over one stream socket.
+
+Enters and leaves: messages. Guaranteed: arrays of `OUT_OF_BAND` bytes or more are sent from the memory in which they are and received into
+the memory in which they stay, without a copy between; whoever packs such a message must leave its arrays as they are until it was sent. An
+array arrives writable if it was writable. Sends from several threads do not mix, and a message that cannot be packed sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+OUT_OF_BAND = 16 * 2**10  # bytes from which a buffer is worth a system call of its own
+MOST_BUFFERS = 512  # in one system call; systems allow 1024
+SOCKET_BUFFER = 2**21  # bytes; the system may give less
+HEAD = struct.Struct("<QQ")  # bytes of the pickle, number of buffers
+
+
+class Start(NamedTuple):
+    """Driver to worker: call a method. The first call of a worker makes its object: `method` is then "package.module:function"."""
+
+    call: int
+    method: str
+    args: tuple[Any, ...]
+    aside: bool
+
+
+class Tell(NamedTuple):
+    """Driver to worker: a message for the inbox of a call."""
+
+    call: int
+    message: Any
+
+
+class Cancel(NamedTuple):
+    """Driver to worker: close the generator of a call."""
+
+    call: int
+
+
+class Leave(NamedTuple):
+    """Driver to worker: end the process when the call in progress has ended."""
+
+
+class Hello(NamedTuple):
+    """Worker to driver: the process runs, and signals may be sent to it."""
+
+
+class Item(NamedTuple):
+    """Worker to driver: what a method has yielded."""
+
+    call: int
+    item: Any
+
+
+class Result(NamedTuple):
+    """Worker to driver: what a method has returned, or None if it was cancelled."""
+
+    call: int
+    result: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Worker to driver: the exception that ended a call."""
+
+    call: int | None  # None: a message could not be read
+    text: str  # of a UserError its whole message, else type, first line and place
+    traceback: str
+    is_user_error: bool
+    of_collective: bool  # raised by torch.distributed, perhaps only because another worker failed
+
+
+def pack(message: Any, *, copy: bool = False) -> list[memoryview]:
+    """The bytes of a message. They refer to its large arrays, unless a copy is asked for."""
+    buffers: list[memoryview] = []
+
+    def in_band(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if copy or raw.nbytes < OUT_OF_BAND:
+            return True
+        buffers.append(raw)
+        return False
+
+    body = pickle.dumps(message, protocol=5, buffer_callback=in_band)
+    head = HEAD.pack(len(body), len(buffers)) + struct.pack(f"<{len(buffers)}Q", *(each.nbytes for each in buffers))
+    return [memoryview(head + body), *buffers]
+
+
+class Connection:
+    """One end of a stream socket. One thread receives; any thread sends."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._sending = threading.Lock()
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+
+    def send(self, parts: list[memoryview]) -> None:
+        """Send a packed message. OSError if nobody will receive it."""
+        with self._sending:
+            first, offset = 0, 0  # the first part that is not sent yet, and how many of its bytes are
+            while first < len(parts):
+                count = self._socket.sendmsg([parts[first][offset:], *parts[first + 1 : first + MOST_BUFFERS]])
+                self.sent_bytes += count
+                offset += count
+                while first < len(parts) and offset >= len(parts[first]):
+                    offset -= len(parts[first])
+                    first += 1
+
+    def receive(self) -> Any:
+        """The next message. EOFError or OSError if there can be none; any other exception is of a message that cannot be unpickled, and the
+        next one can be received."""
+        body, count = HEAD.unpack(self._exactly(HEAD.size))
+        sizes = struct.unpack(f"<{count}Q", self._exactly(8 * count))
+        pickled = self._exactly(body)
+        return pickle.loads(pickled, buffers=[self._exactly(size) for size in sizes])
+
+    def _exactly(self, size: int) -> np.ndarray:
+        memory = np.empty(size, np.uint8)  # not cleared, as that of a bytearray would be
+        received = 0
+        while received < size:
+            count = self._socket.recv_into(memory.data[received:], size - received, socket.MSG_WAITALL)
+            if not count:
+                raise EOFError
+            received += count
+        self.received_bytes += size
+        return memory
+
+    def shut(self) -> None:
+        """End what both threads wait for, here and at the other end."""
+        with contextlib.suppress(OSError):  # the other end is gone
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,113 @@
+"""A worker that computes nothing, for tests of what calls it: its methods return, yield, raise, hang and die."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from fulltilt.cluster.hosts import Inbox
+from fulltilt.records import UserError
+
+
+def make(order: Any) -> ToyWorker:
+    if isinstance(order, str):
+        raise UserError(order)
+    return ToyWorker(order)
+
+
+def make_slowly(order: int) -> Iterator[str]:
+    for _ in range(5):
+        time.sleep(0.2)
+        yield "loads"
+    return ToyWorker(order)
+
+
+class ToyWorker:
+    def __init__(self, order: int) -> None:
+        self.order = order
+        self.log: list[str] = []
+        self.gate = threading.Event()
+
+    def add(self, number: int) -> int:
+        return self.order + number
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def double(self, array: np.ndarray) -> tuple[np.ndarray, bool]:
+        return array, array.flags.writeable
+
+    def count(self, to: int) -> Iterator[int]:
+        try:
+            for number in range(to):
+                yield number
+        finally:
+            self.log.append(f"count ended at {number}")
+        return self.order
+
+    def read_log(self) -> list[str]:
+        return self.log
+
+    def echo(self, inbox: Inbox) -> Iterator[Any]:
+        """What it is told, until it is told None."""
+        yield "ready"
+        try:
+            while True:
+                for message in inbox.wait():
+                    if message is None:
+                        return self.order
+                    yield message
+        finally:
+            self.log.append("echo ended")
+
+    def idle(self, seconds: float, inbox: Inbox) -> list[Any]:
+        return inbox.wait(seconds)
+
+    def wait_for_gate(self) -> bool:
+        return self.gate.wait(20)
+
+    def open_gate(self) -> None:
+        self.gate.set()
+
+    def refuse(self, rank: int) -> int:
+        if self.order == rank:
+            raise UserError("the toy refuses: give it another number")
+        return self.order
+
+    def fail(self, rank: int) -> None:
+        if self.order == rank:
+            raise KeyError("no such toy")
+
+    def fail_as_collective(self, rank: int, after: float) -> None:
+        """One worker fails of itself a moment after the others have noticed."""
+        if self.order == rank:
+            time.sleep(after)
+            raise KeyError("the cause")
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer")
+
+    def unpicklable(self) -> Any:
+        return lambda: None
+
+    def exit(self, rank: int, code: int) -> None:
+        if self.order == rank:
+            print("on standard output")
+            print("on standard error", file=sys.stderr)
+            os._exit(code)
+        time.sleep(60)
+
+    def sleep_forever(self, rank: int) -> None:
+        while self.order == rank:
+            time.sleep(60)
+
+    def leave_child(self) -> int:
+        """A process that holds the descriptors of this one."""
+        if child := os.fork():
+            return child
+        time.sleep(60)
+        os._exit(0)
