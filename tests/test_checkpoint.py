@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import json
+import math
 import os
 import random
 import re
@@ -13,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,6 +25,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -31,7 +36,7 @@ from fulltilt.model import attention
 from fulltilt.model.load import export as export_model
 from fulltilt.records import UserError
 from fulltilt.training import checkpoint
-from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, find_damage, write_trainer
+from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, SavedTensors, find_damage, write_trainer
 
 
 def export(folder: Path) -> None:
@@ -193,9 +198,9 @@ def test_where_memory_for_the_copy_is_refused_the_file_is_written_at_once(tmp_pa
 def hash_later(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:
     write = checkpoint.write_manifest
 
-    def later(folder: Path, step: int, go_on: Callable[[], None]) -> None:
+    def later(*arguments: Any) -> None:
         assert held.wait(60)
-        write(folder, step, go_on)
+        write(*arguments)
 
     monkeypatch.setattr(checkpoint, "write_manifest", later)
 
@@ -249,7 +254,7 @@ def test_what_goes_wrong_beside_training_is_said(tmp_path: Path, monkeypatch: py
     store = CheckpointStore(tmp_path, keep=1)
     save(store, 1)
 
-    def full(folder: Path, tensors: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(checkpoint, "write_tensors", full)
@@ -593,3 +598,179 @@ def test_the_export_loads_in_transformers(tmp_path: Path) -> None:
     assert loaded.config._attn_implementation != attention.NAME
     assert torch.equal(loaded(ids).logits, expected)
     assert AutoTokenizer.from_pretrained(latest.model_folder).decode([1, 3]) == tokenizer.decode([1, 3])
+
+
+# ------------------------------------------------------------------------------------------------------------------------ several workers
+
+SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+    "exp_avg/matrix": ((5, 7), torch.float32),
+    "master/vector": ((11,), torch.float64),
+    "parameter/stack": ((2, 3, 4), torch.bfloat16),
+    "critic/exp_avg/none": ((0, 3), torch.float32),
+    "exp_avg/one": ((1, 1), torch.float32),
+}
+SIZES = {name: math.prod(shape) for name, (shape, _) in SHAPES.items()}
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, (shape, dtype) in SHAPES.items()}
+
+
+def cut(cuts: Mapping[str, list[int]], workers: int) -> list[dict[str, torch.Tensor]]:
+    """What each worker writes: a flat piece of every tensor, and a counter, which all have."""
+    parts: list[dict[str, torch.Tensor]] = [{"step/matrix": torch.tensor(3.0)} for _ in range(workers)]
+    for name, tensor in whole_tensors().items():
+        borders = [0, *sorted(cuts[name]), tensor.numel()]
+        for part, (start, stop) in zip(parts, itertools.pairwise(borders), strict=True):
+            part[f"{name}@{start}"] = tensor.flatten()[start:stop]
+    parts[0]["surplus/ids"] = torch.arange(4)
+    return parts
+
+
+def save_together(folder: Path, parts: list[dict[str, torch.Tensor]], step: int = 1) -> CheckpointStore:
+    """As workers save at the same time: the last one first."""
+    store = CheckpointStore(folder, keep=2)
+
+    def write(unfinished: Path, beside: bool) -> Callable[[], checkpoint.Digests]:
+        rests = [
+            write_trainer(unfinished, part, export, beside=beside, rank=rank, size=len(parts))
+            for rank, part in reversed(list(enumerate(parts)))
+        ]
+        return lambda: {name: digest for rest in rests for name, digest in rest().items()}
+
+    store.save(step, {}, write, 4096, beside=True)
+    store.finish()
+    return store
+
+
+a_cut = st.fixed_dictionaries({name: st.lists(st.integers(0, size), min_size=3, max_size=3) for name, size in SIZES.items()})
+
+
+@settings(deadline=None, max_examples=25)
+@given(a_cut)
+def test_what_four_workers_wrote_any_number_reads(cuts: Mapping[str, list[int]]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        latest = save_together(Path(folder), cut(cuts, 4)).latest()
+        assert latest is not None
+        assert names(latest.path) == [
+            "manifest.json",
+            "model",
+            "state.json",
+            *(f"trainer-0000{rank}-of-00004.safetensors" for rank in range(4)),
+        ]
+        with latest.open() as saved:
+            assert saved.names() == sorted([*SHAPES, "step/matrix", "surplus/ids"])
+            for workers in (1, 2, 3):
+                assert_reads(saved, workers)
+        assert latest.arrays("surplus/")["ids"].tolist() == [0, 1, 2, 3]
+
+
+def assert_reads(saved: SavedTensors, workers: int) -> None:
+    for name, tensor in whole_tensors().items():
+        size = tensor.numel()
+        assert saved.size(name) == size
+        borders = [size * rank // workers for rank in range(workers + 1)]
+        pieces = [saved.numbers(name, start, stop) for start, stop in itertools.pairwise(borders)]
+        assert all(piece.dtype == tensor.dtype and piece.dim() == 1 for piece in pieces)
+        assert torch.equal(torch.cat(pieces), tensor.flatten())
+        assert torch.equal(saved.whole(name, tensor.shape), tensor)
+    assert saved.whole("step/matrix", ()) == 3.0 and saved.numbers("step/matrix", 0, 1).tolist() == [3.0]
+
+
+def test_what_one_worker_wrote_others_read_in_ranges(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    put(store, 1, whole_tensors() | {"step/matrix": torch.tensor(3.0)}, {}, export, 4096)
+    latest = store.latest()
+    assert latest is not None and names(latest.path)[-1] == "trainer.safetensors"
+    with latest.open() as saved:
+        for workers in (1, 2, 3):
+            assert_reads(saved, workers)
+        matrix = whole_tensors()["exp_avg/matrix"]
+        for start, stop in itertools.combinations(range(matrix.numel() + 1), 2):
+            assert torch.equal(saved.numbers("exp_avg/matrix", start, stop), matrix.flatten()[start:stop])
+        assert saved.select("critic/").names() == ["exp_avg/none"]
+        assert saved.select(without=("critic/", "exp_avg/")).names() == ["master/vector", "parameter/stack", "step/matrix"]
+        for misfit in (lambda: saved.numbers("master/vector", 5, 12), lambda: saved.whole("master/vector", (5, 2))):
+            with pytest.raises(UserError, match=r"step-00000001: the checkpoint is damaged: master/vector has 11 numbers"):
+                misfit()
+
+
+def test_only_the_numbers_asked_for_are_read(tmp_path: Path) -> None:
+    """A mapped file counts as memory once it is read: of 64 MiB, a few rows of 16 KiB."""
+    store = CheckpointStore(tmp_path, keep=1)
+    put(store, 1, {"large": torch.ones(4096, 4096)}, {}, export, 4096)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom fulltilt.training.checkpoint import Checkpoint\n"
+        "def held():\n    return int(Path('/proc/self/statm').read_text().split()[1]) * 4096 // 2**20\n"
+        "with Checkpoint(Path(sys.argv[1]), 1).open() as saved:\n    before = held()\n"
+        "    assert saved.numbers('large', 9_000_001, 9_010_000).sum() == 9_999\n    print(held() - before)\n"
+    )
+    done = in_a_process(code, store.path(1))
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 16
+
+
+EVEN = {name: [size // 4, size // 2, size * 3 // 4] for name, size in SIZES.items()}
+SHARDS = [f"trainer-0000{rank}-of-00004.safetensors" for rank in range(4)]
+
+
+@pytest.mark.parametrize("name", [SHARDS[0], SHARDS[3]])
+@pytest.mark.parametrize("damage", [flip_a_byte, cut_short, Path.unlink])
+def test_a_damaged_file_of_one_worker_is_found_out(tmp_path: Path, name: str, damage: Callable[[Path], None]) -> None:
+    save_together(tmp_path, cut(EVEN, 4), 1)
+    store = save_together(tmp_path, cut(EVEN, 4), 2)
+    damage(tmp_path / "step-00000002" / name)
+    latest = store.latest()
+    assert latest is not None and latest.step == 1
+    reason = {flip_a_byte: "sha256 differs", cut_short: "bytes instead of", Path.unlink: "is missing"}[damage]
+    assert name in store.skipped[0] and reason in store.skipped[0]
+
+
+@pytest.mark.parametrize("change", ["one is missing", "another number of workers", "one file beside several"])
+def test_files_of_different_saves_are_no_checkpoint(tmp_path: Path, change: str) -> None:
+    """Even where a manifest lists them all."""
+    store = save_together(tmp_path, cut(EVEN, 4))
+    folder = tmp_path / "step-00000001"
+    (folder / "manifest.json").unlink()
+    if change == "one is missing":
+        (folder / SHARDS[1]).unlink()
+    else:
+        number = "trainer.safetensors" if "one file" in change else "trainer-00001-of-00002.safetensors"
+        shutil.copy(folder / SHARDS[1], folder / number)
+    checkpoint.write_manifest(folder, 1)
+    assert store.latest() is None
+    assert "exactly the files of one number of workers" in store.skipped[0]
+
+
+@pytest.mark.parametrize("change", ["a gap", "twice"])
+def test_pieces_that_do_not_join_are_refused(tmp_path: Path, change: str) -> None:
+    parts = cut(EVEN, 4)
+    piece = parts[1].pop("master/vector@2")
+    if change == "twice":
+        parts[1] |= {"master/vector@2": piece, "master/vector@3": piece}
+    latest = save_together(tmp_path, parts).latest()
+    assert latest is not None
+    with (
+        pytest.raises(UserError, match=r"the checkpoint is damaged: the pieces of master/vector do not meet at its number (2|5)\."),
+        latest.open(),
+    ):
+        pass
+
+
+def test_known_digests_are_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each worker hashes its own file, once; the manifest holds the same as if one process had read them all."""
+    hashed: list[str] = []
+    hash_files = checkpoint.hash_files
+
+    def listed(folder: Path, paths: Any, *rest: Any) -> checkpoint.Digests:
+        found = hash_files(folder, paths, *rest)
+        hashed.extend(found)
+        return found
+
+    monkeypatch.setattr(checkpoint, "hash_files", listed)
+    save_together(tmp_path, cut(EVEN, 4))
+    folder = tmp_path / "step-00000001"
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    assert sorted(hashed) == sorted(files) == ["model/config.json", "model/weights.bin", "state.json", *SHARDS]
+    assert find_damage(folder, 1) is None

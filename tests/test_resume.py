@@ -235,14 +235,14 @@ def hold_back(monkeypatch: pytest.MonkeyPatch, step: int, until: Callable[[], bo
     """The thread that writes the checkpoint of this step waits; then it goes on, or fails."""
     write = store.write_manifest
 
-    def later(folder: Path, number: int, go_on: Callable[[], None]) -> None:
+    def later(folder: Path, number: int, go_on: Callable[[], None], known: store.Digests) -> None:
         if number == step and threading.current_thread().name.startswith("checkpoint"):
             while not until():
                 go_on()
                 time.sleep(0.01)
             if error:
                 raise error
-        write(folder, number, go_on)
+        write(folder, number, go_on, known)
 
     monkeypatch.setattr(store, "write_manifest", later)
 
@@ -315,10 +315,10 @@ def test_a_disk_that_stays_full_stops_the_run(tmp_path: Path, model_folders: Mod
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     write = store.write_manifest
 
-    def fills_up(folder: Path, number: int, go_on: Callable[[], None]) -> None:
+    def fills_up(folder: Path, number: int, go_on: Callable[[], None], known: store.Digests) -> None:
         if number > 2:
             raise full()
-        write(folder, number, go_on)
+        write(folder, number, go_on, known)
 
     monkeypatch.setattr(store, "write_manifest", fills_up)
     with pytest.raises(UserError, match=r"could not be written.*No space left"):

@@ -350,7 +350,7 @@ def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrain
         return ()
     state = resume.state()
     with resume.open() as saved:
-        of_actor = saved.without(CRITIC_TENSORS, SURPLUS_TENSORS)
+        of_actor = saved.select(without=(CRITIC_TENSORS, SURPLUS_TENSORS))
         if not trainers:
             restore_parameters(actor, of_actor)
             return ()
@@ -359,5 +359,5 @@ def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrain
             return ()
         if state.get("critic") is None:
             return ("the checkpoint holds no critic: a new one is started",)
-        trainers["critic"].optimizer.restore(saved.under(CRITIC_TENSORS), **state["critic"])
+        trainers["critic"].optimizer.restore(saved.select(CRITIC_TENSORS), **state["critic"])
     return ()

@@ -30,6 +30,7 @@ from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
+from fulltilt.training.checkpoint import Digests
 
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
@@ -202,9 +203,11 @@ class Crew:
         args = [(dict(arrays) if rank == 0 else {}, folder, beside) for rank in range(self.hosts.size)]
         self.hosts.start("save", args, what="save").results()
 
-    def finish_save(self) -> None:
-        """Write what `save` left unwritten, in any thread: it reads nothing that training changes."""
-        self.hosts.start("finish_save", [()] * self.hosts.size, what="save", aside=True).results()
+    def finish_save(self) -> Digests:
+        """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
+        known already."""
+        found: list[Digests] = self.hosts.start("finish_save", [()] * self.hosts.size, what="save", aside=True).results()
+        return {name: digest for digests in found for name, digest in digests.items()}
 
     def close(self) -> None:
         with contextlib.suppress(WorkerError):

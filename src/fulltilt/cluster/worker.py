@@ -31,7 +31,7 @@ from fulltilt.rollout.engine import Engine, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
-from fulltilt.training.checkpoint import write_trainer
+from fulltilt.training.checkpoint import Digests, write_trainer
 from fulltilt.training.roles import Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
@@ -147,7 +147,7 @@ class Worker:
     export_bytes: int  # about how many bytes `export` writes
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
-    _unwritten: Callable[[], None] | None = None  # writes what the last `save` only copied
+    _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _phases: list[contextlib.ExitStack] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
@@ -276,13 +276,13 @@ class Worker:
         the tensors may only be copied, for `finish_save` to write."""
         self._unwritten = None  # the copy of a save that failed
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, workers=self.ranks.size)
+        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, size=self.ranks.size)
 
-    def finish_save(self) -> None:
-        """Write what `save` left unwritten, in any thread: it reads nothing that training changes."""
+    def finish_save(self) -> Digests:
+        """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
+        known already."""
         write, self._unwritten = self._unwritten, None
-        if write:
-            write()
+        return write() if write else {}
 
     @cached_property
     def checkpoint_bytes(self) -> int:

@@ -40,7 +40,7 @@ from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
 from fulltilt.schema import VALIDATION_METRICS, Config
-from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore
+from fulltilt.training.checkpoint import MODEL, BestCheckpoint, CheckpointStore, Digests
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, dict[str, Any]], object]  # called with each finished step and its line of metrics.jsonl; False stops the run
@@ -502,7 +502,7 @@ class Run:
         }
         named = {f"{SURPLUS_TENSORS}{name}": array for name, array in arrays.items()}
 
-        def write(folder: Path, beside: bool) -> Callable[[], None]:
+        def write(folder: Path, beside: bool) -> Callable[[], Digests]:
             with self.crew.phase("save"):
                 self.crew.save(named, folder, beside)
             measured = self.crew.pending_memory()

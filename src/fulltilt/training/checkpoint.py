@@ -8,14 +8,17 @@ Enters: a JSON-able state, and a function that writes the exported model and nam
     state.json           everything else that a resumed run needs
     manifest.json        written last: format, step, and every file's size and sha256
 
-and `best`, a link to the best of them where a run names a metric for it.
+and `best`, a link to the best of them where a run names a metric for it. Several workers write one file of tensors each, all at once:
+`trainer-00000-of-00004.safetensors` and so on. A key is a tensor's name, or `NAME@START` for a flat piece of it, in row-major order, whose
+first number is the tensor's number START. `SavedTensors` reads any range of numbers from any set of pieces, so that a run can resume on
+another number of workers.
 
 Guaranteed: a folder gets its final name only when all of it is on the disk, so a partial folder left by a kill is never taken for a
 checkpoint; the newest intact checkpoint is deleted only after a newer one is in place, and an intact best only after a better one; a file
-that is changed or truncated later is detected by its hash; once a checkpoint is in place, a link or a deletion that fails is a warning;
-files have the modes that the umask gives. Only one process may write to a store at a time: call `finish` or `abandon` before another one
-does. With `beside`, `save` returns as soon as its caller may change the saved tensors, and a thread does the rest; its errors are raised by
-`finish` or the next `save`.
+that is changed or truncated later is detected by its hash, and a set of workers' files that is not complete by their names; once a
+checkpoint is in place, a link or a deletion that fails is a warning; files have the modes that the umask gives. Only one process may write
+to a store at a time: call `finish` or `abandon` before another one does. With `beside`, `save` returns as soon as its caller may change the
+saved tensors, and a thread does the rest; its errors are raised by `finish` or the next `save`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import mmap
 import os
 import re
@@ -30,7 +34,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
@@ -41,7 +45,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from fulltilt.folders import read_file, use_usual_modes, without_waiting
 from fulltilt.memory.host import free_host_bytes
@@ -50,13 +54,17 @@ from fulltilt.words import in_bytes
 
 FORMAT = 1
 MODEL, TENSORS, STATE, MANIFEST = "model", "trainer.safetensors", "state.json", "manifest.json"
+SHARD = re.compile(r"trainer-\d{5,}-of-\d{5,}\.safetensors")  # the tensors of one of several workers
+PIECE = re.compile(r"(.*)@(\d+)", re.DOTALL)  # the key of a flat piece: the tensor's name, and where in it the piece begins
 BEST = "best"
 FINISHED = re.compile(r"step-(\d{8,})(\.replaced)?")
 UNFINISHED = re.compile(r"step-\d{8,}\.partial-\d+|\.trash-.*")
 MARGIN_BYTES, MARGIN_SHARE = 16 * 2**20, 0.02  # for headers, directory blocks and files that other programs write meanwhile
 BLOCK_BYTES = 16 * 2**20  # hashed at once
 ALIGNMENT = 64  # of a copied tensor, in bytes: enough for any type
-COPY_SHARE = 0.25  # of free main memory that a copy may take, which is written while training continues
+COPY_SHARE = 0.25  # of free main memory that the copies of all workers may take, which are written while training continues
+
+Digests = dict[str, tuple[int, str]]  # size in bytes and sha256 of files, by their names in the checkpoint
 
 
 @dataclass(frozen=True)
@@ -70,18 +78,99 @@ class Checkpoint:
     def model_folder(self) -> Path:
         return self.path / MODEL
 
+    @contextlib.contextmanager
+    def open(self) -> Iterator[SavedTensors]:
+        """The tensors, for as long as the block lasts; what was read stays valid after it."""
+        with contextlib.ExitStack() as files:
+            opened = [files.enter_context(safe_open(self.path / name, framework="pt")) for name in self._tensor_files()]
+            yield SavedTensors(self.path, pieces_of(self.path, opened))
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        return load_file(self.path / TENSORS)
+        """All tensors in their shapes, of a checkpoint that one worker wrote."""
+        assert len(self._tensor_files()) == 1, "pieces have no shape: use `open`"
+        with self.open() as saved:
+            return {name: saved.whole(name, saved.shape(name)) for name in saved.names()}
 
     def arrays(self, prefix: str) -> dict[str, np.ndarray]:
-        """The tensors whose names begin with `prefix`, without it; no other is read."""
-        with safe_open(self.path / TENSORS, framework="np") as file:
+        """The tensors in the first worker's file whose names begin with `prefix`, without it; no other is read."""
+        with safe_open(self.path / self._tensor_files()[0], framework="np") as file:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
+
+    def _tensor_files(self) -> list[str]:
+        """Those that the manifest lists: they alone were verified."""
+        return tensor_files(json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))["files"])
 
     def state(self) -> dict[str, Any]:
         """The state given to `save`, through JSON: tuples come back as lists, keys as strings."""
         state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
         return state
+
+
+@dataclass(frozen=True)
+class SavedPiece:
+    """Some of a tensor's numbers, next to one another, in one file of a checkpoint."""
+
+    file: Any  # an open safetensors file
+    key: str
+    start: int  # which of the tensor's numbers is the first
+    shape: tuple[int, ...]  # of a whole tensor its own; of a piece its length
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """The tensor's flat numbers in this range, which this piece holds. Only the rows with these numbers are read."""
+        row = math.prod(self.shape[1:])
+        if not self.shape or not row:  # one number, or none at all
+            return self.file.get_tensor(self.key).flatten()[start - self.start : stop - self.start]  # type: ignore[no-any-return]
+        first, last = (start - self.start) // row, -(-(stop - self.start) // row)
+        begin = self.start + first * row
+        return self.file.get_slice(self.key)[first:last].flatten()[start - begin : stop - begin]  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class SavedTensors:
+    """The tensors of an open checkpoint, whatever files and pieces they are in. What is read may be the file itself, mapped into memory:
+    copy it before you change it."""
+
+    path: Path
+    pieces: Mapping[str, Sequence[SavedPiece]]  # by name, in order, without gaps
+
+    def names(self) -> list[str]:
+        return sorted(self.pieces)
+
+    def size(self, name: str) -> int:
+        """How many numbers the tensor has."""
+        return self.pieces[name][-1].stop
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor that was saved whole. One in pieces is flat: its shape was not saved."""
+        pieces = self.pieces[name]
+        return pieces[0].shape if len(pieces) == 1 else (self.size(name),)
+
+    def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A range of the tensor's numbers, flat. UserError if it goes beyond what was saved."""
+        assert 0 <= start <= stop, f"numbers {start} to {stop} of {name}"
+        if stop > self.size(name):
+            raise damaged(self.path, f"{name} has {self.size(name)} numbers, fewer than {stop}")
+        meets = [piece for piece in self.pieces[name] if piece.start < stop and piece.stop > start]
+        found = [piece.read(max(start, piece.start), min(stop, piece.stop)) for piece in meets]
+        if not found:
+            first = self.pieces[name][0]
+            return first.read(first.start, first.start)
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def whole(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        """The tensor in this shape. UserError if it has another number of numbers."""
+        if self.size(name) != math.prod(shape):
+            raise damaged(self.path, f"{name} has {self.size(name)} numbers, which do not fill the shape {list(shape)}")
+        return self.numbers(name, 0, self.size(name)).view(tuple(shape))
+
+    def select(self, prefix: str = "", *, without: tuple[str, ...] = ()) -> SavedTensors:
+        """Only the tensors whose names begin with `prefix`, named without it, but none whose name begins with one of `without`."""
+        chosen = {name: pieces for name, pieces in self.pieces.items() if name.startswith(prefix) and not name.startswith(without)}
+        return SavedTensors(self.path, {name.removeprefix(prefix): pieces for name, pieces in chosen.items()})
 
 
 @dataclass(frozen=True)
@@ -97,7 +186,7 @@ class BestCheckpoint:
         return other is None or sign * self.value > sign * other.value
 
 
-Write = Callable[[Path, bool], Callable[[], None] | None]
+Write = Callable[[Path, bool], Callable[[], Digests] | None]
 Found = TypeVar("Found", Checkpoint, Checkpoint | None)
 Result = TypeVar("Result")
 
@@ -123,8 +212,9 @@ class CheckpointStore:
         self, step: int, state: Mapping[str, Any], write: Write, written_bytes: int, *, beside: bool = False,
         best: BestCheckpoint | None = None,
     ) -> Path:  # fmt: skip
-        """Write a checkpoint, then delete those beyond `keep` and `best`. `write` fills the given folder with about `written_bytes` and may
-        add to the state; its second argument says whether it may return a function that does the rest.
+        """Write a checkpoint, then delete those beyond `keep` and `best`. `write` fills the given folder, which exists, with about
+        `written_bytes` and may add to the state; its second argument says whether it may leave a part to the function that it returns. That
+        one gives the digests of files which need not be read again.
 
         With `beside`, the checkpoint is in place only after `finish`: a thread hashes, waits for the disk and deletes, and also writes the
         tensors where a copy of them fits well into main memory.
@@ -181,14 +271,13 @@ class CheckpointStore:
             raise CancelledError
 
     def _complete(
-        self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], None] | None, best: BestCheckpoint | None
+        self, step: int, unfinished: Path, target: Path, needed: int, later: Callable[[], Digests] | None, best: BestCheckpoint | None
     ) -> None:
         """The rest of a save, which reads nothing that training changes."""
         with self._whole_or_nothing(step, unfinished, needed):
             self._go_on()
-            if later is not None:
-                later()
-            write_manifest(unfinished, step, self._go_on)
+            known = later() if later is not None else {}
+            write_manifest(unfinished, step, self._go_on, known)
             self._go_on()
             self._put_in_place(unfinished, target)
         self._verified.add(target)
@@ -250,7 +339,7 @@ class CheckpointStore:
             others = f"those of steps {steps}" if len(there) > 1 else f"that of step {steps}" if there else "none"
             raise UserError(f"{self.folder} has no checkpoint of step {step}; it has {others}")
         if damage := find_damage(there[step], step):
-            raise UserError(f"{there[step]}: the checkpoint is damaged: {damage}. Choose another step")
+            raise damaged(there[step], damage)
         return Checkpoint(there[step], step)
 
     def tidy(self, best: BestCheckpoint | None) -> None:
@@ -370,37 +459,88 @@ def copy_to_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     }
 
 
+def tensors_file(rank: int, size: int) -> str:
+    """The name of the file with the tensors of worker `rank` of `size`."""
+    return TENSORS if size == 1 else f"trainer-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def tensor_files(listed: Iterable[str]) -> list[str]:
+    """The files with tensors among those that a manifest lists, in order of rank; none if they are not exactly those of one save."""
+    found = sorted(name for name in listed if name == TENSORS or SHARD.fullmatch(name))
+    return found if found == [tensors_file(rank, len(found)) for rank in range(len(found))] else []
+
+
+def pieces_of(path: Path, files: Iterable[Any]) -> dict[str, list[SavedPiece]]:
+    """The pieces of every tensor in a checkpoint's open files, in order. A whole tensor that several workers wrote is read from the first
+    one's file."""
+    found: dict[str, list[SavedPiece]] = {}
+    for file in files:
+        for key in file.keys():  # noqa: SIM118 (not a mapping)
+            match = PIECE.fullmatch(key)
+            name, start = (match[1], int(match[2])) if match else (key, 0)
+            if match or not any(piece.key == key for piece in found.get(name, ())):
+                found.setdefault(name, []).append(SavedPiece(file, key, start, tuple(file.get_slice(key).get_shape())))
+    for name, pieces in found.items():
+        pieces.sort(key=lambda piece: (piece.start, piece.stop))
+        ends = (0, *(piece.stop for piece in pieces[:-1]))
+        for piece, end in zip(pieces, ends, strict=True):
+            if piece.start != end:
+                raise damaged(path, f"the pieces of {name} do not meet at its number {end}")
+    return found
+
+
+def damaged(path: Path, why: str) -> UserError:
+    return UserError(f"{path}: the checkpoint is damaged: {why}. Choose another step")
+
+
 def write_trainer(
-    folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool
-) -> Callable[[], None] | None:
-    """Write a checkpoint's exported model and tensors. With `beside`, and if a copy of the tensors fits well into main memory, return a
-    function that writes the copy."""
-    (folder / MODEL).mkdir()
-    export(folder / MODEL)
-    fits = beside and sum(tensor.nbytes for tensor in tensors.values()) <= COPY_SHARE * free_host_bytes()
+    folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool, rank: int = 0, size: int = 1
+) -> Callable[[], Digests]:
+    """Write the tensors of worker `rank` of `size` into a checkpoint's folder, and the first worker's exported model. With `beside`, and if
+    a copy of the tensors fits well into main memory, they are only copied. Returns a function that does the rest, in any thread: it writes
+    the copy, and hashes the worker's file unless it is the only worker."""
+    if rank == 0:
+        (folder / MODEL).mkdir()
+        export(folder / MODEL)
+    fits = beside and size * sum(tensor.nbytes for tensor in tensors.values()) <= COPY_SHARE * free_host_bytes()
     copies = copy_to_host(tensors) if fits else None
+    if copies is None:
+        write_tensors(folder, tensors, rank, size)
+    return partial(finish_trainer, folder, copies, rank, size)
+
+
+def finish_trainer(folder: Path, copies: dict[str, torch.Tensor] | None, rank: int, size: int) -> Digests:
     if copies is not None:
-        return partial(write_tensors, folder, copies)
-    write_tensors(folder, tensors)
-    return None
+        write_tensors(folder, copies, rank, size)
+        copies.clear()  # their memory is not needed while the file is hashed
+    return hash_files(folder, [folder / tensors_file(rank, size)]) if size > 1 else {}
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
+def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], rank: int = 0, size: int = 1) -> None:
+    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, folder / tensors_file(rank, size))
 
 
-def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None) -> None:
-    """Flush everything in the folder to the disk, the manifest last."""
-    use_usual_modes(folder)
-    files = {}
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+def hash_files(folder: Path, paths: Iterable[Path], go_on: Callable[[], None] = lambda: None) -> Digests:
+    """Hash files of a checkpoint's folder, and flush them to the disk."""
+    found: Digests = {}
+    for path in paths:
         with path.open("rb") as stream:
             digest = hashlib.sha256()
             while block := stream.read(BLOCK_BYTES):
                 go_on()
                 digest.update(block)
-            files[path.relative_to(folder).as_posix()] = {"bytes": os.fstat(stream.fileno()).st_size, "sha256": digest.hexdigest()}
+            found[path.relative_to(folder).as_posix()] = (os.fstat(stream.fileno()).st_size, digest.hexdigest())
             os.fsync(stream.fileno())
+    return found
+
+
+def write_manifest(folder: Path, step: int, go_on: Callable[[], None] = lambda: None, known: Digests | None = None) -> None:
+    """Flush everything in the folder to the disk, the manifest last. `known`: of files that their writers have hashed and flushed."""
+    use_usual_modes(folder)
+    known = known or {}
+    unread = sorted(path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).as_posix() not in known)
+    digests = hash_files(folder, unread, go_on) | known
+    files = {name: {"bytes": count, "sha256": digest} for name, (count, digest) in digests.items()}
     for below in sorted(path for path in folder.rglob("*") if path.is_dir()):
         sync_folder(below)
     with (folder / MANIFEST).open("w", encoding="utf-8") as stream_out:
@@ -423,9 +563,10 @@ def find_damage(folder: Path, step: int, hashes: bool = True) -> str | None:
         return f"{MANIFEST} is missing"
     except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         return f"{MANIFEST} is not readable ({type(error).__name__}: {error})"
-    for name in (TENSORS, STATE):
-        if name not in listed:
-            return f"{MANIFEST} does not list {name}"
+    if STATE not in listed:
+        return f"{MANIFEST} does not list {STATE}"
+    if not tensor_files(listed):
+        return f"{MANIFEST} lists neither {TENSORS} nor exactly the files of one number of workers"
     try:
         for name, (count, _) in listed.items():
             actual = (folder / name).stat().st_size

@@ -13,11 +13,10 @@ the workers, each worker updates the numbers of its own stretch, for which alone
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch.optim.adamw import adamw
@@ -27,6 +26,7 @@ from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.shard import Layout, lay_out
 from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
+from fulltilt.training.checkpoint import SavedTensors
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
 EXCHANGE_BYTES = 64 << 20  # size of the buffer through which updated parameters go to the other workers
@@ -60,16 +60,6 @@ class Share:
     weights: torch.Tensor  # of the master, or of the parameter where it is its own master
     moments: tuple[torch.Tensor, torch.Tensor]
     step: torch.Tensor
-
-
-class Saved(Protocol):
-    """The tensors of a checkpoint, whatever number of workers has written them."""
-
-    def names(self) -> Iterable[str]: ...
-
-    def size(self, name: str) -> int: ...
-
-    def numbers(self, name: str, start: int, stop: int) -> torch.Tensor: ...
 
 
 class Optimizer:
@@ -239,7 +229,7 @@ class Optimizer:
         return result
 
     @torch.no_grad()
-    def restore(self, saved: Saved, updates: int, skipped: int) -> None:
+    def restore(self, saved: SavedTensors, updates: int, skipped: int) -> None:
         self._require_presence()
         self._states.settle()
         refuse_misfits(self._sizes(), saved)
@@ -349,7 +339,7 @@ def copy_all(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 @torch.no_grad()
-def restore_parameters(model: torch.nn.Module, saved: Saved) -> None:
+def restore_parameters(model: torch.nn.Module, saved: SavedTensors) -> None:
     """Restore only the trained parameters from an optimizer's checkpoint, for a model that is not trained further."""
     names = set(saved.names())
     for name, parameter in model.named_parameters():
@@ -360,7 +350,7 @@ def restore_parameters(model: torch.nn.Module, saved: Saved) -> None:
             flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 
 
-def refuse_misfits(own: Mapping[str, int], saved: Saved) -> None:
+def refuse_misfits(own: Mapping[str, int], saved: SavedTensors) -> None:
     """`own`: how many numbers are expected under each name."""
     names = set(saved.names())
     misfits = [f"{name} is not in the checkpoint" for name in own if name not in names]
