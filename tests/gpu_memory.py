@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss
 from fulltilt.batching.pack import MicroSizing, minibatch
-from fulltilt.cluster.assembly import take_workspaces
+from fulltilt.cluster.making import take_workspaces
 from fulltilt.cluster.sizes import role_facts
 from fulltilt.model import attention
 from fulltilt.model.fuse import fuse_and_compare

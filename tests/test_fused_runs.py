@@ -24,8 +24,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from fulltilt.cluster import sizes
-from fulltilt.cluster.assembly import RunParts, assemble, take_workspaces
+from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.loading import Fusing
+from fulltilt.cluster.making import take_workspaces
 from fulltilt.footprint import BURST, GRAPH_BYTES, progress_bytes, sizes_up_to
 from fulltilt.kernels import dispatch, sampling
 from fulltilt.loop.run import Progress, Run

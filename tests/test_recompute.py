@@ -21,7 +21,7 @@ from test_lora import settings, stir
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, Phi3Config, PreTrainedModel, Qwen3Config
 
-from fulltilt.cluster.assembly import be_deterministic
+from fulltilt.cluster.making import be_deterministic
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.memory.recompute import expensive_operations
 from fulltilt.model import attention

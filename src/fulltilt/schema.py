@@ -799,6 +799,18 @@ class RunConfig(Section):
     """Samples of each step written to `rollouts/`, and of each validation to `validation/`, as whole groups in order."""
 
 
+class ClusterConfig(Section):
+    free: ClassVar[bool] = True  # a run may go on with another number of workers
+
+    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = row("auto", elsewhere="n_gpus_per_node num_processes")
+    """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
+    the program's own process. `auto`: one for each GPU that torch sees; one on a CPU."""
+    stall_s: Seconds = 45.0
+    """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
+    deadline_s: Seconds = 1800.0
+    """Seconds without a sign of progress after which a worker is given up, and the run ends."""
+
+
 class Config(Section):
     """A run. Sections are TOML tables."""
 
@@ -817,6 +829,7 @@ class Config(Section):
     health: HealthConfig = HealthConfig()
     log: LogConfig = LogConfig()
     run: RunConfig = RunConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 def uses_reward_model(config: Config) -> bool:

@@ -21,11 +21,11 @@ from fulltilt.bench.device import kernels_of, timed
 from fulltilt.bench.job import BenchJob
 from fulltilt.bench.roofline import StepCost
 from fulltilt.bench.workload import Requests
-from fulltilt.cluster.assembly import make_worker
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.loading import Fusing, Models
 from fulltilt.cluster.local import Local
+from fulltilt.cluster.making import make_worker
 from fulltilt.cluster.worker import Worker
 from fulltilt.loop.opening import freeze_existing_objects
 from fulltilt.model import attention

@@ -8,15 +8,13 @@ anything is written.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
@@ -35,34 +33,22 @@ from fulltilt.cluster.checks import (
     wrong_settings,
 )
 from fulltilt.cluster.crew import Crew
-from fulltilt.cluster.loading import Models, exporter, load_models
+from fulltilt.cluster.loading import load_models
 from fulltilt.cluster.local import Local
-from fulltilt.cluster.sizes import find_facts, free_bytes, limits
-from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
+from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker, make_worker
+from fulltilt.cluster.service import start_processes
+from fulltilt.cluster.worker import Worker
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
 from fulltilt.data.sft import RowSet
-from fulltilt.footprint import HeadOptions
-from fulltilt.memory.account import Account, gradients_of, weights_of
-from fulltilt.memory.activations import ActivationOffload, offload_activations
-from fulltilt.memory.offload import OffloadSetting
-from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.load import end_tokens
-from fulltilt.model.scalar import ScalarModel
-from fulltilt.model.verify import packed_logprobs, random_documents
-from fulltilt.parallel.ranks import ALONE, Ranks
-from fulltilt.plan import Plan, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
+from fulltilt.plan import Plan
 from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.rollout.engine import Engine, EngineContext, make_engine
-from fulltilt.schema import Config, TrainConfig
-from fulltilt.shape import Recompute
+from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
-from fulltilt.training.optim import Optimizer, restore_parameters
-from fulltilt.training.roles import Critic, Policy, Role, Scorer
-from fulltilt.training.trainer import Trainer
 from fulltilt.words import joined
 
 
@@ -89,12 +75,6 @@ class RunParts:
         if self.reward:
             self.reward.close()
         self.crew.close()
-
-
-def be_deterministic() -> None:
-    """Use only kernels whose result does not depend on timing. cuBLAS reads its setting from the environment, before its first use."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
 
 
 @contextlib.contextmanager
@@ -180,184 +160,19 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
         yield f"this kernel does not keep reward functions from what reward.sandbox forbids: they could {joined(reward.lacking, 'and')}"
 
 
-# ---- the workers -----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class WorkerOrder:
-    """Everything that a worker of a run is made from, in whichever process it is."""
-
-    config: Config
-    roles: tuple[str, ...]  # those of a training run, none if nothing learns
-    texts: TextFacts
-    encoder: RewardEncoder | None
-    sampled: bool = False  # whether the run samples from the actor
-    resume: Checkpoint | None = None
-    kept: dict[str, Any] | None = None  # the budgets of an earlier plan
-
-
 def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) -> Crew:
-    return Crew(order.config, algorithm, Local(load_worker(order, algorithm, device)))
+    """The workers that the configuration asks for, each with its models loaded."""
+    config, size = order.config, count_workers(order.config, device)
+    hosts = start_processes(order, device, size) if size > 1 else Local(load_worker(order, algorithm, device))
+    try:
+        return Crew(config, algorithm, hosts)
+    except BaseException:
+        hosts.close()
+        raise
 
 
-def load_worker(order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE) -> Worker:
-    config = order.config
-    models = load_models(config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled)
-    return make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
-
-
-def describe_adapters(model: PreTrainedModel) -> str:
-    parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    return f"LoRA: {trained:,} of {sum(parameter.numel() for parameter in parameters):,} parameters are trained"
-
-
-def make_worker(
-    config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
-    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, ranks: Ranks = ALONE,
-) -> Worker:  # fmt: skip
-    """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `ranks`: it and the others, which must be
-    made at the same time."""
-    sampled, learners = "rollout" in algorithm.needs, [role for role in ("actor", "critic") if role in roles]
-    facts = find_facts(device, models, texts, learners, rollout=sampled)
-    settings = plan_roles(config, facts, kept).settings
-    # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks)
-    notes = restore(resume, made.trainers, models.actor, adapters=config.lora.rank > 0) if resume else ()
-    if device.type == "cuda" and made.trainers:
-        take_workspaces(models.actor, made.trainers["actor"].optimizer)
-    for role in reversed(learners):  # their parameters may move from here on: they are restored, and known to their optimizers
-        if settings[role].offload_params:
-            made.residents.add(role, models.own[role], learns=True)
-    made.residents.need("actor")
-    plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device)), kept)
-    torch.set_num_threads(plan.budgets.threads)
-    export, export_bytes = exporter(config, models.actor, texts.tokenizer)
-    bounds = limits(config, plan.budgets, device, texts.longest)
-    context = EngineContext(models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
-    engine = make_engine(config.rollout.engine, context) if sampled else None
-    return Worker(
-        config=config,
-        algorithm=algorithm,
-        plan=plan,
-        roles=made.roles,
-        trainers=made.trainers,
-        engine=engine,
-        residents=made.residents,
-        account=make_account(device, models, made, engine),
-        export=export,
-        export_bytes=export_bytes if ranks.rank == 0 else 0,
-        notes=(*([describe_adapters(models.actor)] if config.lora.rank else []), *notes),
-        ranks=ranks,
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class RolesMade:
-    """Every role of a worker, and what trains and moves them."""
-
-    roles: Mapping[str, Role]
-    trainers: Mapping[str, Trainer]  # one for each role that learns
-    residents: Residents
-    offloads: tuple[ActivationOffload, ...]  # one for each role that sends activations to the host
-
-
-def make_roles(
-    config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
-    wanted: Collection[str], ranks: Ranks = ALONE,
-) -> RolesMade:  # fmt: skip
-    """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
-    roles: dict[str, Role] = {}
-    residents, options = Residents(), head_options(settings["actor"])
-    if isinstance(judge := models.own.get("reward_model"), ScalarModel):
-        roles["reward_model"] = Scorer("reward_model", judge)
-    if not wanted:
-        return RolesMade(roles | {"actor": Policy("actor", models.actor, 1.0, options=options)}, {}, residents, ())
-    for role in ("reward_model", "ref"):  # they make room before the optimizers take theirs
-        if role in models.own and settings[role].offload_params:
-            residents.add(role, models.own[role], learns=False)
-    residents.need("actor", "critic")
-    offloads = [keep_less(models.own[role], settings[role]) for role in ("actor", "critic") if role in wanted]
-    temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
-    total = count_steps(config, steps_per_epoch) * updates_per_step(config)
-    of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0, ranks=ranks)
-    roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
-    trainers: dict[str, Trainer] = {"actor": Trainer(actor, algorithm.loss)}
-    if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
-        of_critic = config.train.model_copy(update={"lr": config.critic.lr})
-        optimizer = make_optimizer(model, of_critic, total, settings["critic"], keeps_parameters=True, ranks=ranks)
-        roles["critic"] = critic = Critic("critic", model, optimizer)
-        trainers["critic"] = Trainer(critic, algorithm.value_loss)
-    if "ref" in wanted:
-        roles["ref"] = make_ref(models, settings, temperature)
-    return RolesMade(roles, trainers, residents, tuple(offload for offload in offloads if offload))
-
-
-def make_ref(models: Models, settings: Mapping[str, RoleSettings], temperature: float) -> Policy:
-    options, own = head_options(settings["ref"]), models.own.get("ref")
-    if own is None:
-        return Policy("ref", models.actor, temperature, as_role=partial(lora.without_adapters, models.actor), options=options)
-    assert isinstance(own, PreTrainedModel)
-    return Policy("ref", own, temperature, options=options)
-
-
-def make_optimizer(
-    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, ranks: Ranks
-) -> Optimizer:
-    offload = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads)
-    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=ranks)
-
-
-def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOffload | None:
-    """Make the layers of a role that learns keep what its settings say. Call it after they are fused or compiled: what is put onto a layer
-    first stays innermost."""
-    if settings.recompute != "none":
-        apply_recompute(model, Recompute(settings.recompute, settings.recompute_layers, settings.recompute_method))
-    return offload_activations(model) if settings.offload_activations else None
-
-
-def head_options(settings: RoleSettings) -> HeadOptions:
-    return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
-
-
-def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None) -> Account:
-    own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
-    return Account(
-        device,
-        {
-            "parameters": [*(partial(weights_of, model) for model in own), made.residents.memory],
-            **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
-            **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
-            **({"kv": [engine.memory]} if engine else {}),
-            **({"activations": [offload.pages.memory for offload in made.offloads]} if made.offloads else {}),
-        },
-    )
-
-
-def take_workspaces(model: PreTrainedModel, optimizer: Optimizer) -> None:
-    """Make one pass with its gradient over a few tokens. cuBLAS keeps memory for each thread that multiplies, and the backward pass has its
-    own thread: taken at the first update, that memory would be inside what the KV cache gave back, which then never fits whole again."""
-    optimizer.prepare()
-    logprobs, _ = packed_logprobs(model, random_documents(model))
-    torch.cat(logprobs).sum().backward()  # type: ignore[no-untyped-call]
-    optimizer.zero_grad()
-
-
-def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrainedModel, *, adapters: bool) -> tuple[str, ...]:
-    """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks."""
-    if not trainers and not adapters:
-        return ()
-    state = resume.state()
-    with resume.open() as saved:
-        of_actor = saved.select(without=(CRITIC_TENSORS, SURPLUS_TENSORS))
-        if not trainers:
-            restore_parameters(actor, of_actor)
-            return ()
-        trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
-        if "critic" not in trainers:
-            return ()
-        if state.get("critic") is None:
-            return ("the checkpoint holds no critic: a new one is started",)
-        trainers["critic"].optimizer.restore(saved.select(CRITIC_TENSORS), **state["critic"])
-    return ()
+def count_workers(config: Config, device: torch.device) -> int:
+    given = config.cluster.workers
+    if given != "auto":
+        return given
+    return torch.cuda.device_count() if device.type == "cuda" else 1

@@ -23,6 +23,7 @@ from fulltilt.model.fuse import check_fused
 from fulltilt.model.heads import Head
 from fulltilt.model.load import shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.plan import Budgets, Facts, RoleFacts, given_settings, longest_response, uses_graphs
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
@@ -37,18 +38,21 @@ def free_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
-def find_facts(device: torch.device, models: Models, texts: TextFacts, learners: Collection[str], *, rollout: bool) -> Facts:
-    """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet."""
+def find_facts(
+    device: torch.device, models: Models, texts: TextFacts, learners: Collection[str], *, rollout: bool, ranks: Ranks = ALONE
+) -> Facts:
+    """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet. All workers find
+    the same, so that all make the same plan."""
     roles = {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
     return Facts(
         device=device.type,
         device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
-        host_bytes=free_bytes(torch.device("cpu")),
+        host_bytes=ranks.least(free_bytes(torch.device("cpu")), device) // ranks.beside,
         roles=roles,
         longest=texts.longest,
         steps_per_epoch=texts.steps_per_epoch,
         rollout=rollout,
-        cores=THREADS,
+        cores=max(1, ranks.least(THREADS, device) // ranks.beside),
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
         kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype),

@@ -148,7 +148,7 @@ class Worker:
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
-    _phases: list[contextlib.ExitStack] = field(default_factory=list)  # those that have begun, the innermost last
+    _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
         return WorkerFacts(self.plan, self.checkpoint_bytes, self.notes)
@@ -157,11 +157,16 @@ class Worker:
         """Measure the memory of the calls that follow."""
         stack = contextlib.ExitStack()
         stack.enter_context(self.account.phase(name))
-        self._phases.append(stack)
+        self._phases.append((name, stack))
+
+    @property
+    def phase(self) -> str | None:
+        return self._phases[-1][0] if self._phases else None
 
     def end_phase(self, failed: bool) -> None:
         """End the innermost phase; one that has failed is not measured."""
-        with contextlib.suppress(PhaseFailed), self._phases.pop():
+        _, stack = self._phases.pop()
+        with contextlib.suppress(PhaseFailed), stack:
             if failed:
                 raise PhaseFailed
 

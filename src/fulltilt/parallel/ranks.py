@@ -25,6 +25,8 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None  # None: the default group
+    beside: int = 1  # workers on this machine, this one included
+    sharing: int = 1  # of them, workers that use this worker's device
     moved: Counter[str] = field(default_factory=Counter)  # bytes of this worker's tensors in collectives, by kind
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,106 @@
+"""A worker of several, made in a process of its own.
+
+Enters: a `Service`: the order that every worker of the run gets, and this worker's place among them. Leaves: the worker, joined with the
+others by torch.distributed, as calls reach it. Guaranteed: an out-of-memory error names the settings that would help, as in one process;
+functions from Python are known here under the names that the configuration has for them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fulltilt.algo.build import build
+from fulltilt.callables import travelling
+from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
+from fulltilt.cluster.processes import Processes
+from fulltilt.cluster.worker import Worker, enough_memory
+from fulltilt.parallel.ranks import Ranks
+from fulltilt.records import RunWarning
+from fulltilt.settings import own_functions
+from fulltilt.user_code import UserCode, known_functions
+
+
+@dataclass(frozen=True, eq=False)
+class Service:
+    order: WorkerOrder
+    rank: int
+    size: int
+    device: str  # as torch names it
+    address: tuple[str, int]  # host and port of the store through which workers find one another
+    deadline_s: float  # after which a collective is given up
+    beside: int = 1  # workers on the same machine, this one included
+    sharing: int = 1  # of them, workers that use this device
+    functions: Mapping[str, UserCode] = field(default_factory=dict)  # those from Python
+
+
+class ServedWorker:
+    """A worker whose out-of-memory errors name the settings that would help in the phase it is in."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._worker, name)
+
+        def call(*args: Any) -> Generator[Any, None, Any]:
+            with enough_memory(self._worker.phase):
+                outcome = method(*args)
+                return (yield from outcome) if isinstance(outcome, Generator) else outcome
+
+        return call
+
+
+def serve(service: Service) -> ServedWorker:
+    config, device = service.order.config, torch.device(service.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if config.run.deterministic and device.type == "cuda":
+        be_deterministic()
+    known_functions(service.functions).__enter__()  # until the process ends
+    host, port = service.address
+    store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
+    backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
+    dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=timedelta(seconds=service.deadline_s))
+    with enough_memory("set-up"):
+        ranks = Ranks(service.rank, service.size, dist.group.WORLD, service.beside, service.sharing)
+        worker = load_worker(service.order, build(config), device, ranks)
+    return ServedWorker(worker)
+
+
+def report_stall(text: str) -> None:
+    warnings.warn(text, RunWarning, stacklevel=2)
+
+
+def start_processes(order: WorkerOrder, device: torch.device, size: int) -> Processes:
+    """One process for each worker, on this machine."""
+    settings = order.config.cluster
+    devices = [f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "cpu" for rank in range(size)]
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    codes = [function.code for function in own_functions(order.config).values()]
+    functions = {code.name: travelling(code) for code in codes if code.given}
+    services = [
+        Service(
+            order=order,
+            rank=rank,
+            size=size,
+            device=own,
+            address=("127.0.0.1", store.port),
+            deadline_s=settings.deadline_s,
+            beside=size,
+            sharing=devices.count(own),
+            functions=functions,
+        )
+        for rank, own in enumerate(devices)
+    ]
+    # Workers of one machine talk over its own interface, whatever its name resolves to.
+    variables = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+    limits = {"stall_s": settings.stall_s, "deadline_s": settings.deadline_s}
+    return Processes(services, "fulltilt.cluster.service:serve", environment=variables, on_stall=report_stall, **limits)
