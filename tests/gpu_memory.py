@@ -23,6 +23,7 @@ import gpu_run
 import models
 import numpy as np
 import torch
+from tensors import accumulated
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from fulltilt.algo.loss import sft_loss
@@ -145,7 +146,7 @@ def make_step(trainer: Trainer, groups: list[Group], token_budget: int) -> float
         for sample in group.samples:
             ids = np.concatenate([group.prompt.ids, sample.ids])
             rows.append(Row(ids=ids, mask=np.arange(len(ids)) >= len(group.prompt.ids), group=group.prompt.uid))
-    metrics = trainer.accumulate(minibatch(rows, "token-mean", 1, MicroSizing(token_budget)))
+    metrics = accumulated(trainer, minibatch(rows, "token-mean", 1, MicroSizing(token_budget)))
     trainer.apply()
     return metrics["train/loss"]
 

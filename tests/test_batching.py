@@ -19,10 +19,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tensors import forward_micro_batches
 
 from fulltilt.algo.build import build
 from fulltilt.batching import schedule
-from fulltilt.batching.pack import MicroSizing, forward_micro_batches, minibatch, pack, scatter, weights
+from fulltilt.batching.pack import MicroSizing, minibatch, pack, scatter, weights
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
@@ -259,7 +260,7 @@ def test_scatter_undoes_packing(seed: int, budget: int, samples: int | None) -> 
     micro_batches = forward_micro_batches(rows, MicroSizing(budget, samples))
     assert all((micro.weights == 0).all() for micro in micro_batches)
     values = [micro.rollout_logprobs for micro in micro_batches if micro.rollout_logprobs is not None]
-    back = scatter(rows, micro_batches, values, "old_logprobs")
+    back = scatter(rows, [micro.rows for micro in micro_batches], values, "old_logprobs")
     for row, returned in zip(rows, back, strict=True):
         assert returned.old_logprobs is not None and returned.old_logprobs.dtype == np.float32
         np.testing.assert_array_equal(returned.old_logprobs, row.rollout_logprobs)
@@ -271,11 +272,11 @@ def test_scatter_refuses_lost_and_repeated_rows() -> None:
     micro_batches = forward_micro_batches(rows, MicroSizing(1))
     values = [np.zeros(len(micro.trained)) for micro in micro_batches]
     with pytest.raises(AssertionError, match="1 of 2 rows"):
-        scatter(rows, micro_batches[:1], values[:1], "ref_logprobs")
+        scatter(rows, [micro_batches[0].rows], values[:1], "ref_logprobs")
     with pytest.raises(AssertionError, match="twice"):
-        scatter(rows, [micro_batches[0]] * 2, [values[0]] * 2, "ref_logprobs")
+        scatter(rows, [micro_batches[0].rows] * 2, [values[0]] * 2, "ref_logprobs")
     with pytest.raises(AssertionError, match="trained tokens"):
-        scatter(rows, micro_batches, [np.zeros(7)] * 2, "ref_logprobs")
+        scatter(rows, [micro.rows for micro in micro_batches], [np.zeros(7)] * 2, "ref_logprobs")
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- padding
@@ -342,7 +343,9 @@ def test_padded_rows_are_the_same_rows(seed: int, budget: int, samples: int | No
         assert len(micro.ids) == len(micro.positions) == computed(micro)
         assert samples is not None or len(micro.ids) <= budget or len(micro.rows) == 1
         assert micro.ids[micro.trained].tolist() == [token for row in micro.rows for token in rows[row].ids[rows[row].mask]]
-    back = scatter(rows, micro_batches, [m.rollout_logprobs for m in micro_batches if m.rollout_logprobs is not None], "old_logprobs")
+    back = scatter(
+        rows, [m.rows for m in micro_batches], [m.rollout_logprobs for m in micro_batches if m.rollout_logprobs is not None], "old_logprobs"
+    )
     for row, returned in zip(rows, back, strict=True):
         np.testing.assert_array_equal(returned.old_logprobs, row.rollout_logprobs)
 
@@ -424,7 +427,7 @@ def test_padding_changes_no_gradient_of_a_critic_and_no_score_of_a_reward_model(
     role, scores = Scorer("reward_model", model), []
     for packing in (True, False):
         micro_batches = forward_micro_batches(texts, MicroSizing(10_000, packing=packing))
-        judged = scatter(texts, micro_batches, list(annotate_all(role, micro_batches)), "values")
+        judged = scatter(texts, [micro.rows for micro in micro_batches], list(annotate_all(role, micro_batches)), "values")
         scores.append([float(row.values[-1]) for row in judged if row.values is not None])
     assert scores[0] == pytest.approx(scores[1], abs=1e-6) and len(set(scores[0])) == len(rows)  # annotate gives float32
 

@@ -15,6 +15,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from tensors import accumulated
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build as build_algorithm
@@ -92,7 +93,7 @@ def make_policy(folder: Path, *, entropy_gradient: bool) -> Policy:
 
 def gradient(trainer: Trainer, batch: MiniBatch) -> tuple[torch.Tensor, dict[str, float]]:
     trainer.optimizer.zero_grad()
-    metrics = trainer.accumulate(batch)
+    metrics = accumulated(trainer, batch)
     parameters = trainer.role.model.parameters()  # type: ignore[attr-defined]
     return torch.cat([parameter.grad.flatten() for parameter in parameters if parameter.grad is not None]), metrics
 

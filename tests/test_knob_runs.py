@@ -291,8 +291,8 @@ def test_every_setting_reaches_its_role(folder: Path, offload_anyway: None) -> N
         assert parts.worker.trainers["critic"].optimizer.offload == OffloadSetting(grads=True)
         assert parts.worker.actor.options == HeadOptions(fused=False, entropy_chunk=5, entropy_recompute=False)
         assert parts.worker.roles["ref"].options == HeadOptions(fused=False)
-        assert {role: sizing.packing for role, sizing in parts.worker.update_sizes.items()} == {"actor": False, "critic": True}
-        assert {role: sizing.packing for role, sizing in parts.worker.forward_sizes.items()} == {
+        assert {role: sizing.packing for role, sizing in parts.crew.update_sizes.items()} == {"actor": False, "critic": True}
+        assert {role: sizing.packing for role, sizing in parts.crew.forward_sizes.items()} == {
             "actor": False, "ref": False, "critic": True, "reward_model": False,
         }  # fmt: skip
         (words,) = [text for text in parts.plan.words if text.startswith("actor: ")]

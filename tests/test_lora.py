@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensors import restored
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel, Qwen3MoeConfig
 
 from fulltilt.model.load import end_tokens, export, load_model
@@ -372,7 +373,7 @@ def test_a_checkpoint_of_the_optimizer_holds_the_adapters(dtype: str, model_fold
     begin = float(logprobs(model).mean())
     learn(model, optimizer, 3)
     other, resumed = start(seed=2)
-    resumed.restore({name: tensor.clone() for name, tensor in optimizer.tensors().items()}, optimizer.updates, optimizer.skipped)
+    restored(resumed, optimizer.tensors(), optimizer.updates, optimizer.skipped)
     learn(model, optimizer, 3)
     learn(other, resumed, 3)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())
@@ -388,8 +389,8 @@ def test_a_checkpoint_with_other_adapters_is_refused(model_folders) -> None:
     with pytest.raises(
         UserError, match=r"q_proj.lora_A.default.weight has the shape \[4, 32\] in the checkpoint and \[8, 32\] now.*\[lora\]"
     ):
-        optimizer(targets=["q_proj"], rank=8).restore(saved, 1, 0)
+        restored(optimizer(targets=["q_proj"], rank=8), saved, 1, 0)
     with pytest.raises(UserError, match=r"v_proj\.lora_A\.default\.weight is not in the checkpoint"):
-        optimizer(targets=["q_proj", "v_proj"]).restore(saved, 1, 0)
+        restored(optimizer(targets=["q_proj", "v_proj"]), saved, 1, 0)
     with pytest.raises(UserError, match=r"q_proj\.lora_A\.default\.weight is in the checkpoint only"):
-        optimizer(targets=["v_proj"]).restore(saved | optimizer(targets=["v_proj"]).tensors(), 1, 0)
+        restored(optimizer(targets=["v_proj"]), saved | optimizer(targets=["v_proj"]).tensors(), 1, 0)

@@ -8,11 +8,12 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+from tensors import forward_micro_batches
 from tokenizers import Tokenizer, decoders, pre_tokenizers, processors, trainers
 from tokenizers import models as token_models
 from transformers import PreTrainedTokenizerFast
 
-from fulltilt.batching.pack import MicroSizing, forward_micro_batches
+from fulltilt.batching.pack import MicroSizing
 from fulltilt.records import Finish, Group, Prompt, Sample, Score, UserError
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
 from fulltilt.schema import RewardConfig

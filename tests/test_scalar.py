@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tensors import restored
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
 from fulltilt.model.attention import Packed, UnsupportedModel
@@ -126,7 +127,7 @@ def test_a_new_head_starts_at_zero_and_learns(lora: bool, dtype: str, model_fold
     assert moved and (not lora or all(".lora_" in name for name in moved))
 
     other, resumed = start(seed=2)
-    resumed.restore({name: tensor.clone() for name, tensor in optimizer.tensors().items()}, optimizer.updates, optimizer.skipped)
+    restored(resumed, optimizer.tensors(), optimizer.updates, optimizer.skipped)
     for _ in range(5):
         assert learn(model, optimizer) == learn(other, resumed)
     assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in model.state_dict().items())

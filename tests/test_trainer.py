@@ -9,6 +9,7 @@ import models
 import numpy as np
 import pytest
 import torch
+from tensors import restored
 
 from fulltilt.algo.loss import clipped_surrogate, policy_loss, sft_loss
 from fulltilt.batching.pack import AGGREGATIONS, MicroSizing, minibatch
@@ -221,7 +222,7 @@ def test_restored_optimizer_goes_on_bit_for_bit(dtype: str, model_folders) -> No
             trainer.accumulate(batch)
             trainer.apply()
     second.role.model.load_state_dict(first.role.model.state_dict())
-    second.optimizer.restore(first.optimizer.tensors(), first.optimizer.updates, first.optimizer.skipped)
+    restored(second.optimizer, first.optimizer.tensors(), first.optimizer.updates, first.optimizer.skipped)
     for batch in batches[2:]:
         second.accumulate(batch)
         second.apply()
@@ -234,4 +235,4 @@ def test_restored_optimizer_goes_on_bit_for_bit(dtype: str, model_folders) -> No
 def test_a_checkpoint_of_another_model_is_refused(model_folders) -> None:
     tensors = make_trainer(model_folders("llama")).optimizer.tensors()
     with pytest.raises(ValueError, match="does not fit this model"):
-        make_trainer(model_folders("qwen2")).optimizer.restore(tensors, 0, 0)
+        restored(make_trainer(model_folders("qwen2")).optimizer, tensors, 0, 0)

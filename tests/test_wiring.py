@@ -381,7 +381,7 @@ def test_a_rollout_that_breaks_gives_the_cache_back(folder: Path) -> None:
             raise RuntimeError("the reward is gone")
 
         with pytest.raises(RuntimeError, match="the reward is gone"):
-            collect(parts.worker.generate, parts.train_data.items[:4], training_sampling(config), 0, broken)
+            collect(parts.crew.generate, parts.train_data.items[:4], training_sampling(config), 0, broken)
         assert len(held) == 1 and held[0] > 0 == engine.runner.held_bytes
 
 

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import ast
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import runs
 
-from fulltilt.cluster.worker import Annotated, Metrics, Report, Worker
+from fulltilt.cluster import assembly
+from fulltilt.cluster.local import Local, LocalCall
 from fulltilt.loop import opening
-from fulltilt.records import Group, Prompt, Row
-from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import EngineStats
 
 LOOP = Path(opening.__file__).parent
 
@@ -28,76 +24,30 @@ def across(value: Any) -> Any:
     return pickle.loads(pickle.dumps(value))
 
 
-class Elsewhere:
-    """Stands where processes will: the same calls, with every argument and result sent through pickle."""
+class PickledLine(Local):
+    """One worker in this process, with every argument, item and result sent through pickle."""
 
-    def __init__(self, worker: Worker) -> None:
-        self.worker = worker
+    def __init__(self, worker: Any) -> None:
+        super().__init__(worker)
         self.calls: set[str] = set()
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        with self.worker.phase(across(name)):
-            yield
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> LocalCall:
+        (own,) = args
+        self.calls.add(" ".join([method, *(str(each) for each in own[:1] if method in ("annotate", "update"))]))
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Iterator[Group]:
-        self.calls.add("generate")
-        for group in self.worker.generate(across(list(prompts)), across(sampling), across(seed)):
-            yield across(group)
+        def crossed() -> Generator[Any, None, Any]:
+            found = getattr(self.worker, method)(*across(own))
+            if not isinstance(found, Generator):
+                return across(found)
+            try:
+                while True:
+                    yield across(next(found))
+            except StopIteration as end:
+                return across(end.value)
+            finally:
+                found.close()
 
-    def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> Annotated:
-        self.calls.add(f"annotate {role}")
-        found: Annotated = across(self.worker.annotate(role, field, across(rows), lambda *done: report(*across(done))))
-        return found
-
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
-        self.calls.add(f"update {role}")
-        found: Metrics = across(self.worker.update(role, across(rows), across(updates_before), lambda *done: report(*across(done))))
-        return found
-
-    def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
-        self.calls.add("sum_logprobs")
-        found: tuple[float, int] = across(self.worker.sum_logprobs(across(rows)))
-        return found
-
-    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
-        self.calls.add("save")
-        self.worker.save(across(arrays), across(folder), across(beside))
-
-    def finish_save(self) -> None:
-        self.worker.finish_save()
-
-    def sync(self, version: int) -> None:
-        self.worker.sync(across(version))
-
-    def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
-        self.worker.report_rollout(say, interval)
-
-    def rollout_stats(self) -> EngineStats:
-        found: EngineStats = across(self.worker.rollout_stats())
-        return found
-
-    def metrics(self) -> dict[str, float]:
-        found: dict[str, float] = across(self.worker.metrics())
-        return found
-
-    def pending_memory(self) -> dict[str, Any]:
-        found: dict[str, Any] = across(self.worker.pending_memory())
-        return found
-
-    def restore_memory(self, pending: Mapping[str, Any]) -> None:
-        self.worker.restore_memory(across(pending))
-
-    def state(self) -> dict[str, Any]:
-        found: dict[str, Any] = across(self.worker.state())
-        return found
-
-    @property
-    def checkpoint_bytes(self) -> int:
-        return self.worker.checkpoint_bytes
-
-    def close(self) -> None:
-        self.worker.close()
+        return LocalCall(SimpleNamespace(crossed=crossed), "crossed", (), what)
 
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05", "run.steps=2", "run.eval_every=2", "run.eval_before=false")
@@ -107,7 +57,7 @@ PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05", "run.steps=2", "run.eval_
     ("tables", "overrides", "calls"),
     [
         (runs.GRPO, PPO, {"generate", "annotate ref", "annotate critic", "update actor", "update critic", "save"}),
-        (runs.SFT, ("run.steps=2", "run.eval_every=2"), {"update actor", "sum_logprobs", "save"}),
+        (runs.SFT, ("run.steps=2", "run.eval_every=2"), {"update actor", "annotate actor", "save"}),
     ],
     ids=["ppo", "sft"],
 )
@@ -117,15 +67,13 @@ def test_a_run_is_the_same_when_everything_crosses_the_line_as_bytes(
 ) -> None:  # fmt: skip
     here, there = (runs.make(tmp_path / name, model_folders("qwen2"), tables) for name in ("here", "there"))
     runs.train(here, *overrides)
-    lines: list[Elsewhere] = []
+    lines: list[PickledLine] = []
 
-    def elsewhere(*given: Any, **named: Any) -> Any:
-        parts = assemble(*given, **named)
-        lines.append(Elsewhere(parts.worker))
-        return replace(parts, worker=lines[-1])  # type: ignore[arg-type]
+    def pickled_line(worker: Any) -> PickledLine:
+        lines.append(PickledLine(worker))
+        return lines[-1]
 
-    assemble = opening.assemble
-    monkeypatch.setattr(opening, "assemble", elsewhere)
+    monkeypatch.setattr(assembly, "Local", pickled_line)
     runs.train(there, *overrides)
     assert calls <= lines[0].calls
     runs.assert_equal_runs(there, here)

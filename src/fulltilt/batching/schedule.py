@@ -34,7 +34,7 @@ def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(row for group in part for row in members[group]) for part in parts]
 
 
-def fill(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit needs, about equally full.
 
     Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
@@ -108,14 +108,3 @@ def _tokens(rows: list[int], lengths: Sequence[int], padded: bool = False) -> in
 
 def _largest_first(micro_batches: list[list[int]], lengths: Sequence[int], padded: bool = False) -> list[list[int]]:
     return sorted((sorted(rows) for rows in micro_batches), key=lambda rows: (-_tokens(rows, lengths, padded), rows[0]))
-
-
-def distribute(costs, workers, balance):
-    parts = [[] for _ in range(workers)]
-    for place in range(len(costs)):
-        parts[place % workers].append(place)
-    return parts
-
-
-def spread(costs, parts):
-    return 1.0

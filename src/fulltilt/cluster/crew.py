@@ -48,8 +48,8 @@ class Crew:
         self.plan: Plan = facts[0].plan
         self.notes = facts[0].notes
         self.checkpoint_bytes = sum(each.checkpoint_bytes for each in facts)
-        self._update_sizes = update_sizes(config, self.plan.budgets)
-        self._forward_sizes = forward_sizes(config, self.plan.budgets)
+        self.update_sizes = update_sizes(config, self.plan.budgets)
+        self.forward_sizes = forward_sizes(config, self.plan.budgets)
 
     @property
     def worker(self) -> Worker:
@@ -114,7 +114,7 @@ class Crew:
 
     def _passes(self, role: str, rows: Sequence[Row], report: Report) -> tuple[list[list[int]], list[np.ndarray], int]:
         """Micro-batches, the role's numbers for each, and how many pad tokens were computed."""
-        sizing = self._forward_sizes[role]
+        sizing = self.forward_sizes[role]
         plan = sizing.schedule([row.tokens for row in rows], self.hosts.size)
         dealt = self._deal(plan, rows)
         args = [(role, chosen(rows, own := [plan[place] for place in places]), own, sizing.packing) for places in dealt]
@@ -140,7 +140,7 @@ class Crew:
     def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
         """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
-        sizing, alone = self._update_sizes[role], role == "actor" and self.algorithm.advantage_alone
+        sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
         plans = self._plan_minibatches(rows, sizing, advantage_alone=alone)
         dealt = [self._deal(plan.micro_batches, rows) for plan in plans]
         parts = [[plan.part(places[rank]) for plan, places in zip(plans, dealt, strict=True)] for rank in range(self.hosts.size)]

@@ -1,3 +1,0 @@
-from collections.abc import Callable, Sequence
-
-PassCost = Callable[[Sequence[int]], float]
