@@ -33,12 +33,12 @@ class MicroSizing:
     micro_batch: int | None = None  # samples in each, without regard to the token budget; None: dynamic, up to the budget
     packing: bool = True  # False: every row is padded to the longest of its micro-batch
 
-    def schedule(self, lengths: Sequence[int]) -> list[list[int]]:
+    def schedule(self, lengths: Sequence[int], multiple: int = 1) -> list[list[int]]:
         """Which rows go together, as batching/schedule.py guarantees; without packing every row counts with the tokens of the longest in
-        its micro-batch."""
+        its micro-batch. `multiple`: of how many workers; it changes nothing where the user has set the samples of a micro-batch."""
         if self.micro_batch is not None:
             return fixed(lengths, self.micro_batch, padded=not self.packing)
-        return (fill if self.packing else fill_padded)(lengths, self.token_budget)
+        return (fill if self.packing else fill_padded)(lengths, self.token_budget, multiple)
 
 
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.
