@@ -20,16 +20,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import forward_micro_batches
+from transformers import AutoModelForCausalLM
 
 from fulltilt.algo.build import build
 from fulltilt.batching import schedule
+from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.batching.pack import MicroSizing, minibatch, pack, scatter, weights
+from fulltilt.bench.flops import model_size
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.plan import make_plan
 from fulltilt.records import MicroBatch, Row
 from fulltilt.schema import Config, ModelConfig, TrainConfig
+from fulltilt.shape import Shape
 from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import Critic, Policy, Scorer, annotate_all
 from fulltilt.training.trainer import Trainer
@@ -131,6 +135,97 @@ def test_minibatches_need_not_divide() -> None:
     assert schedule.split_minibatches([0, 0, 1, 2, 2], 2) == [[0, 1, 2], [3, 4]]
     assert schedule.split_minibatches([3, 1, 3, 1], 5) == [[1, 3], [0, 2]]
     assert schedule.split_minibatches([], 2) == []
+
+
+# ------------------------------------------------------------------------------------------------------------------------- many workers
+
+# One long row beside many short ones, fewer rows than workers, none at all, rows beyond the budget.
+adversarial = st.one_of(
+    st.lists(st.integers(1, 80), max_size=60),
+    st.tuples(st.integers(100, 5000), st.lists(st.integers(1, 3), max_size=60)).map(lambda case: [case[0], *case[1]]),
+    st.lists(st.integers(1, 200), max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=200)
+@given(adversarial, st.integers(1, 120), st.integers(1, 9), st.booleans())
+def test_micro_batches_can_be_shared_evenly_where_rows_suffice(lengths: list[int], budget: int, workers: int, packing: bool) -> None:
+    few = MicroSizing(budget, packing=packing).schedule(lengths)
+    shared = MicroSizing(budget, packing=packing).schedule(lengths, workers)
+    assert len(shared) == min(-(-len(few) // workers) * workers, len(lengths))
+    assert sorted(flat(shared)) == list(range(len(lengths)))
+    sizes = [sum(lengths[row] for row in rows) if packing else len(rows) * max(lengths[row] for row in rows) for rows in shared]
+    assert all(size <= budget or len(rows) == 1 for size, rows in zip(sizes, shared, strict=True))
+    assert sizes == sorted(sizes, reverse=True) and all(rows == sorted(rows) for rows in shared)
+    if workers == 1:
+        assert shared == few
+    assert shared == MicroSizing(budget, packing=packing).schedule(list(lengths), workers)
+
+
+def test_where_the_even_way_exceeds_the_cap_the_tight_one_is_cut_up() -> None:
+    """Eight micro-batches become nine. Each row into the emptiest of nine would put 3 + 2 + 2 tokens together."""
+    lengths = [3] * 8 + [2] * 12
+    assert max(sum(lengths[row] for row in rows) for rows in schedule._evenly(range(20), lengths, 9)) == 7
+    assert [sum(lengths[row] for row in rows) for rows in schedule.fill(lengths, 6)] == [6] * 8
+    assert [sum(lengths[row] for row in rows) for rows in schedule.fill(lengths, 6, 3)] == [6] * 7 + [3] * 2
+
+
+def test_samples_that_the_user_has_set_stay() -> None:
+    assert MicroSizing(1, 2).schedule([4, 3, 2, 1, 1], 4) == MicroSizing(1, 2).schedule([4, 3, 2, 1, 1]) == [[0, 1], [2, 3], [4]]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9), st.booleans())
+def test_every_micro_batch_goes_to_exactly_one_worker(costs: list[int], workers: int, balance: bool) -> None:
+    costs.sort(reverse=True)
+    parts = schedule.distribute(costs, workers, balance)
+    assert len(parts) == workers and sorted(flat(parts)) == list(range(len(costs)))
+    assert all(part == sorted(part) for part in parts)
+    assert parts == schedule.distribute(list(costs), workers, balance)
+    if workers == 1:
+        assert parts == [list(range(len(costs)))]
+    totals = [sum(costs[index] for index in part) for part in parts]
+    assert schedule.spread(costs, parts) == pytest.approx(max(totals) / (sum(totals) / workers) if sum(totals) else 1.0)
+    if balance:
+        # Without the last one that it got, no worker has more than any other: the known bound of 4/3 follows.
+        for part, total in zip(parts, totals, strict=True):
+            assert not part or total - min(costs[index] for index in part) <= min(totals)
+            assert part or len(costs) < workers
+    else:
+        assert all(part == list(range(worker, len(costs), workers)) for worker, part in enumerate(parts))
+    found = [[f"result {index}" for index in part] for part in parts]
+    assert schedule.in_order(parts, found) == [f"result {index}" for index in range(len(costs))]
+
+
+def test_a_result_that_is_missing_or_there_twice_is_noticed() -> None:
+    for parts in ([[0], [2]], [[0, 1], [1]]):
+        with pytest.raises(AssertionError, match="missing, or there twice"):
+            schedule.in_order(parts, [["a"] * len(part) for part in parts])
+    with pytest.raises(ValueError, match="zip"):
+        schedule.in_order([[0], [1]], [["a"], []])
+
+
+def test_costs_balance_what_counts_cannot() -> None:
+    """Adversarial lengths: one long sample costs as much as many short ones, which then go to the other worker."""
+    size = ModelSize.of_shape(Shape.named("0.5B"))
+    lengths = [40_000, *([200] * 800)]
+    micro_batches = schedule.fill(lengths, 10_000, 2)
+    costs = [update_flops(size, [lengths[row] for row in rows], trained=0).total for rows in micro_batches]
+    balanced, in_turn = (schedule.distribute(costs, 2, balance) for balance in (True, False))
+    assert schedule.spread(costs, balanced) < 1.05 and schedule.spread(costs, in_turn) > 1.4
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_the_cost_of_a_shape_is_that_of_the_model(family: str) -> None:
+    config = models.FAMILIES[family]()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = Shape.from_config(config.to_dict())
+    size = ModelSize.of_shape(shape)
+    found = model_size(model, {})
+    assert (size.layer_weights, size.head_weights) == (found.layer_weights, found.head_weights)
+    assert size.attention == ((config.num_attention_heads * shape.layers[0].head_width, None),) * 2
+    assert ModelSize.of_shape(shape, vocabulary_head=False).head_weights == config.hidden_size
 
 
 # ------------------------------------------------------------------------------------------------------------------------------- packing
@@ -479,6 +574,6 @@ def test_a_role_is_packed_as_its_key_says_or_as_train_says() -> None:
 
 
 def test_batching_does_not_import_torch() -> None:
-    code = "import sys, fulltilt.batching.pack\nassert 'torch' not in sys.modules and 'fulltilt.algo' not in sys.modules\n"
+    code = "import sys\nfrom fulltilt.batching import cost, pack\nassert not {'torch', 'fulltilt.algo'} & sys.modules.keys()\n"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env=environment)

@@ -15,8 +15,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
+from fulltilt.batching.cost import Flops, ModelSize, pairs, update_flops
 from fulltilt.bench import flops, shapes, update
-from fulltilt.bench.flops import Flops, ModelSize, pairs, update_flops, verl_flops
+from fulltilt.bench.flops import verl_flops
 from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.workload import WORKLOADS, make_requests
 from fulltilt.model.attention import Packed

@@ -523,6 +523,8 @@ class TrainConfig(Section):
     rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
     family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
     our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
+    balance: bool = row(True, elsewhere="balance_batch", free=True)
+    """Deal micro-batches to workers by what they cost, so that all take about as long. Off: in turn."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""

@@ -38,10 +38,10 @@ class MicroSizing:
 
     def schedule(self, lengths: Sequence[int], workers: int = 1) -> list[list[int]]:
         """Which rows go together, as batching/schedule.py guarantees; without packing every row counts with the tokens of the longest in
-        its micro-batch. `workers`: how many share the micro-batches."""
+        its micro-batch. `workers`: how many share the micro-batches; it changes nothing where the user has set their samples."""
         if self.micro_batch is not None:
             return fixed(lengths, self.micro_batch, padded=not self.packing)
-        return fill(lengths, self.token_budget, workers) if self.packing else fill_padded(lengths, self.token_budget)
+        return (fill if self.packing else fill_padded)(lengths, self.token_budget, workers)
 
 
 # Share of one trained token, for rows of `trained` tokens each (all above 0), given the divisor of the normalised sum.

@@ -1,23 +1,31 @@
-"""Which rows go together: mini-batches of whole groups, micro-batches under a token cap. No tensors, only lengths.
+"""Which rows go together: mini-batches of whole groups, micro-batches under a token cap; and which worker gets which micro-batches. No
+tensors, only lengths and costs.
 
-Enters: group numbers or lengths of rows. Leaves: lists of row indices, ascending within each list. Guaranteed, for all functions:
-- every row is in exactly one list, and no list is empty;
+Enters: group numbers or lengths of rows, or costs of micro-batches. Leaves: lists of indices, ascending within each list. Guaranteed, for
+all functions:
+- every row or micro-batch is in exactly one list, and no list is empty, except that a worker may get no micro-batch;
 - the result depends only on the arguments, never on chance or time;
 - no number has to be divisible by another.
 For micro-batches also:
 - `fill` never puts more than `budget` tokens together, except that a longer row gets a micro-batch of its own;
 - if `fill` makes two or more micro-batches, they are fewer than 2 * tokens / budget; of two ways with equally many it takes the one whose
   largest micro-batch is smaller and needs less memory, usually the even one;
-- the largest (most tokens) comes first, so that a budget too large for memory fails at once and not at the end.
+- with `multiple`, `fill` and `fill_padded` make more, but only to the next multiple of it, and never more than there are rows;
+- the largest (most tokens) comes first, so that a budget too large for memory fails at once and not at the end. Within each worker's list
+  that stays so.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
+
+Halves = tuple[list[int], list[int]]
+Result = TypeVar("Result")
 
 
 def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
@@ -34,18 +42,21 @@ def split_minibatches(groups: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(row for group in part for row in members[group]) for part in parts]
 
 
-def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit needs, about equally full.
+def fill(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
+    """Micro-batches under a hard cap of `budget` tokens: as few as a tight fit needs, about equally full. With `multiple` workers there are
+    as many for each, where there are rows enough: otherwise most of them would wait for the one with the last micro-batch.
 
-    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]
+    Example: lengths [5, 9, 4, 3], budget 8 -> [[1], [2, 3], [0]]; for multiples of 2 -> [[1], [0], [2], [3]]
     """
     assert budget > 0, f"a budget of {budget} tokens"
     assert all(length > 0 for length in lengths), "a row without tokens"
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     alone = [[row] for row in longest_first if lengths[row] > budget]
     others = longest_first[len(alone) :]
-    tight = _tightly(others, lengths, budget)
-    even = _evenly(others, lengths, len(tight))
+    fewest = _tightly(others, lengths, budget)
+    count = _rounded_up(len(alone) + len(fewest), multiple, len(lengths)) - len(alone)
+    tight = _cut_up(fewest, count, lambda rows: _tokens(rows, lengths), lambda rows: (rows[::2], rows[1::2]))
+    even = _evenly(others, lengths, count)
     fitting = min(even, tight, key=lambda found: max((_tokens(rows, lengths) for rows in found), default=0))
     return _largest_first([*alone, *fitting], lengths)
 
@@ -78,7 +89,29 @@ def _evenly(longest_first: Sequence[int], lengths: Sequence[int], count: int) ->
     return micro_batches
 
 
-def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def _rounded_up(count: int, multiple: int, rows: int) -> int:
+    """The number of micro-batches that can be shared evenly, as far as there are rows for it."""
+    assert multiple > 0, f"multiples of {multiple} micro-batches"
+    return min(-(-count // multiple) * multiple, rows)
+
+
+def _cut_up(
+    micro_batches: list[list[int]], count: int, size: Callable[[list[int]], int], halves: Callable[[list[int]], Halves]
+) -> list[list[int]]:
+    """The same rows in `count` micro-batches: the largest that has several rows is cut in two, until there are enough."""
+    single = [rows for rows in micro_batches if len(rows) == 1]
+    several = [(-size(rows), rows) for rows in micro_batches if len(rows) > 1]
+    heapq.heapify(several)
+    while len(single) + len(several) < count:
+        for part in halves(heapq.heappop(several)[1]):
+            if len(part) > 1:
+                heapq.heappush(several, (-size(part), part))
+            else:
+                single.append(part)
+    return [*single, *(rows for _, rows in several)]
+
+
+def fill_padded(lengths: Sequence[int], budget: int, multiple: int = 1) -> list[list[int]]:
     """Like `fill`, for rows that are padded to the longest of their micro-batch; pads count. Rows of similar length go together, since
     this needs the fewest pads.
 
@@ -92,7 +125,14 @@ def fill_padded(lengths: Sequence[int], budget: int) -> list[list[int]]:
         count = max(1, budget // lengths[longest_first[0]])
         micro_batches.append(longest_first[:count])
         longest_first = longest_first[count:]
-    return _largest_first(micro_batches, lengths, padded=True)
+    count = _rounded_up(len(micro_batches), multiple, len(lengths))
+    cut = _cut_up(
+        micro_batches,
+        count,
+        lambda rows: _tokens(rows, lengths, padded=True),
+        lambda rows: (rows[: len(rows) // 2], rows[len(rows) // 2 :]),
+    )
+    return _largest_first(cut, lengths, padded=True)
 
 
 def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list[list[int]]:
@@ -100,6 +140,38 @@ def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list
     assert samples > 0, f"{samples} samples in a micro-batch"
     rows = range(len(lengths))
     return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths, padded)
+
+
+def distribute(costs: Sequence[float], workers: int, balance: bool = True) -> list[list[int]]:
+    """Which micro-batches each worker gets: the costliest first, each to the worker with the least so far, so that all take about as long.
+    Without `balance` they go to the workers in turn. A single worker gets all in their order.
+
+    Example: costs [9, 7, 6, 5, 4], 2 workers -> [[0, 3], [1, 2, 4]]; in turn -> [[0, 2, 4], [1, 3]]
+    """
+    assert workers > 0, f"{workers} workers"
+    if not balance:
+        return [list(range(len(costs)))[worker::workers] for worker in range(workers)]
+    parts: list[list[int]] = [[] for _ in range(workers)]
+    taken = [(0.0, 0, worker) for worker in range(workers)]  # (cost, micro-batches, worker), a heap
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        cost, count, worker = taken[0]
+        parts[worker].append(index)
+        heapq.heapreplace(taken, (cost + costs[index], count + 1, worker))
+    return [sorted(part) for part in parts]
+
+
+def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[Result]]) -> list[Result]:
+    """Results that workers gave, one for each micro-batch of their parts, in the order of the micro-batches."""
+    pairs = [pair for part, own in zip(parts, found, strict=True) for pair in zip(part, own, strict=True)]
+    results = dict(pairs)
+    assert sorted(results) == list(range(len(pairs))), "a micro-batch is missing, or there twice"
+    return [results[index] for index in range(len(pairs))]
+
+
+def spread(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
+    """The cost of the worker with the most over the mean of all: 1 if all have equally much. Everyone waits for that worker."""
+    totals = [sum(costs[index] for index in part) for part in parts]
+    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
 
 
 def _tokens(rows: list[int], lengths: Sequence[int], padded: bool = False) -> int:

@@ -3,7 +3,7 @@
 Enters: `BenchOptions`. Leaves: one JSON-ready document: tokens/s, the share of the device's arithmetic that forward and backward get,
 seconds of the optimizer step, memory by kind, kernels by time, and what is needed to repeat it. Guaranteed: mistakes are reported before
 anything loads; model, batching, loss and optimizer are those of the worker that a run would have; warm-up is outside the measured passes;
-FLOPs are counted by bench/flops.py, whatever is recomputed or padded.
+FLOPs are counted by batching/cost.py, whatever is recomputed or padded.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import minibatch
 from fulltilt.bench import flops, report
 from fulltilt.bench.device import device_name, kernels_of, timed
@@ -121,7 +122,7 @@ def run(job: BenchJob, say: report.Say) -> dict[str, Any]:
 def document(job: BenchJob, update: Update) -> dict[str, Any]:
     warm_up, *seconds = update.seconds
     tokens, batch, memory = sum(update.lengths), update.batch, update.memory[-1]
-    needed = flops.update_flops(update.size, update.lengths, batch.trained_tokens)
+    needed = update_flops(update.size, update.lengths, batch.trained_tokens)
     by_verl = flops.verl_flops(update.model.config.get_text_config(), update.lengths)
     parameters = sum(parameter.numel() for parameter in update.model.parameters())
     weights = {"layer_weights": update.size.layer_weights, "head_weights": update.size.head_weights}

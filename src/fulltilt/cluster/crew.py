@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from fulltilt.algo.base import Algorithm
+from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
-from fulltilt.batching.schedule import distribute, split_minibatches
+from fulltilt.batching.schedule import distribute, split_minibatches, spread
 from fulltilt.cluster.hosts import Hosts, WorkerError
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
@@ -47,6 +48,7 @@ class Crew:
         facts: list[WorkerFacts] = self._all("facts", what="set-up")
         self.plan: Plan = facts[0].plan
         self.notes = facts[0].notes
+        self._sizes = facts[0].sizes
         self.checkpoint_bytes = sum(each.checkpoint_bytes for each in facts)
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
@@ -58,6 +60,10 @@ class Crew:
         worker = self.hosts.worker
         assert isinstance(worker, Worker)
         return worker
+
+    @property
+    def _several(self) -> bool:
+        return self.hosts.size > 1
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         """The results of the same call on every worker."""
@@ -82,9 +88,7 @@ class Crew:
         """One group for each prompt, each as soon as it is complete."""
         dealt = [dict(list(enumerate(prompts))[rank :: self.hosts.size]) for rank in range(self.hosts.size)]
         call = self.hosts.start("generate", [(own, sampling, seed) for own in dealt], what="rollout")
-        with contextlib.closing(call.items()) as items:
-            for _, group in items:
-                yield group
+        yield from (group for _, group in call.items())
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
@@ -116,24 +120,20 @@ class Crew:
         """Micro-batches, the role's numbers for each, and how many pad tokens were computed."""
         sizing = self.forward_sizes[role]
         plan = sizing.schedule([row.tokens for row in rows], self.hosts.size)
-        dealt = self._deal(plan, rows)
+        dealt = distribute(self._costs(role, plan, rows), self.hosts.size, self.config.train.balance)
         args = [(role, chosen(rows, own := [plan[place] for place in places]), own, sizing.packing) for places in dealt]
         call = self.hosts.start("annotate", args, what=f"a pass of the {role}")
         for done, _ in enumerate(call.items(), start=1):
             report(done, len(plan))
         results: list[Annotated] = call.results()
-        found = {
-            place: numbers for places, each in zip(dealt, results, strict=True) for place, numbers in zip(places, each.numbers, strict=True)
-        }
-        return plan, [found[place] for place in range(len(plan))], sum(each.pad_tokens for each in results)
+        found = in_order(dealt, [each.numbers for each in results])
+        return plan, found, sum(each.pad_tokens for each in results)
 
-    def _deal(self, plan: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[list[int]]:
-        """Which micro-batches of a plan each worker gets."""
-        return distribute([float(sum(rows[index].tokens for index in indices)) for indices in plan], self.hosts.size, self._balance)
-
-    @property
-    def _balance(self) -> bool:
-        return True
+    def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[float]:
+        """What each micro-batch costs, to deal them out evenly."""
+        chosen = ([rows[index] for index in indices] for indices in plan)
+        size = self._sizes[role]
+        return [float(update_flops(size, [row.tokens for row in own], sum(row.trained for row in own)).total) for own in chosen]
 
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
@@ -142,10 +142,11 @@ class Crew:
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
         sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
         plans = self._plan_minibatches(rows, sizing, advantage_alone=alone)
-        dealt = [self._deal(plan.micro_batches, rows) for plan in plans]
+        costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
+        dealt = [distribute(each, self.hosts.size, self.config.train.balance) for each in costs]
         parts = [[plan.part(places[rank]) for plan, places in zip(plans, dealt, strict=True)] for rank in range(self.hosts.size)]
         epochs = self.config.algorithm.epochs
-        if self.hosts.size > 1:  # workers do not wait for the reader of their progress
+        if self._several:  # workers do not wait for the reader of their progress
             report(0, epochs * len(plans))
         args = [
             (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)
@@ -167,21 +168,22 @@ class Crew:
             "pad_tokens": sum(each.pad_tokens for each in results),
             **({"samples_left_out": len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)} if alone else {}),
         }
+        if self._several and plans:
+            counts["load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
         return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
 
     def _plan_minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
         if not any(row.mask.any() for row in rows):
             return []
-        norm = {"aggregation": self.algorithm.aggregation, "length_norm": self.algorithm.length_norm}
-        make = partial(plan_minibatch, rows, micro=sizing, advantage_alone=advantage_alone, workers=self.hosts.size, **norm)
-        return [make(part) for part in split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)]
+        make = partial(plan_minibatch, aggregation=self.algorithm.aggregation, length_norm=self.algorithm.length_norm, micro=sizing)
+        parts = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
+        return [make(rows, part, advantage_alone=advantage_alone, workers=self.hosts.size) for part in parts]
 
     def metrics(self) -> Metrics:
         """Memory, measured since the last call: of several workers, the most."""
         found: list[Metrics] = self._all("metrics", what="metrics")
-        return {
-            name: max(metrics[name] for metrics in found if name in metrics) for name in dict.fromkeys(n for each in found for n in each)
-        }
+        names = dict.fromkeys(name for metrics in found for name in metrics)
+        return {name: max(metrics[name] for metrics in found if name in metrics) for name in names}
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
+from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import (
     TextFacts,
 )
@@ -31,7 +32,7 @@ from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.model.verify import packed_logprobs, random_documents
 from fulltilt.parallel.ranks import ALONE, Ranks
-from fulltilt.plan import RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
+from fulltilt.plan import RoleFacts, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.schema import Config, TrainConfig
@@ -108,9 +109,14 @@ def make_worker(
         account=make_account(device, models, made, engine),
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
+        sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
         notes=(*([describe_adapters(models.actor)] if config.lora.rank else []), *notes),
         ranks=ranks,
     )
+
+
+def size_of(role: RoleFacts) -> ModelSize:
+    return ModelSize.of_shape(role.shape, vocabulary_head=role.vocabulary_head)
 
 
 @dataclass(frozen=True, eq=False)

@@ -102,5 +102,11 @@ def start_processes(order: WorkerOrder, device: torch.device, size: int) -> Proc
     ]
     # Workers of one machine talk over its own interface, whatever its name resolves to.
     variables = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
-    limits = {"stall_s": settings.stall_s, "deadline_s": settings.deadline_s}
-    return Processes(services, "fulltilt.cluster.service:serve", environment=variables, on_stall=report_stall, **limits)
+    return Processes(
+        services,
+        "fulltilt.cluster.service:serve",
+        environment=variables,
+        on_stall=report_stall,
+        stall_s=settings.stall_s,
+        deadline_s=settings.deadline_s,
+    )

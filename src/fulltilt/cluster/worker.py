@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from fulltilt.algo.base import Algorithm
+from fulltilt.batching.cost import ModelSize
 from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
 from fulltilt.memory.account import Account, Reading
@@ -61,6 +62,7 @@ class WorkerFacts:
     """What the driver must know of a worker that has just been made."""
 
     plan: Plan
+    sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     checkpoint_bytes: int  # about how many bytes `save` writes
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
 
@@ -145,13 +147,14 @@ class Worker:
     account: Account
     export: Callable[[Path], None]  # writes the actor for others to load
     export_bytes: int  # about how many bytes `export` writes
+    sizes: Mapping[str, ModelSize]  # of each role's model
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.checkpoint_bytes, self.notes)
+        return WorkerFacts(self.plan, self.sizes, self.checkpoint_bytes, self.notes)
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""

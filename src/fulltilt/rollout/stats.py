@@ -85,13 +85,16 @@ class EngineStats:
         return EngineStats(*(join(getattr(self, name), getattr(other, name)) for name, join in _JOINS))
 
     def beside(self, other: EngineStats) -> EngineStats:
-        """Both together, of engines that ran at the same time: what ran and waited on one did so in addition to the other's."""
-        longer = {
-            name: max(getattr(self, name), getattr(other, name)) for name in ("seconds", "prefill_seconds", "decode_seconds", "passes")
-        }
-        most = {name: getattr(self, name) + getattr(other, name) for name in ("most_running", "most_waiting")}
-        shares = {"kv_use_passes": (self.kv_use_passes + other.kv_use_passes) / 2}
-        return replace(self + other, **longer, **most, **shares)
+        """Both together, of engines that ran at the same time: samples on one ran and waited in addition to the other's. Means over passes
+        are those over the passes of all engines."""
+        return replace(
+            self + other,
+            most_running=self.most_running + other.most_running,
+            most_waiting=self.most_waiting + other.most_waiting,
+            seconds=max(self.seconds, other.seconds),
+            prefill_seconds=max(self.prefill_seconds, other.prefill_seconds),
+            decode_seconds=max(self.decode_seconds, other.decode_seconds),
+        )
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -260,7 +260,7 @@ class Optimizer:
 
     def _sizes(self) -> dict[str, int]:
         """How many numbers all workers together save under each name."""
-        sizes = {}
+        sizes: dict[str, int] = {}
         for name, parameter in self._parameters.items():
             kinds = [*(["parameter"] if self._keeps(name) else []), *([MASTER] if is_low(parameter) else []), *MOMENTS]
             sizes |= {f"{kind}/{name}": parameter.numel() for kind in kinds} | {f"step/{name}": 1}
@@ -283,7 +283,7 @@ class Exchange:
         # For each round: (part of the buffer, part of a parameter), those of this worker and those of the others.
         self.rounds: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]] = []
         for begin in range(0, layout.stretch, width):
-            own, others = [], []
+            own, others = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
             for rank, name, numbers, place in layout.pieces(begin, width):
                 pair = (rows[rank, place : place + length_of(numbers)], flat(parameters[name])[numbers])
                 (own if rank == ranks.rank else others).append(pair)
