@@ -20,7 +20,7 @@ import numpy as np
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
-from fulltilt.batching.schedule import distribute, split_minibatches, spread
+from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
 from fulltilt.cluster.hosts import Hosts, WorkerError
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
