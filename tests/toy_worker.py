@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,8 @@ def make(order: Any) -> ToyWorker:
     return ToyWorker(order)
 
 
-def make_slowly(order: int) -> Iterator[str]:
-    for _ in range(5):
-        time.sleep(0.2)
-        yield "loads"
+def make_in_steps(order: int) -> Generator[str, None, ToyWorker]:
+    yield "half"
     return ToyWorker(order)
 
 
@@ -43,7 +41,7 @@ class ToyWorker:
     def double(self, array: np.ndarray) -> tuple[np.ndarray, bool]:
         return array, array.flags.writeable
 
-    def count(self, to: int) -> Iterator[int]:
+    def count(self, to: int) -> Generator[int, None, int]:
         try:
             for number in range(to):
                 yield number
@@ -54,10 +52,10 @@ class ToyWorker:
     def read_log(self) -> list[str]:
         return self.log
 
-    def echo(self, inbox: Inbox) -> Iterator[Any]:
+    def echo(self, inbox: Inbox) -> Generator[Any, None, int]:
         """What it is told, until it is told None."""
-        yield "ready"
         try:
+            yield "ready"
             while True:
                 for message in inbox.wait():
                     if message is None:
@@ -70,7 +68,9 @@ class ToyWorker:
         return inbox.wait(seconds)
 
     def wait_for_gate(self) -> bool:
-        return self.gate.wait(20)
+        opened = self.gate.wait(20)
+        self.gate.clear()
+        return opened
 
     def open_gate(self) -> None:
         self.gate.set()
@@ -111,3 +111,11 @@ class ToyWorker:
             return child
         time.sleep(60)
         os._exit(0)
+
+    def rest(self, rank: int, inbox: Inbox) -> Iterator[int]:
+        """One worker has a lot to do; the others wait for the driver meanwhile."""
+        for number in range(0 if rank else 12):
+            time.sleep(0.1)
+            yield number
+        if rank:
+            inbox.wait(1.1)

@@ -179,7 +179,7 @@ class Processes:
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
         tells that it makes progress. `environment`: variables besides those of this process. `on_stall` is given each report of silence."""
         self.size = len(orders)
-        self._on_stall, self._stall_s, self._deadline_s = on_stall, stall_s, deadline_s
+        self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
         self._numbers = itertools.count()
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
@@ -236,7 +236,7 @@ class Processes:
                 raise RuntimeError(f"{call.what}: the workers were closed")
             began = time.monotonic()
             with contextlib.suppress(Empty):
-                call.news.get(timeout=min(LOOK_S, self._stall_s / 2))
+                call.news.get(timeout=min(LOOK_S, self.stall_s / 2))
             waited_s = time.monotonic() - began
             for rank, answered in enumerate(call.answered):
                 if not answered:
@@ -370,8 +370,8 @@ class Processes:
 
     def _look_for_silence(self, call: ProcessCall) -> None:
         pending = [rank for rank, answered in enumerate(call.answered) if not answered]
-        late = [rank for rank in pending if call.silent_s[rank] > self._stall_s and not call.reported[rank]]
-        stuck = [rank for rank in pending if call.silent_s[rank] > self._deadline_s]
+        late = [rank for rank in pending if call.silent_s[rank] > self.stall_s and not call.reported[rank]]
+        stuck = [rank for rank in pending if call.silent_s[rank] > self.deadline_s]
         if not late and not stuck:
             return
         everyone = self._whereabouts()
@@ -384,7 +384,7 @@ class Processes:
         elif late := [rank for rank in late if call.silent_s[rank]]:
             for rank in late:
                 call.reported[rank] = True
-            self._on_stall(self._report(call, late, everyone))
+            self.on_stall(self._report(call, late, everyone))
 
     def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
         seconds = min(call.silent_s[rank] for rank in silent)
