@@ -341,6 +341,21 @@ def test_the_worker_for_which_the_others_wait_is_named() -> None:
     assert not stacks._culprits(others)
 
 
+@pytest.mark.long
+def test_collectives_name_the_worker_that_is_absent_and_the_one_that_is_dead(tmp_path: Path) -> None:
+    told: list[str] = []
+    with workers(on_stall=told.append) as host:
+        call(host, "join", str(tmp_path / "store"), SIZE)
+        assert call(host, "reduce", -1) == [1.0, 1.0]
+        host.stall_s = 0.5
+        reducing = host.start("reduce", [(1,)] * SIZE, what="reducing")
+        threading.Timer(1.5, os.kill, (host.pids[1], signal.SIGKILL)).start()
+        with pytest.raises(WorkerDied, match="worker 1"):
+            reducing.results()
+    assert "worker 0 (process" in told[0] and "waits in the collective operation all_reduce" in told[0]
+    assert re.search(r"The others wait for worker 1 \(process \d+\), which is not in a collective operation$", told[0])
+
+
 # -- the end -------------------------------------------------------------------------------------------------------------------------------
 
 DRIVER = """

@@ -119,3 +119,18 @@ class ToyWorker:
             yield number
         if rank:
             inbox.wait(1.1)
+
+    def join(self, file: str, size: int) -> None:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo", f"file://{file}", rank=self.order, world_size=size)
+
+    def reduce(self, absent: int) -> float:
+        """The sum over all workers, for which one never comes."""
+        import torch
+
+        while self.order == absent:
+            time.sleep(60)
+        number = torch.tensor([float(self.order)])
+        torch.distributed.all_reduce(number)
+        return number.item()
