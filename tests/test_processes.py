@@ -125,7 +125,7 @@ def test_local_errors_are_raised_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="fail has no results"):
         failing.results()
     same = np.zeros(3)
-    assert call(local, "double", same)[0][0] is same
+    assert call(local, "give_back", same)[0] is same
     local.close()
 
 
@@ -141,26 +141,24 @@ def test_a_call_aside_runs_beside_another(pool: Processes) -> None:
 
 def test_arrays_arrive_equal_and_are_counted(pool: Processes) -> None:
     arrays = [np.random.default_rng(rank).integers(0, 256, 50_000_000, np.uint8) for rank in range(SIZE)]
-    arrays[1].flags.writeable = False
     sent, received = pool.sent_bytes, pool.received_bytes
-    returned = pool.start("double", [(array,) for array in arrays], what="double").results()
-    assert all(np.array_equal(array, back) for array, (back, _) in zip(arrays, returned, strict=True))
-    assert [writable for _, writable in returned] == [True, False] and returned[0][0].flags.writeable
+    returned = pool.start("give_back", [(array,) for array in arrays], what="arrays").results()
+    assert all(map(np.array_equal, arrays, returned))
     assert all(100e6 < count < 100.01e6 for count in (pool.sent_bytes - sent, pool.received_bytes - received))
 
 
 @pytest.mark.parametrize("size", [0, 1, 16383, 16384, 3_000_000])
-def test_sizes_of_arrays(pool: Processes, size: int) -> None:
-    sent = [np.arange(size, dtype=np.int32), np.arange(2 * size)[::2], [np.ones(size // 1000)] * 1500]
-    for back, _ in pool.start("double", [(_Writeable(sent),)] * SIZE, what="double").results():
-        assert all(np.array_equal(one, other) for one, other in zip(sent, back, strict=True))
+def test_arrays_of_any_size_and_order(pool: Processes, size: int) -> None:
+    arrays = [np.arange(size, dtype=np.int32), np.arange(2 * size)[::2], *[np.ones(size // 1000)] * 1500]
+    for returned in call(pool, "give_back", arrays):
+        assert all(map(np.array_equal, arrays, returned))
 
 
-class _Writeable(list[Any]):
-    flags = np.empty(0).flags
-
-    def __reduce__(self) -> Any:
-        return _Writeable, (list(self),)
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_an_array_is_writable_where_it_was(pool: Processes, size: int) -> None:
+    writable, frozen = np.zeros(size), np.zeros(size)
+    frozen.flags.writeable = False
+    assert pool.start("is_writable", [(writable,), (frozen,)], what="arrays").results() == [True, False]
 
 
 def test_processes_inherit_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +168,11 @@ def test_processes_inherit_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         assert call(host, "environment", "TOY_INHERITED") == ["yes", "yes"]
         assert call(host, "environment", "OMP_NUM_THREADS") == ["3", "3"]
         assert call(host, "environment", "FULLTILT_WORKER") == ["0", "1"]
+
+
+def test_only_the_end_of_the_output_is_kept(pool: Processes) -> None:
+    call(pool, "print_much", 17 * 2**20)
+    assert call(pool, "output_bytes") == [0, 0]
 
 
 def test_an_interrupted_wait_loses_nothing(pool: Processes) -> None:
@@ -255,7 +258,7 @@ def test_a_worker_that_is_killed_is_named_at_once() -> None:
         began = time.monotonic()
         with pytest.raises(WorkerDied, match=r"worker 0 .* was killed by signal 9 \(SIGKILL\) during waiting .*memory is used up"):
             waiting.results()
-        assert time.monotonic() - began < 1
+        assert time.monotonic() - began < 3
 
 
 def test_a_worker_is_killed_between_calls_or_while_it_answers() -> None:
@@ -304,12 +307,23 @@ def test_a_silent_worker_is_reported_with_its_stack_then_given_up() -> None:
     assert len(frames) == 1 and re.fullmatch(r" +toy_worker.py:\d+ in sleep_forever", frames[0])
 
 
+def test_a_worker_that_takes_no_message_is_given_up() -> None:
+    told: list[str] = []
+    with workers(on_stall=told.append, stall_s=0.3, deadline_s=0.9) as host:
+        begun = host.start("compute_forever", [()] * SIZE, what="computing").items()
+        assert {next(begun)[0], next(begun)[0]} == {0, 1}
+        time.sleep(0.3)
+        with pytest.raises(WorkerStuck, match="during sending"):
+            host.start("give_back", [(np.zeros(10_000_000),)] * SIZE, what="sending")
+    assert "computing (compute_forever), at work" in told[0] and re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
+
+
 def test_neither_progress_nor_waiting_for_another_is_silence() -> None:
     told: list[str] = []
-    with workers(on_stall=told.append, stall_s=0.5) as host:
+    with workers(on_stall=told.append, stall_s=0.8) as host:
         host.start("rest", [(rank,) for rank in range(SIZE)], what="rest").results()
         assert not told
-        assert call(host, "idle", 1.0) == [[], []]  # nobody works: the driver forgets to tell
+        assert call(host, "idle", 1.4) == [[], []]  # nobody works: the driver forgets to tell
         assert "waits for messages of the driver" in told[0]
 
 
@@ -391,7 +405,7 @@ def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path, method: str,
 
 
 def test_a_driver_that_forgets_to_close_ends_quietly(tmp_path: Path) -> None:
-    process, pids = driver(tmp_path, "wait_for_gate", "()", then="")
+    process, pids = driver(tmp_path, "read_log", "()", then="")
     out, err = process.communicate(timeout=10)
     assert (process.returncode, out, err) == (0, "", "") and not any(map(running, pids))
 
@@ -411,7 +425,7 @@ def test_closing_leaves_nothing() -> None:
                 os.kill(host.pids[0], signal.SIGKILL)
             began = time.monotonic()
             host.close()
-            assert time.monotonic() - began < (1.5 if end == "busy" else 1.0)
+            assert time.monotonic() - began < 5
             host.close()
         assert held() == before
     with pytest.raises(RuntimeError, match="the workers were closed"):

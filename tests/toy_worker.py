@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -38,8 +39,11 @@ class ToyWorker:
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    def double(self, array: np.ndarray) -> tuple[np.ndarray, bool]:
-        return array, array.flags.writeable
+    def give_back(self, value: Any) -> Any:
+        return value
+
+    def is_writable(self, array: np.ndarray) -> bool:
+        return array.flags.writeable
 
     def count(self, to: int) -> Generator[int, None, int]:
         try:
@@ -104,6 +108,17 @@ class ToyWorker:
     def sleep_forever(self, rank: int) -> None:
         while self.order == rank:
             time.sleep(60)
+
+    def compute_forever(self) -> Iterator[str]:
+        """Never leaves C, and never lets another thread of the interpreter run."""
+        yield "begun"
+        re.match("(a+)+$", "a" * 60 + "b")
+
+    def print_much(self, size: int) -> None:
+        print("x" * size)
+
+    def output_bytes(self) -> int:
+        return os.fstat(1).st_size
 
     def leave_child(self) -> int:
         """A process that holds the descriptors of this one."""
