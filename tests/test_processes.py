@@ -222,7 +222,7 @@ def test_another_error_names_worker_and_call() -> None:
             WorkerError, match=r"^worker 1 \(process \d+\) failed in passes \(fail\): KeyError: 'no such toy' \(.*"
         ) as caught:
             host.start("fail", [(1,)] * SIZE, what="passes").results()
-        assert re.search(r"toy_worker.py:\d+ in fail\)$", str(caught.value))
+        assert re.search(r"\(toy_worker.py:\d+ in fail\). FULLTILT_TRACEBACK=1 shows its traceback$", str(caught.value))
         assert 'raise KeyError("no such toy")' in caught.value.worker_traceback
         assert caught.value.worker_traceback in str(caught.value.__cause__)
 
@@ -352,7 +352,14 @@ def test_the_worker_for_which_the_others_wait_is_named() -> None:
     )
     assert "operation all_reduce\n" in text
     assert text.endswith("The others wait for worker 1, which is not in a collective operation")
-    assert not stacks._culprits(others)
+    assert "not in a collective" not in stacks.report(["worker 0"], 46, "update-actor", others)
+
+
+def test_a_deep_stack_shows_its_end_and_the_line_of_this_package() -> None:
+    deep = [stacks.StackFrame("/x/torch/nn/modules/module.py", line, "_call_impl") for line in range(20)]
+    ours = [stacks.StackFrame(f"/x/fulltilt/training/{name}.py", 3, name) for name in ("roles", "trainer")]
+    lines = str(stacks.Whereabouts("worker 0", "update", (*deep, *ours))).splitlines()
+    assert len(lines) == 2 + stacks.MOST_FRAMES and "roles.py:3" in lines[-1] and "module.py:5 in" in lines[-2]
 
 
 @pytest.mark.long

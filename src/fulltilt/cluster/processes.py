@@ -336,7 +336,8 @@ class Processes:
             error.__cause__ = WorkerTraceback(failure.traceback)
             return Breakdown(error)
         during = self._calls[failure.call].name if failure.call is not None else "reading a message"
-        return Breakdown(WorkerError(f"{child.name} failed in {during}: {failure.text}", failure.traceback), failure.of_collective)
+        text = f"{child.name} failed in {during}: {failure.text}. FULLTILT_TRACEBACK=1 shows its traceback"
+        return Breakdown(WorkerError(text, failure.traceback), failure.of_collective)
 
     def _death_of(self, child: Child) -> WorkerDied:
         """Called when the socket has ended, in any thread."""
