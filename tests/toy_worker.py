@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,8 @@ def make(order: Any) -> ToyWorker:
     return ToyWorker(order)
 
 
-def make_slowly(order: int) -> Iterator[str]:
-    for _ in range(5):
-        time.sleep(0.2)
-        yield "loads"
+def make_in_steps(order: int) -> Generator[str, None, ToyWorker]:
+    yield "half"
     return ToyWorker(order)
 
 
@@ -40,10 +39,13 @@ class ToyWorker:
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)
 
-    def double(self, array: np.ndarray) -> tuple[np.ndarray, bool]:
-        return array, array.flags.writeable
+    def give_back(self, value: Any) -> Any:
+        return value
 
-    def count(self, to: int) -> Iterator[int]:
+    def is_writable(self, array: np.ndarray) -> bool:
+        return array.flags.writeable
+
+    def count(self, to: int) -> Generator[int, None, int]:
         try:
             for number in range(to):
                 yield number
@@ -54,10 +56,10 @@ class ToyWorker:
     def read_log(self) -> list[str]:
         return self.log
 
-    def echo(self, inbox: Inbox) -> Iterator[Any]:
+    def echo(self, inbox: Inbox) -> Generator[Any, None, int]:
         """What it is told, until it is told None."""
-        yield "ready"
         try:
+            yield "ready"
             while True:
                 for message in inbox.wait():
                     if message is None:
@@ -70,7 +72,9 @@ class ToyWorker:
         return inbox.wait(seconds)
 
     def wait_for_gate(self) -> bool:
-        return self.gate.wait(20)
+        opened = self.gate.wait(20)
+        self.gate.clear()
+        return opened
 
     def open_gate(self) -> None:
         self.gate.set()
@@ -105,9 +109,43 @@ class ToyWorker:
         while self.order == rank:
             time.sleep(60)
 
+    def compute_forever(self) -> Iterator[str]:
+        """Never leaves C, and never lets another thread of the interpreter run."""
+        yield "begun"
+        re.match("(a+)+$", "a" * 60 + "b")
+
+    def print_much(self, size: int) -> None:
+        print("x" * size)
+
+    def output_bytes(self) -> int:
+        return os.fstat(1).st_size
+
     def leave_child(self) -> int:
         """A process that holds the descriptors of this one."""
         if child := os.fork():
             return child
         time.sleep(60)
         os._exit(0)
+
+    def rest(self, rank: int, inbox: Inbox) -> Iterator[int]:
+        """One worker has a lot to do; the others wait for the driver meanwhile."""
+        for number in range(0 if rank else 12):
+            time.sleep(0.1)
+            yield number
+        if rank:
+            inbox.wait(1.1)
+
+    def join(self, file: str, size: int) -> None:
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo", f"file://{file}", rank=self.order, world_size=size)
+
+    def reduce(self, absent: int) -> float:
+        """The sum over all workers, for which one never comes."""
+        import torch
+
+        while self.order == absent:
+            time.sleep(60)
+        number = torch.tensor([float(self.order)])
+        torch.distributed.all_reduce(number)
+        return number.item()

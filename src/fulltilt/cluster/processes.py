@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck, WorkerTraceback, no_results
 from fulltilt.cluster.stacks import Whereabouts, frames_of_calls, report
@@ -43,7 +43,7 @@ REAP_S = 5.0
 STACK_S = 1.0
 OUTPUT_LINES = 10  # of a dead worker's output that are shown
 
-Packed = list[memoryview]
+Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
 
 
 def print_stall(text: str) -> None:
@@ -59,7 +59,7 @@ class Child:
     connection: Connection
     output: IO[bytes]  # standard output and error of the process
     stacks: IO[bytes]
-    outbox: SimpleQueue[tuple[Packed, ProcessCall | None] | None] = field(default_factory=SimpleQueue)
+    outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
 
     @property
@@ -134,11 +134,9 @@ class ProcessCall:
 
     def cancel(self) -> None:
         if not self.cancelled and not all(self.answered):
+            self._host.send_all(Cancel(self.number))
             self.cancelled = True
             self._items.clear()
-            for rank, answered in enumerate(self.answered):
-                if not answered:
-                    self._host.send(rank, Cancel(self.number))
 
     def _wait_for_item(self) -> bool:
         """Whether there is an item; if not, all workers have returned."""
@@ -179,7 +177,7 @@ class Processes:
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
         tells that it makes progress. `environment`: variables besides those of this process. `on_stall` is given each report of silence."""
         self.size = len(orders)
-        self._on_stall, self._stall_s, self._deadline_s = on_stall, stall_s, deadline_s
+        self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
         self._numbers = itertools.count()
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
@@ -213,12 +211,11 @@ class Processes:
 
     def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> ProcessCall:
         call = ProcessCall(self, next(self._numbers), method, what)
-        messages = [(pack(Start(call.number, method, own, aside)), call) for own in args]
+        messages: list[Envelope] = [(pack(Start(call.number, method, own, aside)), call) for own in args]
         assert len(messages) == self.size
         self._calls[call.number] = call
         try:
-            # One call of C, which neither a signal nor another thread divides: every worker gets all calls, in the same order.
-            deque(map(SimpleQueue.put, [child.outbox for child in self._children], messages), maxlen=0)
+            self._post(messages)
             self.wait(call, lambda: all(call.sent))  # until then the caller must not change its arrays
         except BaseException:
             call.cancel()
@@ -228,6 +225,14 @@ class Processes:
     def send(self, rank: int, message: Any) -> None:
         self._children[rank].outbox.put((pack(message, copy=True), None))
 
+    def send_all(self, message: Any) -> None:
+        self._post([(pack(message, copy=True), None)] * self.size)
+
+    def _post(self, messages: Sequence[Envelope]) -> None:
+        """Hand one message to each worker: by one call of C, which neither a signal nor another thread divides, so that every worker gets
+        all calls in the same order."""
+        deque(map(SimpleQueue.put, [child.outbox for child in self._children], messages), maxlen=0)
+
     def wait(self, call: ProcessCall, ready: Callable[[], bool]) -> None:
         """Wait until the call is ready, or raise the first failure of any worker."""
         while not ready():
@@ -236,7 +241,7 @@ class Processes:
                 raise RuntimeError(f"{call.what}: the workers were closed")
             began = time.monotonic()
             with contextlib.suppress(Empty):
-                call.news.get(timeout=min(LOOK_S, self._stall_s / 2))
+                call.news.get(timeout=min(LOOK_S, self.stall_s / 2))
             waited_s = time.monotonic() - began
             for rank, answered in enumerate(call.answered):
                 if not answered:
@@ -258,8 +263,7 @@ class Processes:
 
     def _ask_to_leave(self) -> None:
         deadline = time.monotonic() + LEAVE_S
-        for child in self._children:
-            self.send(child.rank, Leave())
+        self.send_all(Leave())
         for child in self._children:
             child.wait(max(0.0, deadline - time.monotonic()))
 
@@ -332,7 +336,8 @@ class Processes:
             error.__cause__ = WorkerTraceback(failure.traceback)
             return Breakdown(error)
         during = self._calls[failure.call].name if failure.call is not None else "reading a message"
-        return Breakdown(WorkerError(f"{child.name} failed in {during}: {failure.text}", failure.traceback), failure.of_collective)
+        text = f"{child.name} failed in {during}: {failure.text}. FULLTILT_TRACEBACK=1 shows its traceback"
+        return Breakdown(WorkerError(text, failure.traceback), failure.of_collective)
 
     def _death_of(self, child: Child) -> WorkerDied:
         """Called when the socket has ended, in any thread."""
@@ -370,8 +375,8 @@ class Processes:
 
     def _look_for_silence(self, call: ProcessCall) -> None:
         pending = [rank for rank, answered in enumerate(call.answered) if not answered]
-        late = [rank for rank in pending if call.silent_s[rank] > self._stall_s and not call.reported[rank]]
-        stuck = [rank for rank in pending if call.silent_s[rank] > self._deadline_s]
+        late = [rank for rank in pending if call.silent_s[rank] > self.stall_s and not call.reported[rank]]
+        stuck = [rank for rank in pending if call.silent_s[rank] > self.deadline_s]
         if not late and not stuck:
             return
         everyone = self._whereabouts()
@@ -384,7 +389,7 @@ class Processes:
         elif late := [rank for rank in late if call.silent_s[rank]]:
             for rank in late:
                 call.reported[rank] = True
-            self._on_stall(self._report(call, late, everyone))
+            self.on_stall(self._report(call, late, everyone))
 
     def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
         seconds = min(call.silent_s[rank] for rank in silent)

@@ -16,6 +16,7 @@ from fulltilt.words import joined
 
 MOST_FRAMES = 6  # of a stack that are shown
 COLLECTIVES = os.path.join("torch", "distributed") + os.sep
+PACKAGE = f"{os.sep}fulltilt{os.sep}"
 # A call runs inside the first of these functions, and waits for the driver inside the second.
 CALLING = (os.path.join("cluster", "hosts.py"), "produced")
 WAITING = (os.path.join("cluster", "serve.py"), "wait")
@@ -65,7 +66,12 @@ class Whereabouts:
             return f"{self.worker}: has nothing to do"
         state = self.problem or (f"waits in the collective operation {self.collective}" if self.collective else "")
         state = state or ("waits for messages of the driver" if self.waits_for_driver else "at work")
-        return "\n".join([f"{self.worker}: {self.method}, {state}", *(f"    {frame}" for frame in self.frames[:MOST_FRAMES])])
+        return "\n".join([f"{self.worker}: {self.method}, {state}", *(f"    {frame}" for frame in self._shown())])
+
+    def _shown(self) -> list[StackFrame]:
+        """The innermost frames, and the innermost one of this package: beneath may be many of a model and of torch."""
+        inside = [place for place, frame in enumerate(self.frames) if PACKAGE in frame.path]
+        return [frame for place, frame in enumerate(self.frames) if place < MOST_FRAMES or place in inside[:1]]
 
 
 def frames_of_calls(dump: str) -> tuple[StackFrame, ...]:

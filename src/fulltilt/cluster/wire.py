@@ -91,7 +91,7 @@ def pack(message: Any, *, copy: bool = False) -> list[memoryview]:
 
     body = pickle.dumps(message, protocol=5, buffer_callback=in_band)
     head = HEAD.pack(len(body), len(buffers)) + struct.pack(f"<{len(buffers)}Q", *(each.nbytes for each in buffers))
-    return [memoryview(head + body), *buffers]
+    return [memoryview(head), memoryview(body), *buffers]
 
 
 class Connection:
@@ -125,11 +125,11 @@ class Connection:
         pickled = self._exactly(body)
         return pickle.loads(pickled, buffers=[self._exactly(size) for size in sizes])
 
-    def _exactly(self, size: int) -> np.ndarray:
-        memory = np.empty(size, np.uint8)  # not cleared, as that of a bytearray would be
+    def _exactly(self, size: int) -> memoryview:
+        memory = np.empty(size, np.uint8).data  # not cleared, as that of a bytearray would be
         received = 0
         while received < size:
-            count = self._socket.recv_into(memory.data[received:], size - received, socket.MSG_WAITALL)
+            count = self._socket.recv_into(memory[received:], size - received, socket.MSG_WAITALL)
             if not count:
                 raise EOFError
             received += count

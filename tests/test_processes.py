@@ -1,0 +1,446 @@
+"""Hosts of workers: one in this process, and real processes, which answer, fail, hang and die."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import toy_worker
+
+from fulltilt.cluster import stacks
+from fulltilt.cluster.hosts import Hosts, WorkerDied, WorkerError, WorkerStuck
+from fulltilt.cluster.local import Local
+from fulltilt.cluster.processes import Processes
+from fulltilt.records import UserError
+
+SIZE = 2
+
+
+@contextlib.contextmanager
+def workers(**options: Any) -> Iterator[Processes]:
+    host = Processes(range(SIZE), "toy_worker:make")
+    vars(host).update(options)  # once it has started, which takes as long as it takes
+    try:
+        yield host
+    finally:
+        host.close()
+        assert not any(map(alive, host.pids))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    """Workers for all tests after which they still live."""
+    with workers() as host:
+        yield host
+
+
+@pytest.fixture(params=["local", "processes"])
+def host(request: pytest.FixtureRequest) -> Hosts:
+    return Local(toy_worker.make(0)) if request.param == "local" else request.getfixturevalue("pool")
+
+
+def alive(pid: int) -> bool:
+    """Zombies are dead, but not gone: they count."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def call(host: Hosts, method: str, *args: Any) -> list[Any]:
+    return host.start(method, [args] * host.size, what=method).results()
+
+
+def eventually(true: Callable[[], Any], seconds: float = 10.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# -- any host ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_results_are_in_order_of_rank(host: Hosts) -> None:
+    assert call(host, "add", 10) == [10, 11][: host.size]
+    assert host.start("add", [(rank * 100,) for rank in range(host.size)], what="add").results() == [0, 101][: host.size]
+
+
+def test_items_arrive_in_order_and_results_follow(host: Hosts) -> None:
+    counting = host.start("count", [(3,)] * host.size, what="count")
+    items = list(counting.items())
+    assert all([item for rank, item in items if rank == each] == [0, 1, 2] for each in range(host.size))
+    assert counting.results() == counting.results() == list(range(host.size))
+    assert call(host, "count", 3) == list(range(host.size))  # without reading items
+
+
+def test_a_running_method_reads_what_it_is_told(host: Hosts) -> None:
+    echo = host.start("echo", [()] * host.size, what="echo")
+    heard: list[tuple[int, Any]] = []
+    for rank, item in echo.items():
+        heard.append((rank, item))
+        echo.tell(rank, {"ready": ["a", rank], "a": None}.get(item if isinstance(item, str) else item[0]))
+    assert sorted(heard, key=str) == sorted([(rank, item) for rank in range(host.size) for item in ("ready", ["a", rank])], key=str)
+    assert echo.results() == list(range(host.size))
+    assert call(host, "idle", 0.0) == [[]] * host.size
+
+
+@pytest.mark.parametrize("method", ["count", "echo"])
+def test_closing_the_items_closes_the_generator(host: Hosts, method: str) -> None:
+    endless = host.start(method, [(10**9,) if method == "count" else ()] * host.size, what="endless")
+    items = endless.items()
+    begun: set[int] = set()
+    while len(begun) < host.size:
+        begun.add(next(items)[0])
+    items.close()
+    assert all(f"{method} ended" in log[-1] for log in call(host, "read_log"))
+    with pytest.raises(RuntimeError, match="endless has no results"):
+        endless.results()
+
+
+def test_an_exception_among_the_items_closes_the_generator(host: Hosts) -> None:
+    def read() -> None:
+        for _ in host.start("echo", [()] * host.size, what="echo").items():
+            raise KeyboardInterrupt
+
+    call(host, "read_log")
+    with pytest.raises(KeyboardInterrupt):
+        read()
+    assert call(host, "add", 0) == list(range(host.size))
+
+
+def test_local_errors_are_raised_as_they_are() -> None:
+    local = Local(toy_worker.make(0))
+    failing = local.start("fail", [(0,)], what="fail")
+    with pytest.raises(KeyError):
+        failing.results()
+    with pytest.raises(RuntimeError, match="fail has no results"):
+        failing.results()
+    same = np.zeros(3)
+    assert call(local, "give_back", same)[0] is same
+    local.close()
+
+
+# -- processes -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_call_aside_runs_beside_another(pool: Processes) -> None:
+    before = pool.start("add", [(0,)] * SIZE, what="before")
+    aside = pool.start("open_gate", [()] * SIZE, what="aside", aside=True)
+    waiting = pool.start("wait_for_gate", [()] * SIZE, what="waiting")
+    assert waiting.results() == [True] * SIZE and aside.results() == [None] * SIZE and before.results() == [0, 1]
+
+
+def test_arrays_arrive_equal_and_are_counted(pool: Processes) -> None:
+    arrays = [np.random.default_rng(rank).integers(0, 256, 50_000_000, np.uint8) for rank in range(SIZE)]
+    sent, received = pool.sent_bytes, pool.received_bytes
+    returned = pool.start("give_back", [(array,) for array in arrays], what="arrays").results()
+    assert all(map(np.array_equal, arrays, returned))
+    assert all(100e6 < count < 100.01e6 for count in (pool.sent_bytes - sent, pool.received_bytes - received))
+
+
+@pytest.mark.parametrize("size", [0, 1, 16383, 16384, 3_000_000])
+def test_arrays_of_any_size_and_order(pool: Processes, size: int) -> None:
+    arrays = [np.arange(size, dtype=np.int32), np.arange(2 * size)[::2], *[np.ones(size // 1000)] * 1500]
+    for returned in call(pool, "give_back", arrays):
+        assert all(map(np.array_equal, arrays, returned))
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_an_array_is_writable_where_it_was(pool: Processes, size: int) -> None:
+    writable, frozen = np.zeros(size), np.zeros(size)
+    frozen.flags.writeable = False
+    assert pool.start("is_writable", [(writable,), (frozen,)], what="arrays").results() == [True, False]
+
+
+def test_processes_inherit_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY_INHERITED", "yes")
+    host = Processes(range(SIZE), "toy_worker:make_in_steps", environment={"OMP_NUM_THREADS": "3"})
+    with contextlib.closing(host):
+        assert call(host, "environment", "TOY_INHERITED") == ["yes", "yes"]
+        assert call(host, "environment", "OMP_NUM_THREADS") == ["3", "3"]
+        assert call(host, "environment", "FULLTILT_WORKER") == ["0", "1"]
+
+
+def test_only_the_end_of_the_output_is_kept(pool: Processes) -> None:
+    call(pool, "print_much", 17 * 2**20)
+    assert call(pool, "output_bytes") == [0, 0]
+
+
+def test_an_interrupted_wait_loses_nothing(pool: Processes) -> None:
+    waiting = pool.start("wait_for_gate", [()] * SIZE, what="waiting")
+    before = pool.start("add", [(5,)] * SIZE, what="before")
+    with raising_in_a_moment(), pytest.raises(KeyboardInterrupt):
+        call(pool, "add", 7)
+    assert pool.start("open_gate", [()] * SIZE, what="aside", aside=True).results() == [None] * SIZE
+    assert call(pool, "add", 1) == [1, 2]
+    assert waiting.results() == [True] * SIZE and before.results() == [5, 6]
+
+
+def test_a_wait_interrupted_among_items_cancels_the_call(pool: Processes) -> None:
+    echo = pool.start("echo", [()] * SIZE, what="echo")
+    with raising_in_a_moment(), pytest.raises(KeyboardInterrupt):
+        list(echo.items())
+    assert call(pool, "read_log")[0][-1] == "echo ended"
+
+
+@contextlib.contextmanager
+def raising_in_a_moment() -> Iterator[None]:
+    """Ctrl-C while the driver waits."""
+    timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    yield
+    timer.join()
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_user_keeps_its_text() -> None:
+    with workers() as host:
+        with pytest.raises(UserError, match=r"^the toy refuses: give it another number$") as caught:
+            call(host, "refuse", 1)
+        assert not isinstance(caught.value, WorkerError) and "in refuse" in str(caught.value.__cause__)
+        assert not any(map(alive, host.pids))
+        with pytest.raises(UserError, match=r"^the toy refuses"):  # nothing can be started any more
+            call(host, "add", 1)
+    with pytest.raises(UserError, match=r"^bad order$"):
+        Processes([0, "bad order"], "toy_worker:make")
+
+
+def test_another_error_names_worker_and_call() -> None:
+    with workers() as host:
+        with pytest.raises(
+            WorkerError, match=r"^worker 1 \(process \d+\) failed in passes \(fail\): KeyError: 'no such toy' \(.*"
+        ) as caught:
+            host.start("fail", [(1,)] * SIZE, what="passes").results()
+        assert re.search(r"\(toy_worker.py:\d+ in fail\). FULLTILT_TRACEBACK=1 shows its traceback$", str(caught.value))
+        assert 'raise KeyError("no such toy")' in caught.value.worker_traceback
+        assert caught.value.worker_traceback in str(caught.value.__cause__)
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error() -> None:
+    with workers() as host, pytest.raises(WorkerError, match=r"failed in unpicklable: .*pickle"):
+        call(host, "unpicklable")
+
+
+def test_arguments_that_cannot_be_pickled_start_nothing(pool: Processes) -> None:
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        call(pool, "add", lambda: None)
+    assert call(pool, "add", 1) == [1, 2]
+
+
+@pytest.mark.parametrize(("after", "named"), [(0.3, r"worker 1 .*the cause"), (20.0, r"worker 0 .*Connection closed by peer")])
+def test_the_cause_is_named_before_its_consequences(after: float, named: str) -> None:
+    with workers() as host, pytest.raises(WorkerError, match=named):
+        call(host, "fail_as_collective", 1, after)
+
+
+def test_a_worker_that_ends_is_named_with_its_last_output() -> None:
+    with workers() as host, pytest.raises(WorkerDied) as caught:
+        call(host, "exit", 1, 3)
+    output = "Its last output:\non standard output\non standard error"
+    assert str(caught.value) == f"worker 1 (process {host.pids[1]}) ended with exit code 3 during exit. {output}"
+
+
+def test_a_worker_that_is_killed_is_named_at_once() -> None:
+    with workers() as host:
+        waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
+        os.kill(host.pids[0], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"worker 0 .* was killed by signal 9 \(SIGKILL\) during waiting .*memory is used up"):
+            waiting.results()
+        assert time.monotonic() - began < 3
+
+
+def test_a_worker_is_killed_between_calls_or_while_it_answers() -> None:
+    with workers() as host:
+        threading.Timer(0.2, os.kill, (host.pids[1], signal.SIGKILL)).start()
+        with pytest.raises(WorkerDied, match="worker 1"):
+            while True:
+                list(host.start("count", [(100,)] * SIZE, what="count").items())
+
+
+def test_a_death_is_seen_though_a_process_holds_the_socket() -> None:
+    with workers() as host:
+        children = call(host, "leave_child")
+        os.kill(host.pids[0], signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="worker 0"):
+            call(host, "wait_for_gate")
+    eventually(lambda: not any(map(running, children)))
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_module_that_does_not_exist_is_named() -> None:
+    with pytest.raises(WorkerError, match=r"failed in loading \(no_such_toy:make\): ModuleNotFoundError"):
+        Processes([0], "no_such_toy:make")
+
+
+# -- silence -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_silent_worker_is_reported_with_its_stack_then_given_up() -> None:
+    told: list[str] = []
+    with workers(on_stall=told.append, stall_s=0.5, deadline_s=1.5) as host:
+        with pytest.raises(WorkerStuck, match=r"worker 1 .* has sent nothing for \d s during sleep_forever"):
+            call(host, "sleep_forever", 1)
+        assert not any(map(alive, host.pids))
+    (text,) = told
+    silent, idle, busy, *frames = text.splitlines()
+    assert re.fullmatch(r"worker 1 \(process \d+\) has sent nothing for [01] s during sleep_forever", silent)
+    assert re.fullmatch(r"worker 0 \(process \d+\): has nothing to do", idle)
+    assert re.fullmatch(r"worker 1 \(process \d+\): sleep_forever, at work", busy)
+    assert len(frames) == 1 and re.fullmatch(r" +toy_worker.py:\d+ in sleep_forever", frames[0])
+
+
+def test_a_worker_that_takes_no_message_is_given_up() -> None:
+    told: list[str] = []
+    with workers(on_stall=told.append, stall_s=0.3, deadline_s=0.9) as host:
+        begun = host.start("compute_forever", [()] * SIZE, what="computing").items()
+        assert {next(begun)[0], next(begun)[0]} == {0, 1}
+        time.sleep(0.3)
+        with pytest.raises(WorkerStuck, match="during sending"):
+            host.start("give_back", [(np.zeros(10_000_000),)] * SIZE, what="sending")
+    assert "computing (compute_forever), at work" in told[0] and re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
+
+
+def test_neither_progress_nor_waiting_for_another_is_silence() -> None:
+    told: list[str] = []
+    with workers(on_stall=told.append, stall_s=0.8) as host:
+        host.start("rest", [(rank,) for rank in range(SIZE)], what="rest").results()
+        assert not told
+        assert call(host, "idle", 1.4) == [[], []]  # nobody works: the driver forgets to tell
+        assert "waits for messages of the driver" in told[0]
+
+
+COLLECTIVE = """
+Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 324 in wait
+  File "/x/fulltilt/cluster/serve.py", line 88 in _read
+
+Current thread 0x00007f02 (most recent call first):
+  File "/x/torch/distributed/distributed_c10d.py", line 2806 in all_reduce
+  File "/x/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/x/fulltilt/training/optim.py", line 155 in step
+  File "/x/fulltilt/cluster/hosts.py", line 84 in produced
+  File "/x/fulltilt/cluster/serve.py", line 121 in _outcome
+"""
+
+
+def test_the_worker_for_which_the_others_wait_is_named() -> None:
+    frames = stacks.frames_of_calls(COLLECTIVE)
+    assert [frame.function for frame in frames] == ["all_reduce", "wrapper", "step"]
+    others = [stacks.Whereabouts(f"worker {rank}", "update", frames) for rank in (0, 2)]
+    late = stacks.Whereabouts("worker 1", "update", (stacks.StackFrame("toy.py", 3, "sleep"),))
+    text = stacks.report(["worker 0", "worker 2"], 46, "update-actor", [others[0], late, others[1]])
+    assert text.startswith(
+        "worker 0 and worker 2 have sent nothing for 46 s during update-actor\nworker 0: update, waits in the collective"
+    )
+    assert "operation all_reduce\n" in text
+    assert text.endswith("The others wait for worker 1, which is not in a collective operation")
+    assert "not in a collective" not in stacks.report(["worker 0"], 46, "update-actor", others)
+
+
+def test_a_deep_stack_shows_its_end_and_the_line_of_this_package() -> None:
+    deep = [stacks.StackFrame("/x/torch/nn/modules/module.py", line, "_call_impl") for line in range(20)]
+    ours = [stacks.StackFrame(f"/x/fulltilt/training/{name}.py", 3, name) for name in ("roles", "trainer")]
+    lines = str(stacks.Whereabouts("worker 0", "update", (*deep, *ours))).splitlines()
+    assert len(lines) == 2 + stacks.MOST_FRAMES and "roles.py:3" in lines[-1] and "module.py:5 in" in lines[-2]
+
+
+@pytest.mark.long
+def test_collectives_name_the_worker_that_is_absent_and_the_one_that_is_dead(tmp_path: Path) -> None:
+    told: list[str] = []
+    with workers(on_stall=told.append) as host:
+        call(host, "join", str(tmp_path / "store"), SIZE)
+        assert call(host, "reduce", -1) == [1.0, 1.0]
+        host.stall_s = 0.5
+        reducing = host.start("reduce", [(1,)] * SIZE, what="reducing")
+        threading.Timer(1.5, os.kill, (host.pids[1], signal.SIGKILL)).start()
+        with pytest.raises(WorkerDied, match="worker 1"):
+            reducing.results()
+    assert "worker 0 (process" in told[0] and "waits in the collective operation all_reduce" in told[0]
+    assert re.search(r"The others wait for worker 1 \(process \d+\), which is not in a collective operation$", told[0])
+
+
+# -- the end -------------------------------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import sys
+from fulltilt.cluster.processes import Processes
+host = Processes(range(2), "toy_worker:make")
+call = host.start({method!r}, [{args}] * 2, what="endless")
+print(*host.pids, flush=True)
+{then}
+"""
+
+
+def driver(tmp_path: Path, method: str, args: str, then: str = "call.results()") -> tuple[subprocess.Popen[str], list[int]]:
+    """A script without a main guard, and the workers that it has."""
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(method=method, args=args, then=then))
+    path = os.pathsep.join([str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)])
+    process = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdout
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+@pytest.mark.parametrize(("method", "args"), [("count", "(10**9,)"), ("wait_for_gate", "()")])
+def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path, method: str, args: str) -> None:
+    process, pids = driver(tmp_path, method, args)
+    assert len(pids) == 2 and all(map(running, pids))
+    with process:
+        process.kill()
+    eventually(lambda: not any(map(running, pids)), 3)
+
+
+def test_a_driver_that_forgets_to_close_ends_quietly(tmp_path: Path) -> None:
+    process, pids = driver(tmp_path, "read_log", "()", then="")
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (0, "", "") and not any(map(running, pids))
+
+
+def test_closing_leaves_nothing() -> None:
+    def held() -> tuple[list[str], int]:
+        return sorted(os.listdir("/proc/self/fd")), threading.active_count()
+
+    call_one = Processes([0], "toy_worker:make")
+    call_one.close()
+    before = held()
+    for end in ("idle", "busy", "died"):
+        with workers() as host:
+            if end == "busy":
+                host.start("wait_for_gate", [()] * SIZE, what="waiting")
+            if end == "died":
+                os.kill(host.pids[0], signal.SIGKILL)
+            began = time.monotonic()
+            host.close()
+            assert time.monotonic() - began < 5
+            host.close()
+        assert held() == before
+    with pytest.raises(RuntimeError, match="the workers were closed"):
+        call(call_one, "add", 1)
+
+
+def test_signals_to_stop_are_left_to_the_driver(pool: Processes) -> None:
+    for pid in pool.pids:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
+    assert call(pool, "add", 1) == [1, 2]
