@@ -217,7 +217,6 @@ class Processes:
         call = ProcessCall(self, next(self._numbers), method, what)
         messages: list[Envelope] = [(pack(Start(call.number, method, own, aside)), call) for own in args]
         assert len(messages) == self.size
-        self._calls[call.number] = call
         try:
             self._post(messages)
             self.wait(call, lambda: all(call.sent))  # until then the caller must not change its arrays
@@ -294,6 +293,8 @@ class Processes:
     def _send(self, child: Child) -> None:
         while packed := child.outbox.get():
             parts, call = packed
+            if call:  # not yet in `start`, which may be interrupted before the call is on its way
+                self._calls[call.number] = call
             try:
                 child.connection.send(parts)
             except OSError:  # the thread that receives notices the death
