@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -1214,7 +1215,7 @@ def test_a_function_that_misses_a_removed_variable_is_told(
 
 
 TRIES = """
-import os, resource, signal, subprocess, sys
+import fcntl, os, resource, signal, subprocess, sys
 def attempt(action):
     try:
         action()
@@ -1233,6 +1234,11 @@ def score(extra_info):
         "signal everyone": lambda: os.kill(-1, 0),
         "signal by pidfd": lambda: signal.pidfd_send_signal(os.open(f"/proc/{trainer}", os.O_RDONLY), 0),
         "limit": lambda: resource.prlimit(trainer, resource.RLIMIT_CPU, (10**6, 10**6)),
+        "limit by a later thread": lambda: resource.prlimit(extra_info["later"], resource.RLIMIT_CPU, (10**6, 10**6)),
+        "priority": lambda: os.setpriority(os.PRIO_PROCESS, trainer, 1),
+        "priority of its group": lambda: os.setpriority(os.PRIO_PGRP, os.getpgid(trainer), 1),
+        "priority of all": lambda: os.setpriority(os.PRIO_USER, os.getuid(), 1),
+        "lease": lambda: fcntl.fcntl(os.open(run + "/file", os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK),
         "cores": lambda: os.sched_setaffinity(trainer, os.sched_getaffinity(trainer)),
         "memory": lambda: open(f"/proc/{trainer}/mem", "r+b"),
         "environment": lambda: open(f"/proc/{trainer}/environ").read(),
@@ -1247,13 +1253,77 @@ def score(extra_info):
         "temporary files": lambda: __import__("tempfile").TemporaryFile(),
         "own processes": lambda: __import__("multiprocessing").get_context("fork").Process(target=abs, args=(1,)).start(),
         "own alarm": lambda: signal.alarm(0),
+        "own limit": lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CPU, (10**6, 10**6)),
+        "own priority": lambda: os.setpriority(os.PRIO_PROCESS, os.getpid(), 1),
     }.items()}}
 """
-ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm"}
+ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm", "own limit", "own priority"}
 FILES = {"write", "make", "remove", "move", "link", "memory", "environment"}
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")
+@contextlib.contextmanager
+def later_thread() -> Iterator[int]:
+    """The number of a thread that the trainer starts after its reward processes."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    assert thread.native_id is not None
+    yield thread.native_id
+    over.set()
+    thread.join()
+
+
+HEADERS = {"x86_64": ("x86_64-linux-gnu/asm/unistd_64.h", "asm/unistd_64.h"), "aarch64": ("asm-generic/unistd.h",)}
+
+
+@pytest.mark.parametrize(("place", "machine"), list(enumerate(HEADERS)))
+def test_the_numbers_of_system_calls_are_those_of_the_kernels_headers(place: int, machine: str) -> None:
+    found = [path for name in HEADERS[machine] if (path := Path("/usr/include", name)).is_file()]
+    if not found:
+        pytest.skip(f"there are no kernel headers for {machine} here")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", found[0].read_text()))
+    assert {name: str(both[place]) for name, both in confine.NUMBERS.items()} == {name: numbers.get(name) for name in confine.NUMBERS}
+
+
+NO_SECCOMP = pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")
+
+
+def refusals(protected: int, calls: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """The errors of system calls in a child that must leave the process alone, for a kernel without Landlock."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        confine.Confinement("", None, 0, True, (protected,)).take_on()
+        libc = ctypes.CDLL(None, use_errno=True)
+        found = {}
+        for name, arguments in calls.items():
+            number = confine.number_of(name.split()[0])
+            found[name] = ctypes.get_errno() if libc.syscall(number, *map(ctypes.c_long, arguments)) < 0 else 0
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with open(reader) as said:
+        return json.load(said)  # type: ignore[no-any-return]
+
+
+@NO_SECCOMP
+def test_every_system_call_on_the_list_is_refused_for_the_trainer_and_no_other() -> None:
+    trainer = os.getpid()
+
+    def calls(target: int) -> dict[str, tuple[int, ...]]:
+        by_process = {name: (*(0,) * place, target, 0, 0, 0, 0) for name, place in confine.BY_PROCESS.items()}
+        return {**by_process, "prlimit64": (target, 0, 0, 0), "tgkill": (target, target, 0), "ioprio_set": (1, target, 0)}
+
+    of_signals = {"fcntl 8": (0, 8, trainer), "fcntl 15": (0, 15, 0), "ioctl": (0, 0x8901, 0), "pidfd_send_signal": (0, 0, 0, 0)}
+    of_all = {"fcntl 1024": (0, 1024, 2), "setpriority of all": (2, 0, 0), "ioprio_set of all": (3, 0, 0)}
+    refused = refusals(trainer, {**calls(trainer), **of_signals, **of_all})
+    assert {name.split()[0] for name in refused} == confine.NUMBERS.keys() - {"seccomp"}
+    assert set(refused.values()) == {errno.EPERM}, refused
+    assert errno.EPERM not in refusals(trainer, calls(0)).values()
+
+
+@NO_SECCOMP
 @pytest.mark.parametrize("version", [None, 5, 1, 0])
 def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch, version: int | None
@@ -1269,7 +1339,8 @@ def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     beside.mkdir()
     (run / "file").write_text("good")
     pool = pool_of(write(tmp_path, TRIES), run_dir=run)
-    (score,) = pool.collect([group_of(["x"], extra={"run": str(run), "beside": str(beside)})])[0]
+    with later_thread() as later:
+        (score,) = pool.collect([group_of(["x"], extra={"run": str(run), "beside": str(beside), "later": later})])[0]
     assert score.error is None, score.error
     unprotected = set() if version is None or version >= 3 else {"truncate"} if version else {"truncate", *FILES}
     assert {name for name, done in score.parts.items() if done} - unprotected == ALLOWED
