@@ -1132,12 +1132,50 @@ def test_a_deadline_cancels_an_async_call_and_not_its_process(tmp_path: Path, po
 def test_an_async_call_that_takes_the_process_with_it_costs_no_other_call(
     tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch, bad: str, message: str
 ) -> None:
-    monkeypatch.setattr("fulltilt.reward.overlap.GRACE_S", 0.3)
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.3)
     pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=0.5)
     scores = pool.collect([group_of(["1", "2", bad, "3", "4"])])[0]
     assert values(scores) == [1.0, 2.0, 0.0, 3.0, 4.0]
     assert scores[2].error is not None and message in scores[2].error
     assert pool.stats().failed == 1 and values(pool.collect([group_of(["5"], 1)])[0]) == [5.0]
+
+
+BLOCKING = """
+    import asyncio, time
+    async def wait(seconds):
+        time.sleep(seconds)
+    async def score(solution_str):
+        await asyncio.sleep(0)  # so that others have begun too
+        seconds = float(solution_str)
+        await asyncio.gather(asyncio.sleep(0), wait(seconds))  # a task of the call's own
+        return seconds
+    """
+
+
+def test_a_call_that_blocks_the_event_loop_is_named_and_the_others_are_not_tried_alone(
+    tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 60.0)  # which must not pass
+    began = time.monotonic()
+    pool = pool_of(write(tmp_path, BLOCKING), run_dir=tmp_path / "run", timeout_s=1.0)
+    scores = pool.collect([group_of(["0.01", "600", *["0.02"] * 6])])[0]
+    assert values(scores) == [0.01, 0.0, *[0.02] * 6] and time.monotonic() - began < 20
+    said = scores[1].error
+    assert said is not None and "blocked its event loop and ran past its deadline of 1 s (reward.timeout_s). Use an async client" in said
+    assert "time.sleep(seconds)" in json.loads((tmp_path / "run" / ERRORS_FILE).read_text())["detail"]
+    assert (pool.stats().timeouts, pool.stats().failed) == (1, 1) and pool.take_notes() == []
+
+
+def test_calls_that_block_the_event_loop_for_a_while_have_their_own_deadlines(
+    tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take longer than a call may."""
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.5)
+    pool = pool_of(write(tmp_path, "import time\nasync def score(): time.sleep(1.3); return 1"), timeout_s=1.6)
+    assert values(pool.collect([group_of(["x"] * 3)])[0]) == [1.0] * 3
+    assert (pool.stats().failed, pool.stats().retries) == (0, 0)
+    (note,) = pool.take_notes()
+    assert "mine.py:score blocks its event loop" in note and pool.take_notes() == []
 
 
 def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:

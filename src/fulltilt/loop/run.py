@@ -145,6 +145,8 @@ class Run:
         reward_stats = parts.reward.stats().since(before)
         if reward_stats.failed:
             self.console.warn(f"step {step}: {reward_stats}")
+        for note in parts.reward.take_notes():
+            self.console.warn(note)
         groups, scores = [entry.group for entry in filled.sampled], [entry.scores for entry in filled.sampled]
         response, total = measure.count_tokens(groups)
         excluded = sum(len(entry.group.samples) for entry in filled.kept) - len(rows)

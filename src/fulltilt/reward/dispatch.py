@@ -37,6 +37,7 @@ from fulltilt.user_code import UserCode, UserCodeError
 START_TRIES = 3
 MOST_CALLS_AT_ONCE = 32
 ASYNC_CALLS_AT_ONCE = 32  # the value that `reward.concurrency = "auto"` stands for
+GRACE_S = 5.0  # from its deadline until an asynchronous call that was cancelled must have ended
 # How much work a worker gets at once, estimated by the mean time of a call so far. With less, the threads are busy; with more, cores idle
 # at the end.
 HANDOUT_S = 0.02
@@ -98,7 +99,8 @@ class Dispatcher:
                 if self.confinement.ruleset is not None:
                     held.callback(os.close, self.confinement.ruleset)
             memory = int(self._config.memory_gb * 2**30)
-            self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), memory, self._config.timeout_s, self.confinement))
+            limits = (memory, self._config.timeout_s, GRACE_S)
+            self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), *limits, self.confinement))
             self._held = held.pop_all()
 
     @property
@@ -224,7 +226,7 @@ class Dispatcher:
 
     def _use_at_once(self, process: WorkerProcess) -> None:
         limit = ASYNC_CALLS_AT_ONCE if self._config.concurrency == "auto" else self._config.concurrency
-        Overlap(process, self._async_calls, limit, self._config.timeout_s, self._end).run()
+        Overlap(process, self._async_calls, limit, self._config.timeout_s, GRACE_S, self._end).run()
 
     def _end(self, call: RewardCall, outcome: Outcome) -> None:
         """One try of a call has ended."""
