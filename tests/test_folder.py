@@ -277,6 +277,29 @@ def test_a_folder_that_goes_away_stops_the_run(folder: Path, how: int) -> None:
         assert "resuming from step" in resumed.said
 
 
+def test_modes_that_keep_a_run_from_writing_are_restored(tmp_path: Path) -> None:
+    with open_run_folder(tmp_path / "run", new=True) as opened:
+        step = tmp_path / "run" / "checkpoints" / "step-00000001"
+        step.mkdir(parents=True)
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        (tmp_path / "run" / "notes").touch(mode=0o400)  # a user's own
+        hidden = [tmp_path / "run" / name for name in (".fulltilt", "metrics.jsonl", "checkpoints/step-00000001", "checkpoints", ".")]
+        for path in hidden:
+            path.chmod(0)
+        with pytest.warns(RunWarning, match=r"the mode of .*/run, .*metrics\.jsonl.* was changed during the run and has been restored"):
+            opened.require_in_place()
+        assert all(os.stat(path).st_mode & 0o600 == 0o600 for path in hidden) and step.stat().st_mode & 0o100
+        assert (tmp_path / "run" / "notes").stat().st_mode & 0o777 == 0o400
+
+
+@pytest.mark.long
+def test_a_run_goes_on_where_a_reward_changes_the_modes_of_its_folder(folder: Path) -> None:
+    (folder / "reward.py").write_text("import os\ndef score(solution_str):\n    os.chmod('run', 0)\n    return len(solution_str) / 16\n")
+    with pytest.warns(RunWarning, match="the mode of run was changed during the run and has been restored"):
+        runs.train(folder, *QUICK)
+    assert (folder / "run").stat().st_mode & 0o700 == 0o700
+
+
 # ---- damaged and foreign files in a run's folder
 
 

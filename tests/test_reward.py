@@ -1292,7 +1292,7 @@ def score(extra_info):
         "own processes": lambda: __import__("multiprocessing").get_context("fork").Process(target=abs, args=(1,)).start(),
         "own alarm": lambda: signal.alarm(0),
         "own limit": lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CPU, (10**6, 10**6)),
-        "own priority": lambda: os.setpriority(os.PRIO_PROCESS, os.getpid(), 1),
+        "own priority": lambda: os.setpriority(os.PRIO_PROCESS, os.getpid(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + 1)),
     }.items()}}
 """
 ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm", "own limit", "own priority"}
@@ -1386,6 +1386,49 @@ def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     later = "signal threads that the trainer starts later"
     words = {5: (later,), 1: ("truncate files in run.dir", later), 0: ("write into run.dir and into the trainer's memory", later)}
     assert pool.lacking == (words[version] if version is not None else () if actual >= 6 else (later,))
+
+
+NOBODY = 65534
+
+
+def become_unprivileged() -> None:
+    """The user of this process is nobody from now on. It may read what root may: the interpreter may be in root's home."""
+    libc, read_all = ctypes.CDLL(None, use_errno=True), 1 << 2  # CAP_DAC_READ_SEARCH
+    libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(read_all, read_all, read_all)) == 0
+    assert libc.prctl(47, 2, 2, 0, 0) == 0  # PR_CAP_AMBIENT: the reward processes may too
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: a process that has changed its user is protected otherwise
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(confine.landlock_version() < 6 or not confine.has_seccomp(), reason="this kernel lacks some of the sandbox")
+def test_the_sandbox_holds_for_an_unprivileged_user(tmp_path: Path) -> None:
+    run, beside = tmp_path / "runs" / "run", tmp_path / "beside"
+    for folder in (run, beside):
+        folder.mkdir(parents=True)
+        os.chown(folder, NOBODY, NOBODY)
+    (run / "file").write_text("good")
+    os.chown(run / "file", NOBODY, NOBODY)
+    name = write(tmp_path, TRIES)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException), open(writer, "w") as said:
+            become_unprivileged()
+            with contextlib.closing(RewardPool(RewardConfig(function=name, workers=1), run)) as pool:
+                group = group_of(["x"], extra={"run": str(run), "beside": str(beside), "later": threading.get_native_id()})
+                ((score,),) = pool.collect([group])
+                json.dump({"error": score.error, "lacking": pool.lacking, **score.parts}, said)
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        found = json.load(said)
+    os.waitpid(pid, 0)
+    assert (found.pop("error"), found.pop("lacking")) == (None, [])
+    assert {name for name, done in found.items() if done} == ALLOWED and (run / "file").read_text() == "good"
 
 
 @pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")

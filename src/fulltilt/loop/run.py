@@ -221,6 +221,7 @@ class Run:
         with self._phase("reward"):
             judge = partial(self._annotate, "reward_model", "values")
             scores = score_groups(self.parts, self.console, self.config, groups, judge)
+        self._require_folder()  # reward functions can change its modes
         return list(zip(groups, scores, strict=True))
 
     def _baselines(self, kept: Sequence[ScoredGroup]) -> list[Score]:
