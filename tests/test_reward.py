@@ -820,6 +820,18 @@ def test_files_that_the_system_refuses_for_a_while_cost_nothing(
     assert not refusals and pool.stats().failed == pool.stats().crashes == 1
 
 
+def test_a_call_that_needs_a_new_process_does_not_wait_for_ever(tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process lives, but the call must be tried in a fresh one."""
+    monkeypatch.setattr("fulltilt.reward.dispatch.NEEDED_START_TRIES", 2)
+    source = "import os, time\ndef score(solution_str): return time.sleep(0.15) or 1.0 if solution_str == 'good' else os._exit(3)"
+    pool = pool_of(write(tmp_path, source))
+    while not all(process.used for process in pool._dispatcher._processes) or len(pool._dispatcher._processes) < 2:
+        pool.collect([group_of(["good"] * 4)])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=r"a reward process could not be started: .*missing"):
+        pool.collect([group_of(["bad"], 1)])
+
+
 def test_counts_in_words() -> None:
     assert str(RewardStats(4)) == "4 reward calls, none failed"
     assert str(RewardStats(4, timeouts=1, last="late")) == "1 of 4 reward calls failed (1 ran out of time); last: late"
@@ -1178,6 +1190,23 @@ def test_calls_that_block_the_event_loop_for_a_while_have_their_own_deadlines(
     assert "mine.py:score blocks its event loop" in note and pool.take_notes() == []
 
 
+def test_an_async_process_that_dies_before_a_call_costs_nothing(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of(write(tmp_path, "async def score(): return 1"))
+    (process,) = pool._dispatcher._processes
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert pool.collect([group_of(["x"])])[0] == [Score(1.0)]
+
+
+def test_a_pool_closes_while_a_process_takes_no_calls(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of(write(tmp_path, "import time\nasync def score(): time.sleep(600)"), timeout_s=600.0)
+    pool.submit(group_of(["x"]))
+    pool.submit(group_of(["x" * 2**23], 1))
+    time.sleep(0.3)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 5
+
+
 def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:
     with pytest.raises(UserError, match=r"reward\.concurrency has no effect: no reward function is async"):
         pool_of("gsm8k", concurrency=8)
@@ -1386,6 +1415,14 @@ def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     later = "signal threads that the trainer starts later"
     words = {5: (later,), 1: ("truncate files in run.dir", later), 0: ("write into run.dir and into the trainer's memory", later)}
     assert pool.lacking == (words[version] if version is not None else () if actual >= 6 else (later,))
+
+
+@NO_SECCOMP
+def test_a_guard_that_was_killed_keeps_no_process_from_starting(bad_file: Path, pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(f"{bad_file}:score", run_dir=tmp_path / "run")
+    pool._dispatcher._guard._process.kill()
+    pool._dispatcher._guard._process.wait()
+    assert values(pool.collect([group_of(["_exit|1", *(f"|{n}" for n in range(4))])])[0]) == [0.0, 0.0, 1.0, 2.0, 3.0]
 
 
 NOBODY = 65534

@@ -104,9 +104,12 @@ class Confinement:
 
     def _protected(self) -> list[int]:
         """Arguments that name the processes: their threads, their process groups, and everyone."""
-        threads = [int(name) for pid in self.pids for name in os.listdir(f"/proc/{pid}/task")]
-        groups = {os.getpgid(pid) for pid in self.pids}  # positive where an argument before says that it is a group
-        return [*threads[:_MOST_THREADS], *groups, *(-group for group in groups), -1]
+        found = [-1]
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # the guard may have been killed
+                group = os.getpgid(pid)
+                found += [group, -group, *map(int, os.listdir(f"/proc/{pid}/task"))]  # `setpriority` has groups as positive numbers
+        return found[:_MOST_THREADS]
 
     def explain(self, error: BaseException) -> str:
         """What to add to the message of a call that was refused a file, or may have been."""

@@ -6,7 +6,7 @@ Calls enter by `put`, from any thread; each leaves exactly once through `done`, 
   its outcome does not depend on those others;
 - a failed call is tried again `reward.retries` times, after a while;
 - there are never more processes than calls have been waiting, beyond one per core; asynchronous functions have one process (`overlap`);
-- if processes fail to start three times in a row and none is alive, the error says why.
+- if processes fail to start three times in a row and none is alive, or twenty times while a call waits for a new one, the error says why.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCode, UserCodeError
 
 START_TRIES = 3
+NEEDED_START_TRIES = 20  # while other processes live, which cannot take the call that waits
 MOST_CALLS_AT_ONCE = 32
 ASYNC_CALLS_AT_ONCE = 32  # the value that `reward.concurrency = "auto"` stands for
 GRACE_S = 5.0  # from its deadline until an asynchronous call that was cancelled must have ended
@@ -165,7 +166,7 @@ class Dispatcher:
                         else:
                             again = self._use(process, again)
                 except StartFailed as failure:
-                    self._wait_after(failure)
+                    self._wait_after(failure, needed=bool(again) or (first and any(self.asynchronous)))
         except BaseException as error:
             self._stop()
             self._failed(error)
@@ -198,12 +199,13 @@ class Dispatcher:
         except UserError as error:
             raise UserError(f"{error}{self.note_on(str(error), *range(len(self._located)))}") from None
 
-    def _wait_after(self, failure: StartFailed) -> None:
+    def _wait_after(self, failure: StartFailed, *, needed: bool) -> None:
         if self._closing.is_set():
             return
         with self._changed:
             self._failed_starts += 1
-            if self._failed_starts >= START_TRIES and not any(process.loaded for process in self._processes):
+            others = any(process.loaded for process in self._processes)
+            if self._failed_starts >= (START_TRIES if not others else NEEDED_START_TRIES if needed else math.inf):
                 raise failure
         self._closing.wait(min(5.0, 0.1 * 2 ** min(self._failed_starts, 6)))
 

@@ -122,7 +122,8 @@ class Overlap:
         begun = [flight for flight in self._flying.values() if flight.begun]
         suspects = begun or list(self._flying.values())
         self._queue.put_back([flight.call for flight in self._flying.values() if flight not in suspects])
-        if len(suspects) == 1 and (outcome.failure == "timeout" or not self._process.used):
+        certain = len(suspects) == 1 and (suspects[0].call.alone or begun)
+        if certain and (outcome.failure == "timeout" or not self._process.used):
             self._end(suspects[0].call, outcome)
         else:
             self._queue.put_back([flight.again(alone=True) for flight in suspects])

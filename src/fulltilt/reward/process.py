@@ -198,9 +198,9 @@ class WorkerProcess:
         return self._receive(EVENT, seconds)
 
     def interrupt(self) -> None:
-        """Called from another thread: the thread that waits for this process finds the connection closed."""
+        """Called from another thread: the thread that waits for this process, or hands it calls, finds the connection closed."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
         """Ends the process, its group and what left its group."""
