@@ -1182,9 +1182,9 @@ def test_calls_that_block_the_event_loop_for_a_while_have_their_own_deadlines(
     tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Together they take longer than a call may."""
-    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.5)
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.2)
     pool = pool_of(write(tmp_path, "import time\nasync def score(): time.sleep(1.3); return 1"), timeout_s=1.6)
-    assert values(pool.collect([group_of(["x"] * 3)])[0]) == [1.0] * 3
+    assert values(pool.collect([group_of(["x"] * 2)])[0]) == [1.0] * 2
     assert (pool.stats().failed, pool.stats().retries) == (0, 0)
     (note,) = pool.take_notes()
     assert "mine.py:score blocks its event loop" in note and pool.take_notes() == []

@@ -86,7 +86,7 @@ class RunningCall:
     request: Request
     began: float
     blocks: bool = False
-    answered: bool = False  # although it continues
+    answered: bool = False  # although it, or a task that it started, may continue
 
 
 class _Tail(io.RawIOBase):
@@ -225,18 +225,16 @@ class RewardWorker:
             if call is None or seen * WATCH_S < BLOCKED_S:
                 continue
             call.blocks = True
-            if time.perf_counter() - call.began > self._setup.timeout_s:
-                self._answer_for(call)
+            if not call.answered and time.perf_counter() - call.began > self._setup.timeout_s:
+                stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0], limit=-20)
+                message = f"blocked its event loop and {past_deadline(self._setup.timeout_s)}. Use an async client, or make it a plain def"
+                self._answer_for(call, blocks=True, message=message, detail="".join(stack)[-DETAIL_LENGTH:])
                 return
 
-    def _answer_for(self, call: RunningCall) -> None:
+    def _answer_for(self, call: RunningCall, **said: Any) -> None:
         """Past its deadline, for a call that does not end: it ignored being cancelled, or does not let the event loop cancel it."""
         call.answered = True
-        answer = self._timeout() | {"id": call.request.id, "seconds": time.perf_counter() - call.began, "ends_process": True}
-        if call.blocks:
-            stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0], limit=-20)
-            message = f"blocked its event loop and {answer['message']}. Use an async client, or make it a plain def"
-            answer |= {"blocks": True, "message": message, "detail": "".join(stack)[-DETAIL_LENGTH:]}
+        answer = self._timeout() | said | {"id": call.request.id, "seconds": time.perf_counter() - call.began, "ends_process": True}
         self._send(answer)
 
     def _timeout(self) -> dict[str, Any]:
@@ -274,6 +272,7 @@ class RewardWorker:
             answer = self._timeout()
         deaf.cancel()
         if not call.answered:
+            call.answered = True
             self._finish(request, answer | {"blocks": call.blocks}, call.began)
 
     def _finish(self, request: Request, answer: dict[str, Any], began: float) -> bool:
