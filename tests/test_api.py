@@ -278,7 +278,8 @@ def test_the_error_beneath_is_kept_as_text(small: dict[str, Any], monkeypatch: p
 
 
 def test_a_dataset_is_data(small: dict[str, Any]) -> None:
-    datasets = pytest.importorskip("datasets")
+    import datasets
+
     one = fulltilt.train(**{**small, "data": datasets.Dataset.from_list(ROWS), "steps": 1})
     other = fulltilt.train(**{**small, "run_dir": "other", "steps": 1})
     assert runs.without_clock(one.metrics) == runs.without_clock(other.metrics)
