@@ -144,20 +144,18 @@ def train(
         )  # fmt: skip
 
 
-def check_on_step(on_step: Any) -> None:
-    what = "Give a function of the step's number and its metrics: def on_step(step, metrics)"
+def check_on_step(on_step: OnStep | None) -> None:
     if on_step is None:
         return
-    if not callable(on_step):
-        raise UserError(f"on_step: is of type {type(on_step).__name__}. {what}")
-    if inspect.iscoroutinefunction(on_step):
-        raise UserError(f"on_step: is an async function, which nothing would await. {what}")
+    wrong = "it is an async function, which nothing would await" if inspect.iscoroutinefunction(on_step) else ""
     try:
         inspect.signature(on_step).bind(1, {})
-    except TypeError as error:
-        raise UserError(f"on_step: cannot be called with two arguments: {error}. {what}") from None
+    except TypeError as error:  # it is no function, or it has other parameters
+        wrong = str(error)
     except ValueError:  # nothing is known of the parameters of some functions that are not written in Python
         pass
+    if wrong:
+        raise UserError(f"on_step: {wrong}. Give a function of the step's number and its metrics: def on_step(step, metrics)")
 
 
 @freeing_memory
