@@ -132,7 +132,7 @@ def test_knobs_explains_every_key(tmp_path: Path) -> None:
     told = runs.command_here(tmp_path, "knobs", "--all", "Learning_Rate").out  # by TRL's name
     assert told == (
         "train.lr\n  meaning: Peak learning rate of AdamW.\n  values: a number greater than 0 and at most 1000\n  default: 1e-06\n"
-        "  verl or TRL: learning_rate\n"
+        "  other systems: learning_rate\n"
     )
     ratio = runs.command_here(tmp_path, "knobs", "min_lr_ratio", "--all").out
     assert '  to have an effect: set train.schedule to "linear" or "cosine"' in ratio

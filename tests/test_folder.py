@@ -449,8 +449,9 @@ def test_other_metrics_are_compared_where_a_checkpoint_is_saved(folder: Path) ->
     ("options", "words"),
     [
         (("run.keep_best=critic/scores/mean",), "step 1 has no metric critic/scores/mean. Similar: critic/score/mean"),
-        (("run.keep_best=val/rewards/mean", "run.eval_every=1"), "step 1 has no metric val/rewards/mean. Similar: val/reward/mean"),
-        (("run.keep_best=val/rewards/mean", "run.eval_every=1", "run.eval_before=true"), "step 0 has no metric val/rewards/mean"),
+        (("run.keep_best=val-core/sums/x", "run.eval_every=1", "run.eval_before=true"), "step 0 has no metric val-core/sums/x"),
+        (("run.keep_best=val/rewards/mean", "run.eval_every=1"), 'no metric "val/rewards/mean". Use val/reward/mean, val/prompts, '),
+        (("run.keep_best=-val/loss", "run.eval_every=1"), 'validations of this run have no metric "val/loss". Use val/reward/mean, '),
         (("run.keep_best=val/reward/mean",), "is a metric of validation, and run.eval_every is 0"),
         (("run.keep_best=critic/score/mean", "run.save_every=0"), "run.save_every is 0"),
     ],
@@ -460,6 +461,13 @@ def test_a_best_that_has_no_values_is_an_error(folder: Path, options: tuple[str,
     assert ended.code == 2 and words in ended.error, ended.error
     if "step 1" in words:
         assert list(runs.checkpoints(folder)) == [1]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+def test_a_folder_that_no_user_can_make_is_found_by_the_check(folder: Path) -> None:
+    """Root may write there by its modes, but there is nothing to be made."""
+    ended = runs.command_here(folder, "train", "run.toml", "run.dir=/proc/fulltilt", "--check")
+    assert ended.code == 2 and "run.dir: /proc/fulltilt cannot be made: /proc is not a folder that can be written (" in ended.error
 
 
 def fill_folder(folder: Path, beside: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
     except FileNotFoundError:
         inside = []
         parent = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
-        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-            raise UserError(f"{key}: {folder} cannot be made: {parent} is not a folder that can be written. Use another folder") from None
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=marker, dir=parent))  # modes say nothing about /proc, nor about a file system without room
+        except OSError as error:
+            why = f"{parent} is not a folder that can be written ({error.strerror})"
+            raise UserError(f"{key}: {folder} cannot be made: {why}. Use another folder") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         raise UserError(f"{key}: {folder} cannot be used: {getattr(error, 'strerror', error)}. Use another folder") from None
     if marker == RUN_MARKER and marker not in inside and any(folder.glob("checkpoints/step-*/manifest.json")):

@@ -38,7 +38,7 @@ from fulltilt.plan import Budgets
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
-from fulltilt.schema import Config, keys, rewards_named, row_of, to_toml, value_of
+from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, to_toml, value_of
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
 from fulltilt.words import joined
@@ -158,7 +158,7 @@ def find_checkpoint(
     state = read_state(found)
     saved, now = state.config, configuration.snapshot(config)
     changed = configuration.differences(saved, now)
-    values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key])})" for key in changed)
+    values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key], 'other rows given from Python')})" for key in changed)
     if changed:
         remedy = "Use another run.dir for a new run, give the old values to resume, or set run.resume = force to resume with the new ones"
         require_force(config, console, f"{where} that was started with other values of {values}. {remedy}", f"these keys changed: {values}")
@@ -197,8 +197,9 @@ def file_digests(config: Config) -> dict[str, str]:
     return dict(sorted((found | {code.name: code.digest for code in functions if code.source}).items()))
 
 
-def shown(value: Any) -> str:
-    return "left out" if value is None else json.dumps(value)
+def shown(value: Any, rows: str = "rows given from Python") -> str:
+    """A key's value; `rows`: what to call those that are in memory."""
+    return "left out" if value is None else rows if isinstance(value, str) and value.startswith(MEMORY) else json.dumps(value)
 
 
 def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: list[str], console: Console) -> dict[str, int] | None:
