@@ -26,9 +26,9 @@ from fulltilt.cluster.worker import SURPLUS_TENSORS, Reading, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
+from fulltilt.interrupts import hangup_restored
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
-from fulltilt.loop.interrupts import hangup_restored
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
