@@ -307,17 +307,19 @@ def test_a_disk_that_fills_up_during_the_run(folder: Path) -> None:
 
 
 def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:
-    """While a run is opened nothing but Python itself watches for signals."""
+    """While a run is opened nothing but Python itself watches for signals, and in a destructor it drops what it raises."""
     # The handler is Python's own. Where this suite runs in the background of a shell, its processes begin with the signal ignored.
     script = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from fulltilt import cli, config; "
-        "config.parse = lambda *a, **k: signal.raise_signal(signal.SIGINT); cli.main()"
+        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler); from fulltilt import cli, config; "
+        "dying = type('Dying', (), {'__del__': lambda self: signal.raise_signal(signal.SIGINT)}); "
+        "config.parse = lambda *a, **k: dying() is None or time.sleep(60); cli.main()"
     )
     ended = subprocess.run(
         [sys.executable, "-c", script, "train", "run.toml"],
         cwd=folder, env=runs.environment(), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert (ended.returncode, ended.stdout, ended.stderr.splitlines()[-1]) == (130, "", "stopped")
+    assert "ignored" not in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_the_exceptions_behind_a_refusal_are_shown_where_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

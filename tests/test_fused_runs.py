@@ -330,6 +330,19 @@ def test_a_failure_leaves_nothing_behind(model_folders: ModelFolders, monkeypatc
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(("failing", "kind"), [("ours", TypeError), ("memory", RuntimeError)])
+def test_what_no_model_is_to_blame_for_is_passed_on(
+    model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, with_triton: None, failing: str, kind: type[Exception]
+) -> None:
+    """Told as a reason not to fuse, a bug would stay hidden for ever. `ours`: our function is called with another one's arguments."""
+    replaced = fuse_file.gated if failing == "ours" else lambda *_: torch.empty(2**60)
+    monkeypatch.setattr(fuse_file, "rotary", replaced)
+    model = model_of(model_folders("llama"))
+    with pytest.raises(kind):
+        fusing("auto").fuse("actor", model)
+    assert check_fused(model).left_alone == "fuse was not called"
+
+
 # -- graphs and the cache ----------------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Folders and files that commands write to: only their own, empty ones and new ones.
+"""Folders and files that commands write to: only their own, empty ones and new ones. Files that are read: what may lie in their place.
 
 Enters: a path that a user gave, before anything is written there. Leaves: nothing, or a UserError that says what is there. Guaranteed:
 nothing of another program's is written over or deleted. A folder belongs to a command if it holds that command's marker.
@@ -53,6 +53,16 @@ def without_waiting(path: str, flags: int) -> int:
 def read_file(path: Path) -> bytes:
     with open(path, "rb", opener=without_waiting) as stream:
         return stream.read()
+
+
+def substitute_in(start: bytes) -> tuple[str, str] | None:
+    """What lies in place of a file that was never downloaded, by its first bytes, and the remedy; None: it may be the file itself."""
+    begins = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if begins.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, not the file itself", "Run `git lfs pull` in that folder"
+    if begins.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+        return "it is a web page, not the file itself", "Download or copy it again"
+    return None
 
 
 def refuse_foreign_json(file: Path, key: str, option: str) -> None:

@@ -24,12 +24,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
-from fulltilt.words import either, printable, shortened
+from fulltilt.words import either, first_line, printable, shortened
 
 MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -147,6 +147,14 @@ def row_of(key: FieldInfo) -> KeyRow:
     extra = key.json_schema_extra
     found = extra.get("row") if isinstance(extra, dict) else None
     return found if isinstance(found, KeyRow) else KeyRow()
+
+
+def why_invalid(error: Exception) -> str:
+    """What is wrong with a document that someone else has written, in one line. Example: `cursor.epoch: Field required`."""
+    if not isinstance(error, ValidationError):
+        return first_line(error)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 class Section(BaseModel):

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt
 
 from fulltilt import config as configuration
 from fulltilt import user_code
@@ -26,9 +26,9 @@ from fulltilt.cluster.worker import SURPLUS_TENSORS, Reading, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
+from fulltilt.interrupts import hangup_restored
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
-from fulltilt.loop.interrupts import hangup_restored
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
@@ -38,7 +38,7 @@ from fulltilt.plan import Budgets
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
-from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, to_toml, value_of
+from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, to_toml, value_of, why_invalid
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
 from fulltilt.words import joined
@@ -75,9 +75,7 @@ def read_state(found: Checkpoint) -> SavedState:
     try:
         return SavedState.model_validate(found.state())
     except (ValueError, RecursionError) as error:
-        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
-        raise edited(found, why) from None
+        raise edited(found, why_invalid(error)) from None
 
 
 def edited(found: Checkpoint, why: object) -> UserError:

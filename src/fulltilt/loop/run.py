@@ -25,9 +25,9 @@ from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
+from fulltilt.interrupts import Interrupted, Interrupts
 from fulltilt.loop.experience import make_rows, sample_groups, score_groups, shaped_reward, training_sampling, validate
 from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
-from fulltilt.loop.interrupts import Interrupted, Interrupts
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
