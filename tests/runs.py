@@ -234,6 +234,17 @@ def command_forked(folder: Path, *arguments: str, first: Callable[[], object] = 
     return Ended(process.returncode, out, (folder / "said.txt").read_text())
 
 
+def _execute(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
+    sys.stdout.flush()
+    sys.exit()
+
+
+def code_forked(folder: Path, code: str, *arguments: str) -> Ended:
+    """A program in a process of its own that need not import torch, run to its end."""
+    return command_forked(folder, *arguments, first=functools.partial(_execute, code))
+
+
 # -- in this process --------------------------------------------------------------------------------------------------------------------
 
 
