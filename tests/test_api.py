@@ -91,6 +91,7 @@ def test_runs_of_one_process_and_of_the_command_line_are_the_same_to_the_bit(tmp
         runs.assert_equal_runs(folder, command)
 
 
+@pytest.mark.usefixtures("garbage")
 def test_nothing_of_a_run_stays_in_memory(small: dict[str, Any]) -> None:
     def tensors() -> int:
         return sum(type(found) is torch.nn.Parameter for found in gc.get_objects())

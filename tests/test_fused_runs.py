@@ -123,7 +123,7 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
     torch.manual_seed(4)
     AutoModelForSequenceClassification.from_config(LlamaConfig(**models.SMALL, num_labels=1)).save_pretrained(judge)
     models.tokenizer().save_pretrained(judge)
-    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 2\n", ""))
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 1\n", ""))
     options = ("algorithm.name=ppo", "reward.function=reward_model", f"reward_model.path={judge}")
     with parts_of(folder, FUSED, *options) as (_, parts):
         assert (
