@@ -248,7 +248,7 @@ def judge(tmp_path: Path) -> Path:
 
 def test_a_template_that_no_prompt_goes_through_is_refused_and_evaluation_need_not_use_it(folder: Path, judge: Path) -> None:
     (folder / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}~{% endfor %}")
-    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 2\n", ""))
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 1\n", ""))
     options = ("reward.function=reward_model", f"reward_model.path={judge}", "reward_model.chat_template=template.jinja")
     assert refused(folder, *options).startswith("reward_model.chat_template: every prompt is a plain string")
     asked = [{"role": "user", "content": "2+3?"}]
