@@ -83,7 +83,7 @@ class Optimizer:
         self._parameters = trained(model)
         self._ranks, self._layouts = ranks, lay_out(self._parameters, ranks.size)
         self._memories: list[torch.Tensor] = []
-        if ranks.size > 1:  # all parameters of a type in one memory, so that workers exchange them where they are
+        if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
             self._memories = [move_into(layout, self._parameters) for layout in self._layouts.values()]
             rejoin(model)
         self._own = {name: layout.own(name, ranks.rank) for layout in self._layouts.values() for name in layout.places}
@@ -125,7 +125,7 @@ class Optimizer:
         if self._gradients:
             return
         for dtype, layout in self._layouts.items():
-            if low(dtype) or self._ranks.size > 1:
+            if low(dtype) or not self._ranks.alone:
                 wide = torch.float32 if low(dtype) else dtype
                 self._gradients[dtype] = memory = torch.zeros(layout.total, dtype=wide, device=self._device)
                 for name, place in layout.places.items() if low(dtype) else ():
@@ -166,7 +166,7 @@ class Optimizer:
         gradient on any worker is left out, and so not updated."""
         found = {name: p.main_grad if is_low(p) else p.grad for name, p in self._parameters.items()}  # type: ignore[attr-defined]
         flats = {name: flat(like_parameter(gradient, self._parameters[name])) for name, gradient in found.items() if gradient is not None}
-        if self._ranks.size == 1:
+        if self._ranks.alone:
             return flats
         given = torch.tensor([name in flats for name in self._parameters], dtype=torch.float32, device=self._device)
         self._ranks.sum(given)
