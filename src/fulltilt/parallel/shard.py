@@ -65,7 +65,7 @@ def neighbours(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for names in storages.values():
         end = -1
         for name in sorted(names, key=lambda name: parameters[name].storage_offset()):
-            begin = parameters[name].storage_offset()
+            begin = int(parameters[name].storage_offset())
             if begin == end:
                 runs[-1].append(name)
             else:
