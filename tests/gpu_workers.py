@@ -46,7 +46,8 @@ def make(folder: Path, shape: str, **options: Any) -> Path:
 def train(folder: Path, name: str, *settings: str) -> dict[str, Any]:
     begin = time.perf_counter()
     command = [sys.executable, "-m", "fulltilt", "train", "run.toml", f"run.dir={name}", "run.save_every=0", *settings]
-    subprocess.run(command, cwd=folder, env={**os.environ, "NO_COLOR": "1"}, check=True, stdout=subprocess.DEVNULL)
+    environment = {**os.environ, "NO_COLOR": "1", "FULLTILT_SHARE_DEVICES": "1"}  # two workers on one GPU
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     found = {key: [round(line[key], 5) for line in lines if key in line] for key in SHOWN}
     print(folder.name, name, json.dumps(found), flush=True)
