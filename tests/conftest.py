@@ -23,8 +23,8 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, those with a time limit of their own, dealt out among the test processes: at the end, all cores but one
-    would wait for them. Tests that share the demo come last, when one process has run it; those that share a pool of workers come first, all
-    in one process of tests, so that there is one pool."""
+    would wait for them. Tests that share the demo come last, when one process has run it; those that share a pool of workers come first,
+    all in one process of tests, so that there is one pool."""
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         return "warm" in getattr(item, "fixturenames", ()), item.get_closest_marker("timeout") is None
