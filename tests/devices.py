@@ -1,6 +1,6 @@
 """Real workers in processes that stay, so that tests of several workers pay for the imports of a process once.
 
-A `Pool` starts four processes, which join torch.distributed with gloo. For each run, the first two, three or four of them make real workers
+A `Pool` starts four processes, which join torch.distributed with gloo. For each run, the first one to four of them make real workers
 by the code that a run uses, and drop them afterwards. The driver's side, from the configuration to the files of the run, is in the process
 of the test. Workers note the gradient of every optimizer step, as it is before it is clipped and applied.
 """
@@ -34,7 +34,7 @@ from fulltilt.cluster.worker import Worker
 from fulltilt.parallel.ranks import Ranks
 
 SIZE = 4
-SIZES = (2, 3, 4)
+SIZES = (1, 2, 3, 4)
 CPU = torch.device("cpu")
 
 Pieces = dict[str, tuple[int, np.ndarray]]  # by name: place of the first number, and numbers
@@ -223,7 +223,7 @@ class Pool:
         self._size, self._options = size, options
         self._processes: Processes | None = None
         self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
-        self._alone: Notes | None = None  # of the last single worker, in this process
+        self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
     @property
     def processes(self) -> Processes:
@@ -246,6 +246,7 @@ class Pool:
 
         def start(order: WorkerOrder, device: torch.device, size: int) -> Team:
             team = Team(self.processes, order, size)
+            self._alone = None
             if self.breaks:
                 self.processes.start("break_at", [self.breaks] * self._size, what="breaking").results()
             return team
@@ -264,7 +265,7 @@ class Pool:
         """Of the last run, which had so many workers."""
 
         def ask(name: str, *args: Any) -> list[Any]:
-            if workers > 1:
+            if self._alone is None:
                 return self.processes.start("note", [(name, args)] * self._size, what="notes").results()[:workers]
             found = getattr(self._alone, name)
             return [found(*args) if callable(found) else found]
