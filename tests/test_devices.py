@@ -377,14 +377,9 @@ def test_a_reward_model_and_validation_of_many_samples(pool_of_devices: Pool, mo
     config.num_labels = 1
     AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
     models.tokenizer().save_pretrained(judge)
-    settings = (
-        DOUBLE,
-        "run.steps=2",
-        "reward.function=model",
-        f"reward_model.path={judge}",
-        "eval.samples_per_prompt=3",
-        "run.eval_every=1",
-    )
+    rewards = ('reward.function={ "reward.py:score" = 1.0, reward_model = 0.5 }', f"reward_model.path={judge}")
+    sampled = ("eval.temperature=1.0", "eval.samples_per_prompt=3", "run.eval_every=1")
+    settings = (DOUBLE, "run.steps=2", *rewards, *sampled)
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     _, alone = pool_of_devices.train(expected, 1, *settings)
     assert_same_gradients(assert_same_run(pool_of_devices, folder, 3, expected, *settings), alone)
@@ -473,9 +468,9 @@ def left_of(mark: str) -> list[str]:
 
 
 @pytest.fixture
-def mark(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+def mark(pool_of_devices: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     """In the environment of every process that a test's commands start. None of them, and no shared memory, may be left."""
-    runs._loaded()  # the process from which commands are forked stays
+    assert runs._loaded() and pool_of_devices.processes  # these stay
     shared = set(os.listdir("/dev/shm"))
     found = f"FULLTILT_TEST={tmp_path}"
     monkeypatch.setenv(*found.split("="))
