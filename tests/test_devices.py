@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
 }
-SHORT = {("dense", 2), ("experts", 4), ("ppo", 4), ("lora", 2)}
+SHORT = {("dense", 2), ("experts", 4), ("ppo", 4)}
 
 
 def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
@@ -240,9 +240,19 @@ def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(pool_
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-9
 
 
-@pytest.mark.parametrize("workers", [2, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lora", [pytest.param("", id="all"), pytest.param("lora.rank=4", marks=pytest.mark.long, id="lora")])
+@pytest.mark.parametrize(
+    ("lora", "dtype", "workers"),
+    [
+        ("", "bfloat16", 4),
+        *(
+            pytest.param(lora, dtype, workers, marks=pytest.mark.long)
+            for lora in ("", "lora.rank=4")
+            for dtype in ("float32", "bfloat16")
+            for workers in (2, 4)
+            if (lora, dtype, workers) != ("", "bfloat16", 4)
+        ),
+    ],
+)
 def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
     pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str
 ) -> None:
@@ -254,7 +264,7 @@ def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
         "actor.dynamic_batch=false",
         "actor.micro_batch=2",
     )
-    rows = forced([12, 9, 30, 7, 5, 11, 2, 60])
+    rows = forced([12, 9, 15, 7, 5, 11, 2, 20])
     noted, (metrics,) = update_all(pool_of_devices, template, workers, [rows], *settings, *filter(None, [lora]))
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (50, 0)
     assert len(set(noted.digests)) == 1
@@ -275,7 +285,7 @@ def saved_tensors(folder: Path, step: int) -> devices.Whole:
         return {name: devices.as_array(saved.numbers(name, 0, saved.size(name))) for name in saved.names()}
 
 
-SAVED = ("run.steps=4", "run.save_every=2", "run.keep=9", *QUIET)
+SAVED = ("run.steps=4", "run.save_every=2", "run.keep=9", "rollout.max_new_tokens=6", "algorithm.samples_per_prompt=2", *QUIET)
 SAVED_CASES = {
     "ppo": (DOUBLE, *PPO),
     "lora": (DOUBLE, "lora.rank=4"),
