@@ -339,9 +339,12 @@ def assert_equal_checkpoints(one: Path, other: Path) -> None:
 
 def assert_equal_tensors(one: Path, other: Path) -> None:
     assert contents(one / "model") == contents(other / "model")
-    tensors, expected = load_file(one / "trainer.safetensors"), load_file(other / "trainer.safetensors")
-    assert tensors.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
+    files = sorted(path.name for path in other.glob("trainer*.safetensors"))
+    assert files == sorted(path.name for path in one.glob("trainer*.safetensors"))
+    for file in files:  # one of each worker
+        tensors, expected = load_file(one / file), load_file(other / file)
+        assert tensors.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
 
 
 def state(checkpoint: Path) -> dict[str, Any]:
