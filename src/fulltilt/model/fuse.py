@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fulltilt.blame import is_of_compiler, is_ours, is_out_of_memory
 from fulltilt.kernels.dispatch import runs_triton
 from fulltilt.kernels.gated import gated
 from fulltilt.kernels.linear import add_product, linear
@@ -534,7 +535,8 @@ def change_and_compare(
 ) -> Changed:  # fmt: skip
     """Change the layers, and compare on random documents that hidden states, with and without gradients, and the gradients of the first
     and last layer (which depend on all others) are the same up to rounding: four times the difference between the model's own numbers with
-    documents alone and side by side. Where they are not, restores the model and raises WrongLayers."""
+    documents alone and side by side. Where they are not, or the model's code or a compiler fails, restores the model and raises
+    WrongLayers. What fails in our own functions, and a lack of memory, is passed on as it is."""
     documents = random_documents(model)
     own = {words: measure(model, [documents]) for words, measure in measures.items()}
     alone = {words: gaps(own[words], measure(model, [[document] for document in documents])) for words, measure in measures.items()}
@@ -547,9 +549,8 @@ def change_and_compare(
                 raise WrongLayers(f"{name}{words} differ by {gap:.2g} of their size from the model's own, where {rounding:.2g} is rounding")
     except Exception as error:
         restore(model)
-        if isinstance(error, WrongLayers):
+        if isinstance(error, WrongLayers) or is_out_of_memory(error) or (is_ours(error) and not is_of_compiler(error)):
             raise
-        # A kernel or a compiler does not work here.
         raise WrongLayers(f"a {kind} pass failed: {type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
     return result
 

@@ -232,7 +232,7 @@ class Optimizer:
     def restore(self, saved: SavedTensors, updates: int, skipped: int) -> None:
         self._require_presence()
         self._states.settle()
-        refuse_misfits(self._sizes(), saved)
+        refuse_misfits(self._shapes(), saved)
         for entry in self._entries:
             for kind, numbers in self._held(entry).items():
                 own, parameter = self._own[entry.name], self._parameters[entry.name]
@@ -258,13 +258,13 @@ class Optimizer:
         """Whether a checkpoint needs the parameter itself: no master holds its value."""
         return self.keeps_parameters and not is_low(self._parameters[name])
 
-    def _sizes(self) -> dict[str, int]:
-        """How many numbers all workers together save under each name."""
-        sizes: dict[str, int] = {}
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what all workers together save under each name."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self._parameters.items():
             kinds = [*(["parameter"] if self._keeps(name) else []), *([MASTER] if is_low(parameter) else []), *MOMENTS]
-            sizes |= {f"{kind}/{name}": parameter.numel() for kind in kinds} | {f"step/{name}": 1}
-        return sizes
+            shapes |= {f"{kind}/{name}": tuple(parameter.shape) for kind in kinds} | {f"step/{name}": ()}
+        return shapes
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""
@@ -350,15 +350,15 @@ def restore_parameters(model: torch.nn.Module, saved: SavedTensors) -> None:
             flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 
 
-def refuse_misfits(own: Mapping[str, int], saved: SavedTensors) -> None:
-    """`own`: how many numbers are expected under each name."""
+def refuse_misfits(own: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> None:
+    """`own`: the shapes that are expected. A tensor in pieces is flat."""
     names = set(saved.names())
     misfits = [f"{name} is not in the checkpoint" for name in own if name not in names]
     misfits += [f"{name} is in the checkpoint only" for name in sorted(names) if name not in own]
     misfits += [
-        f"{name} has {saved.size(name):,} numbers in the checkpoint and {count:,} now"
-        for name, count in own.items()
-        if name in names and count != saved.size(name)
+        f"{name} has the shape {list(saved.shape(name))} in the checkpoint and {list(shape)} now"
+        for name, shape in own.items()
+        if name in names and saved.shape(name) not in (shape, (math.prod(shape),))
     ]
     if misfits:
         raise UserError(
