@@ -9,6 +9,7 @@ call is a plain call in this process. Only records that pickle, numbers and path
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -28,6 +29,7 @@ from fulltilt.cluster.worker import Annotated, Metrics, UpdateSums, Worker, Work
 from fulltilt.memory.account import Reading
 from fulltilt.plan import Plan
 from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row
+from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
@@ -49,6 +51,7 @@ class Crew:
         self.plan: Plan = facts[0].plan
         self.notes = facts[0].notes
         self._sizes = facts[0].sizes
+        self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
         self.checkpoint_bytes = sum(each.checkpoint_bytes for each in facts)
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
@@ -85,10 +88,19 @@ class Crew:
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
-        """One group for each prompt, each as soon as it is complete."""
-        dealt = [dict(list(enumerate(prompts))[rank :: self.hosts.size]) for rank in range(self.hosts.size)]
-        call = self.hosts.start("generate", [(own, sampling, seed) for own in dealt], what="rollout")
-        yield from (group for _, group in call.items())
+        """One group for each prompt, each as soon as it is complete. Prompts are dealt in turn: all of them, or with a queue as many as the
+        engines have seats for; the others go to whichever engine has free seats first."""
+        size, numbered = self.hosts.size, list(enumerate(prompts))
+        seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
+        queue = deque(numbered[seats:])
+        longest = max((len(prompt.ids) for _, prompt in queue), default=0)
+        args = [(dict(numbered[:seats][rank::size]), sampling, seed, longest) for rank in range(size)]
+        call = self.hosts.start("generate", args, what="rollout")
+        for rank, item in call.items():
+            if isinstance(item, FreeSeats):
+                call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
+            else:
+                yield item
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""

@@ -10,7 +10,7 @@ What does not pickle stays on its side: the stream of `weights` is the worker's,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,12 +23,13 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
+from fulltilt.cluster.hosts import Inbox
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine, Listener
+from fulltilt.rollout.engine import Engine, FreeSeats, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
@@ -65,6 +66,22 @@ class WorkerFacts:
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     checkpoint_bytes: int  # about how many bytes `save` writes
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
+    queue: bool = False  # prompts may go to whichever worker is free
+
+
+class PromptQueue:
+    """An engine's end of the driver's queue of prompts: messages of the driver, which have prompts by the places it knows them by."""
+
+    def __init__(self, inbox: Inbox, places: list[int], longest: int) -> None:
+        self.inbox, self.places, self.longest = inbox, places, longest
+
+    def take(self, *, wait: bool) -> list[Prompt] | None:
+        answers: list[dict[int, Prompt]] = self.inbox.wait() if wait else self.inbox.poll()
+        if not answers:
+            return None
+        (more,) = answers
+        self.places += more
+        return list(more.values())
 
 
 class Residents:
@@ -154,7 +171,14 @@ class Worker:
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.sizes, self.checkpoint_bytes, self.notes)
+        return WorkerFacts(self.plan, self.sizes, self.checkpoint_bytes, self.notes, self._may_queue)
+
+    @property
+    def _may_queue(self) -> bool:
+        """Which samples run beside one another changes the last bits of their log-probs, on a CPU at least: where a run must repeat to the
+        bit, no clock may decide who samples what."""
+        repeats = self.config.run.deterministic or self.account.device.type == "cpu"
+        return self.engine is not None and self.engine.can_be_fed and not repeats
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""
@@ -175,15 +199,24 @@ class Worker:
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Mapping[int, Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
+    def generate(
+        self, prompts: Mapping[int, Prompt], sampling: Sampling, seed: int, longest_queued: int = 0, inbox: Inbox | None = None
+    ) -> Generator[Group | FreeSeats, None, None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by. The KV cache is
-        given back also where the caller stops early."""
+        given back also where the caller stops early. `longest_queued`: tokens of the longest prompt that the caller holds back; each
+        `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
         assert self.engine
         self.residents.need("actor")
-        places = list(prompts)
+        places, given = list(prompts), list(prompts.values())
         try:
-            for group in self.engine.generate(list(prompts.values()), sampling, seed) if prompts else ():
-                yield replace(group, place=places[group.place])
+            items: Iterable[Group | FreeSeats]
+            if longest_queued:
+                assert inbox
+                items = self.engine.generate_fed(given, sampling, seed, PromptQueue(inbox, places, longest_queued))
+            else:
+                items = self.engine.generate(given, sampling, seed)
+            for item in items:
+                yield replace(item, place=places[item.place]) if isinstance(item, Group) else item
             self.account.look()  # while the KV cache still exists
         finally:
             if releases_memory(self.config):
