@@ -824,6 +824,8 @@ class ClusterConfig(Section):
     workers: Annotated[int, Field(ge=1, le=1024)] | Auto = row("auto", elsewhere="n_gpus_per_node num_processes")
     """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
     the program's own process. `auto`: one for each GPU that torch sees; one on a CPU."""
+    processes: bool = False
+    """Run a single worker in a process of its own too, as several always do: to measure what that costs."""
     stall_s: Seconds = 45.0
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
     deadline_s: Seconds = 1800.0
