@@ -76,6 +76,11 @@ class Notes:
     def moved(self) -> dict[str, int]:
         return dict(self.worker.ranks.moved)
 
+    def shift(self, numbers: float) -> None:
+        """Change one of the actor's parameters."""
+        with torch.no_grad():
+            next(iter(self.worker.actor.model.parameters())).add_(numbers)
+
     def slow_down(self, seconds: float) -> None:
         """Have the engine sleep before every batch of steps."""
         decoder: Any = self.worker.engine.decoder  # type: ignore[union-attr]

@@ -1,4 +1,5 @@
-"""One queue of prompts feeds the engines of all workers: whoever has free seats gets the next prompts, and samples are the same.
+"""One queue of prompts feeds the engines of all workers: whoever has free seats gets the next prompts, and samples are the
+same. After each sync all workers have the same weights.
 
 Workers are real, in the processes of the pool that tests of several workers share (tests/devices.py).
 """
@@ -17,7 +18,8 @@ import runs
 import torch
 
 from fulltilt.cluster.crew import Crew
-from fulltilt.records import Group, Prompt
+from fulltilt.parallel.checksum import NUMBERS, checksum
+from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.sampler import Sampling
 
@@ -110,3 +112,46 @@ def test_a_clock_decides_only_where_runs_need_not_repeat_to_the_bit(pool_of_devi
     with pool_of_devices.assembled(folder, 1, *SEATS, "run.deterministic=true") as parts:
         parts.worker.account.device = torch.device("cuda")
         assert not parts.worker.facts().queue
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "shifted", "named"), [(3, 1, "worker 1 differ from those of the other 2 workers"), (2, 1, "workers 0 and 1 differ after")]
+)
+def test_workers_with_other_weights_are_named(pool_of_devices: devices.Pool, folder: Path, workers: int, shifted: int, named: str) -> None:
+    with pool_of_devices.assembled(folder, workers, *SEATS) as parts:
+        assert parts.crew.sync(1).keys() == {"sync/seconds"}
+        pool_of_devices.processes.start("note", [("shift", (float(rank == shifted),)) for rank in range(4)], what="a fault").results()
+        with pytest.raises(UserError, match=f"the weights of {named}.* step 2"):
+            parts.crew.sync(2)
+
+
+def test_engines_sample_from_no_other_version(pool_of_devices: devices.Pool, folder: Path) -> None:
+    with pool_of_devices.assembled(folder, 1, *SEATS) as parts:
+        crew = parts.crew
+        sampled(crew, PROMPTS[:1])
+        list(parts.worker.update("actor", {}, [], 0, True))
+        with pytest.raises(RuntimeError, match="changed after the last sync, and version 0 is asked for"):
+            sampled(crew, PROMPTS[:1])
+        assert crew.sync(1) == {}, "nothing moves"
+        sampled(crew, PROMPTS[:1])
+        parts.worker.version = 3
+        with pytest.raises(RuntimeError, match="version 3 of the weights, and version 1 is asked for"):
+            sampled(crew, PROMPTS[:1])
+
+
+def test_the_speed_of_an_engine_that_copies_weights_is_measured(pool_of_devices: devices.Pool, folder: Path) -> None:
+    with pool_of_devices.assembled(folder, 1, "algorithm.kl_coef=0", "rollout.engine=hf") as parts:
+        metrics = parts.crew.sync(1)
+    assert metrics["sync/seconds"] > 0 and metrics["sync/gb_per_s"] > 0
+
+
+def test_a_checksum_looks_at_other_numbers_every_time() -> None:
+    numbers = torch.randn(NUMBERS * 5, dtype=torch.bfloat16)
+    before = [checksum([numbers, numbers[:3]], turn) for turn in range(10)]
+    assert before == [checksum([numbers.clone(), numbers[:3]], turn) for turn in range(10)] and len(set(before)) == 5
+    other = numbers.clone()
+    other[7] += 1
+    assert [checksum([other, numbers[:3]], turn) != same for turn, same in enumerate(before)] == [turn % 5 == 2 for turn in range(10)]

@@ -10,6 +10,7 @@ What does not pickle stays on its side: the stream of `weights` is the worker's,
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -26,6 +27,7 @@ from fulltilt.blame import is_out_of_memory
 from fulltilt.cluster.hosts import Inbox
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
@@ -56,6 +58,13 @@ class UpdateSums:
     steps: list[tuple[LossSums, Metrics]]
     micro_batches: int
     pad_tokens: int
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    seconds: float
+    moved_bytes: int  # copied by the engine, or gathered from other workers
+    checksum: str | None  # of some of the weights that the engine samples from; None: no other worker has the same
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,7 @@ class Worker:
     sizes: Mapping[str, ModelSize]  # of each role's model
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
+    version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
@@ -200,12 +210,21 @@ class Worker:
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Mapping[int, Prompt], sampling: Sampling, seed: int, longest_queued: int = 0, inbox: Inbox | None = None
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        longest_queued: int = 0,
+        inbox: Inbox | None = None,
     ) -> Generator[Group | FreeSeats, None, None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by. The KV cache is
-        given back also where the caller stops early. `longest_queued`: tokens of the longest prompt that the caller holds back; each
-        `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
+        given back also where the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest
+        prompt that the caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
         assert self.engine
+        if version != self.version:
+            own = "weights that were changed after the last sync" if self.version is None else f"version {self.version} of the weights"
+            raise RuntimeError(f"the engine would sample from {own}, and version {version} is asked for: sync comes after every update")
         self.residents.need("actor")
         places, given = list(prompts), list(prompts.values())
         try:
@@ -237,10 +256,25 @@ class Worker:
         assert self.engine
         self.engine.listener = listen
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> SyncReport:
         """Bring the engine to the trainer's weights, which have changed."""
         assert self.engine
-        self.engine.sync(version, self.weights())
+        begin, before, copied, several = time.perf_counter(), self.ranks.moved.total(), 0, self.ranks.size > 1
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal copied
+            for name, tensor in self.weights():
+                yield name, tensor
+                copied += tensor.nbytes
+
+        self.engine.sync(version, counted())
+        self.version = version
+        if self.account.device.type == "cuda" and (several or copied):
+            torch.cuda.synchronize(self.account.device)
+        seconds, moved = time.perf_counter() - begin, copied + self.ranks.moved.total() - before
+        if several:
+            self.residents.need("actor")
+        return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
@@ -276,6 +310,7 @@ class Worker:
         first told before any parameter changes."""
         trainer, total = self.trainers[role], self.config.algorithm.epochs * len(parts)
         self.residents.need(role, update=True)
+        self.version = None if role == "actor" else self.version
         trainer.optimizer.begin(updates_before)
         batches = [pack_plan(rows, part, packing=packing) for part in parts]
         found: list[tuple[LossSums, Metrics]] = []

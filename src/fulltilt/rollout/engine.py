@@ -71,6 +71,10 @@ class Engine(ABC):
     def sync(self, version: int, weights: Weights) -> None:  # noqa: B027
         """The trainer's weights have changed. An engine with weights of its own copies them from the stream, which others leave unread."""
 
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The weights that it samples from, where they can be read."""
+        return ()
+
     def release(self) -> None:  # noqa: B027
         """Give memory back for the update; the next `generate` takes it again."""
 

@@ -143,6 +143,9 @@ class NativeEngine(Engine):
         yield from self._hand_over(finished, intake.prompts, stops, call)
         assert plan.pool.used == 0
 
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self.runner.model.parameters()
+
     def release(self) -> None:
         self.runner.release()
 
