@@ -27,6 +27,7 @@ from fulltilt.cluster.local import Local
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.cluster.worker import Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
+from fulltilt.observe.health import MEMORY
 from fulltilt.plan import Plan
 from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row, UserError
 from fulltilt.rollout.engine import FreeSeats
@@ -189,7 +190,13 @@ class Crew:
         }
         if self._several and plans:
             counts["load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
-        return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
+        seconds = [each.seconds for each in results]
+        of_workers = {"max": max(seconds), "mean": float(np.mean(seconds))} if self._several else {}
+        return {
+            **mean_of(found),
+            **{f"{role}/{name}": count for name, count in counts.items()},
+            **{f"timing_s/workers/update_{role}/{name}": count for name, count in of_workers.items()},
+        }
 
     def _plan_minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
         if not any(row.mask.any() for row in rows):
@@ -199,10 +206,16 @@ class Crew:
         return [make(rows, part, advantage_alone=advantage_alone, workers=self.hosts.size) for part in parts]
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call: of several workers, the most."""
+        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         names = dict.fromkeys(name for metrics in found for name in metrics)
-        return {name: max(metrics[name] for metrics in found if name in metrics) for name in names}
+        seen = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
+        apart = {
+            f"memory_spread_gib/{name.removeprefix(MEMORY)}": max(each) - min(each)
+            for name, each in seen.items()
+            if self._several and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
+        }
+        return {name: max(each) for name, each in seen.items()} | apart
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""

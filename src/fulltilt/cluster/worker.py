@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
+BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
 
@@ -58,6 +60,7 @@ class UpdateSums:
     steps: list[tuple[LossSums, Metrics]]
     micro_batches: int
     pad_tokens: int
+    seconds: float  # in forward and backward passes, without waiting for other workers
 
 
 @dataclass(frozen=True)
@@ -178,6 +181,7 @@ class Worker:
     ranks: Ranks = ALONE  # the workers that train the same models
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
+    _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
@@ -194,7 +198,12 @@ class Worker:
         """Measure the memory of the calls that follow."""
         stack = contextlib.ExitStack()
         stack.enter_context(self.account.phase(name))
+        if not self._phases and name not in BETWEEN_STEPS:
+            stack.callback(partial(self._count_moved, Counter(self.ranks.moved)))
         self._phases.append((name, stack))
+
+    def _count_moved(self, before: Counter[str]) -> None:
+        self._moved += self.ranks.moved - before
 
     @property
     def phase(self) -> str | None:
@@ -314,19 +323,27 @@ class Worker:
         trainer.optimizer.begin(updates_before)
         batches = [pack_plan(rows, part, packing=packing) for part in parts]
         found: list[tuple[LossSums, Metrics]] = []
+        seconds = 0.0
         for batch in batches * self.config.algorithm.epochs:
             with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
+                begin = time.perf_counter()
                 sums = trainer.accumulate(batch)
+                seconds += time.perf_counter() - begin
             yield len(found), total
             found.append((sums, trainer.apply()))
             yield len(found), total
         micro_batches = [micro for batch in batches * self.config.algorithm.epochs for micro in batch.micro_batches]
-        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches))
+        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds)
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call."""
-        peak = self.account.peak_bytes
-        return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
+        """Memory, measured since the last call, and what collectives have moved in a step's phases."""
+        peak, moved = self.account.peak_bytes, dict(self._moved)
+        self._moved.clear()
+        return {
+            **({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}),
+            **self.account.metrics(),
+            **{f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in moved.items()},
+        }
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
