@@ -832,6 +832,9 @@ class ClusterConfig(Section):
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
     deadline_s: Seconds = row(1800.0, used_if=SEVERAL_WORKERS)
     """Seconds without a sign of progress after which a worker is given up, and the run ends."""
+    restarts: NotNegative = row(0, used_if=SEVERAL_WORKERS)
+    """How often a run that has lost a worker, because its process died or it was given up, starts its workers again and resumes from its
+    last checkpoint by itself. A step that fails twice in a row ends the run in any case."""
 
 
 class Config(Section):

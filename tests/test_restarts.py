@@ -1,0 +1,142 @@
+"""A run on several workers that loses one, or is interrupted: it resumes by itself where it may, and says what to do where it may not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+
+from fulltilt import loop
+from fulltilt.cluster.hosts import WorkerDied
+from fulltilt.observe.console import Console
+
+ModelFolders = Callable[[str], Path]
+TWO = ("cluster.workers=2", "run.steps=5", "run.eval_every=0", "run.eval_before=false")
+BROKEN = """
+def broken(terms):
+    return {}["no such term"]
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    folder = runs.make(tmp_path_factory.mktemp("undisturbed") / "folder", model_folders("qwen2"))
+    runs.train(folder, *TWO)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
+    return runs.make(tmp_path / "folder", model_folders("qwen2"))
+
+
+def workers_of(process: int) -> list[int]:
+    """The processes of a run's workers, in order of rank."""
+    children = [int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()]
+    return sorted(pid for pid in children if b"fulltilt.cluster.serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def train(folder: Path, on_step: Callable[[int, dict[str, Any]], object], *overrides: str) -> str:
+    """Train in this process. Returns what the run said."""
+    said = io.StringIO()
+    with contextlib.chdir(folder):
+        loop.train(runs.read_config(folder, *TWO, *overrides), Console(stdout=said, stderr=said, terminal=False), on_step)
+    return said.getvalue()
+
+
+def kill_after(step: int) -> None:
+    if step == 3:
+        os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
+
+
+def test_a_run_that_loses_a_worker_resumes_by_itself(folder: Path, undisturbed: Path) -> None:
+    """Never resuming is for runs of earlier commands."""
+    seen: list[int] = []
+
+    def on_step(step: int, metrics: dict[str, Any]) -> None:
+        if step not in seen:
+            kill_after(step)
+        seen.append(step)
+
+    said = train(folder, on_step, "cluster.restarts=1", "run.resume=never")
+    assert seen == [1, 2, 3, 3, 4, 5]
+    assert "was killed by signal 9" in said and "Restart 1 of 1: the run resumes from its checkpoint of step 2" in said
+    assert said.count("samples at once") == 1  # the plan, which is the same again
+    runs.assert_equal_runs(folder, undisturbed)
+    assert workers_of(os.getpid()) == []
+
+
+@pytest.mark.long
+def test_a_step_that_fails_twice_in_a_row_ends_the_run(folder: Path) -> None:
+    with pytest.raises(WorkerDied, match=r"Step 4 has failed twice in a row.*\nThe same command .* from its checkpoint of step 2"):
+        train(folder, lambda step, metrics: kill_after(step), "cluster.restarts=3")
+    with pytest.raises(WorkerDied, match=r"^worker 1 .*\nThe same command resumes the run from its checkpoint of step 2$"):
+        train(folder, lambda step, metrics: kill_after(step))
+
+
+def begin(folder: Path, *overrides: str, step: int = 0) -> runs.Started:
+    """Start the command, and wait until it has made a step, or with 0 until its workers load."""
+    command = runs.start(folder, "train", "run.toml", *TWO, *overrides)
+    metrics = folder / "run" / "metrics.jsonl"
+    while not (len(runs.metrics(folder)) >= step if step and metrics.exists() else not step and len(workers_of(command.pid)) == 2):
+        assert command.poll() is None, (folder / "said.txt").read_text()
+        time.sleep(0.02)
+    return command
+
+
+def ended(command: runs.Started, folder: Path) -> runs.Ended:
+    began = workers_of(command.pid)
+    out = command.communicate(timeout=60)
+    assert [pid for pid in began if Path(f"/proc/{pid}").exists()] == []
+    return runs.Ended(command.returncode, out, (folder / "said.txt").read_text())
+
+
+@pytest.mark.long
+def test_a_lost_worker_is_told_with_the_step_to_resume_from(folder: Path, undisturbed: Path) -> None:
+    command = begin(folder, step=3)
+    os.kill(workers_of(command.pid)[0], signal.SIGKILL)
+    end = ended(command, folder)
+    assert end.code == 1 and "Traceback" not in end.error
+    assert "error: worker 0 (process " in end.error and "The same command resumes the run from its checkpoint of step " in end.error
+    assert runs.command_forked(folder, "train", "run.toml", *TWO).code == 0
+    runs.assert_equal_runs(folder, undisturbed)
+
+
+@pytest.mark.long
+def test_a_mistake_in_a_worker_shows_its_traceback(folder: Path) -> None:
+    (folder / "loss.py").write_text(BROKEN)
+    end = runs.command_forked(folder, "train", "run.toml", *TWO, "algorithm.kl_coef=0", "algorithm.loss=loss.py:broken")
+    assert end.code == 1
+    assert 'loss.py", line 3, in broken' in end.error and "in your function algorithm.loss = 'loss.py:broken'" in end.error
+    assert "failed in update-actor (update): KeyError: 'no such term'" in end.error
+    assert end.error.endswith("There is no checkpoint to resume from yet\n")
+
+
+@pytest.mark.long
+def test_ctrl_c_while_workers_load_leaves_nothing(folder: Path) -> None:
+    command = begin(folder)
+    os.kill(command.pid, signal.SIGINT)
+    assert ended(command, folder).code == 130
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("wait_s", [0.0, 0.1, 0.2, 0.3, 0.4])
+def test_ctrl_c_at_any_moment_of_a_step_saves_the_last_whole_one(folder: Path, undisturbed: Path, wait_s: float) -> None:
+    command = begin(folder, step=2)
+    time.sleep(wait_s)
+    os.killpg(command.pid, signal.SIGINT)
+    end = ended(command, folder)
+    assert end.code == 130, end.error
+    step = max(runs.checkpoints(folder))
+    assert f"stopped after step {step} and saved" in end.error and step >= 2
+    assert runs.command_forked(folder, "train", "run.toml", *TWO).code == 0
+    runs.assert_equal_runs(folder, undisturbed)
