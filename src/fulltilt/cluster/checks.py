@@ -32,8 +32,8 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import SEVERAL_WORKERS, Config, conditions, keys, shown, uses_reward_model, value_of
-from fulltilt.settings import is_set, own_functions
+from fulltilt.schema import Config, conditions, keys, shown, uses_reward_model, value_of
+from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
 
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
@@ -167,12 +167,21 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
         has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
         remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
         yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
-    if workers == 1 and config.cluster.workers == "auto":  # where the key itself is 1, the others are refused with the configuration
-        for key in (key for key in keys() if SEVERAL_WORKERS in conditions(key) and is_set(config, key)):
-            why = "cluster.workers is auto, which is one worker here"
-            yield f"{key}: {shown(value_of(config, key))} has no effect while {why}. Remove it, or set cluster.workers above 1"
+    yield from unused_by(config, workers)
     if workers > 1:
         yield from wrong_on_several(config, algorithm)
+
+
+def unused_by(config: Config, workers: int) -> Iterator[str]:
+    """Keys that this number of workers does not obey. Where it is given, they are refused with the configuration."""
+    if config.cluster.workers != "auto":
+        return
+    found = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
+    for key in (key for key in keys() if is_set(config, key)):
+        for each in conditions(key):
+            if "cluster.workers" in each.reads and not holds(found, each):
+                why = f"cluster.workers is auto, which is {workers} here"
+                yield f"{key}: {shown(value_of(config, key))} has no effect while {why}. Remove it, or {each.remedy}"
 
 
 def wrong_on_several(config: Config, algorithm: Algorithm) -> Iterator[str]:
