@@ -544,7 +544,9 @@ class TrainConfig(Section):
     rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
     family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
     our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
-    balance: bool = row(True, elsewhere="balance_batch", free=True, used_if=_if_several)
+    balance: bool = row(
+        True, "spread of token cost across workers", "trainer.balance_batch", section=BATCHES, free=True, used_if=_if_several
+    )
     """Deal micro-batches to workers by what they cost, so that all take about as long. Off: in turn."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
@@ -825,7 +827,9 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     free: ClassVar[bool] = True  # a run may go on with another number of workers
 
-    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = row("auto", elsewhere="n_gpus_per_node num_processes")
+    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = _training(
+        "auto", "workers started", "trainer.n_gpus_per_node", elsewhere="num_processes"
+    )
     """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
     the program's own process. More workers than GPUs, or on a CPU than cores, are refused, unless FULLTILT_SHARE_DEVICES=1 is set, for
     tests. `auto`: one for each GPU that torch sees; one on a CPU."""
