@@ -48,6 +48,7 @@ OF_TRAIN = {
     "head_recompute": {"actor", "sft"},
     "fused_layers": ALL_ROLES,
     "compile": ALL_ROLES,
+    "balance": {"sft"},
 }
 
 
