@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,15 +15,22 @@ from typing import Any
 import pytest
 import runs
 
+import fulltilt
 from fulltilt import loop
+from fulltilt.cluster import checks
 from fulltilt.cluster.hosts import WorkerDied
 from fulltilt.observe.console import Console
+from fulltilt.records import UserError
 
 ModelFolders = Callable[[str], Path]
 TWO = ("cluster.workers=2", "run.steps=5", "run.eval_every=0", "run.eval_before=false")
 BROKEN = """
+import os
+
 def broken(terms):
-    return {}["no such term"]
+    if "FULLTILT_WORKER" in os.environ:  # not where it is tried before anything loads
+        return {}["no such term"]
+    return -terms.logprobs * terms.advantages
 """
 
 
@@ -125,7 +133,7 @@ def test_a_mistake_in_a_worker_shows_its_traceback(folder: Path) -> None:
     (folder / "loss.py").write_text(BROKEN)
     end = runs.command_forked(folder, "train", "run.toml", *TWO, "algorithm.kl_coef=0", "algorithm.loss=loss.py:broken")
     assert end.code == 1
-    assert 'loss.py", line 3, in broken' in end.error and "in your function algorithm.loss = 'loss.py:broken'" in end.error
+    assert 'loss.py", line 6, in broken' in end.error and "in your function algorithm.loss = 'loss.py:broken'" in end.error
     assert "failed in update-actor (update): KeyError: 'no such term'" in end.error
     assert end.error.endswith("There is no checkpoint to resume from yet\n")
 
@@ -150,3 +158,66 @@ def test_ctrl_c_at_any_moment_of_a_step_saves_the_last_whole_one(folder: Path, u
     assert f"stopped after step {step} and saved" in end.error and step >= 2
     assert runs.command_forked(folder, "train", "run.toml", *TWO).code == 0
     assert_same_results(folder, undisturbed)
+
+
+PROGRAM = """
+import threading
+import fulltilt
+
+scale = 1.0
+
+def loss(terms):
+    return -terms.logprobs * terms.advantages * scale
+
+def advantage(rewards):
+    return rewards - rewards.mean()
+
+def score(solution_str):
+    return sum(character.islower() for character in solution_str) / 24
+
+def work():
+    functions = {"name": "grpo", "loss": loss, "advantage": advantage, "kl_coef": 0.0}
+    cluster = {"workers": 2}
+    keys = {"steps": 1, "eval_every": 0, "eval_before": False, "quiet": True}
+    done.append(fulltilt.train("run.toml", reward=score, algorithm=functions, cluster=cluster, **keys))
+
+done = []
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(done[0].steps, done[0].metrics[0]["actor/load_spread"] >= 1)
+"""
+
+
+@pytest.mark.long
+def test_a_program_trains_on_workers_from_a_thread_with_its_own_functions(folder: Path) -> None:
+    """Its functions are in no file, as in a notebook."""
+    assert runs.code_forked(folder, PROGRAM).out == "1 True\n"
+
+
+def test_a_function_that_cannot_travel_is_refused_before_anything_loads(folder: Path) -> None:
+    lock = threading.Lock()
+
+    def loss(terms: Any) -> Any:
+        with lock:
+            return -terms.logprobs * terms.advantages
+
+    with contextlib.chdir(folder), pytest.raises(UserError, match=r"loss = 'python:loss': the function 'loss' cannot be sent .*'lock'"):
+        fulltilt.check("run.toml", algorithm={"name": "grpo", "loss": loss, "kl_coef": 0.0}, cluster={"workers": 2})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["cluster.workers=1000"], r"cluster.workers: 1000 workers need a core each, and this machine has \d+ usable. Use at most"),
+        (["cluster.workers=2", "rollout.engine=hf"], 'rollout.engine: "hf" runs on one worker only'),
+        (["train.balance=true"], "train.balance: true has no effect while cluster.workers is auto, which is 1 here"),
+        (["cluster.workers=1", "cluster.restarts=2"], "cluster.restarts: 2 has no effect while cluster.workers is 1"),
+        (["cluster.workers=2", "cluster.processes=true"], "cluster.processes: true has no effect while cluster.workers is 2"),
+    ],
+)
+def test_what_workers_do_not_obey_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], words: str) -> None:
+    monkeypatch.delenv("FULLTILT_SHARE_DEVICES")
+    monkeypatch.setattr(checks, "usable_cores", lambda: 2)
+    with contextlib.chdir(folder), pytest.raises(UserError, match=words):
+        fulltilt.check("run.toml", overrides=options)
