@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("FULLTILT_SHARE_DEVICES", "1")  # four workers on two cores
 # Triton looks at it when a kernel is defined. The driver's own file, on Linux and under Windows, answers without importing torch.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,8 +26,8 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, those with a time limit of their own, dealt out among the test processes: at the end, all cores but one
-    would wait for them. Tests that share the demo come last, when one process has run it; those that share a pool of workers come first, all
-    in one process of tests, so that there is one pool."""
+    would wait for them. Tests that share the demo come last, when one process has run it; those that share a pool of workers come first,
+    all in one process of tests, so that there is one pool."""
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         return "warm" in getattr(item, "fixturenames", ()), item.get_closest_marker("timeout") is None

@@ -1,8 +1,8 @@
 """Real workers in processes that stay, so that tests of several workers pay for the imports of a process once.
 
-A `Pool` starts four processes, which join torch.distributed with gloo. For each run, the first two, three or four of them make real workers
-by the code that a run uses, and drop them afterwards. The driver's side, from the configuration to the files of the run, is in the process of
-the test. Workers note the gradient of every optimizer step, as it is before it is clipped and applied.
+A `Pool` starts four processes, which join torch.distributed with gloo. For each run, the first one to four of them make real workers
+by the code that a run uses, and drop them afterwards. The driver's side, from the configuration to the files of the run, is in the process
+of the test. Workers note the gradient of every optimizer step, as it is before it is clipped and applied.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fulltilt.cluster.worker import Worker
 from fulltilt.parallel.ranks import Ranks
 
 SIZE = 4
-SIZES = (2, 3, 4)
+SIZES = (1, 2, 3, 4)
 CPU = torch.device("cpu")
 
 Pieces = dict[str, tuple[int, np.ndarray]]  # by name: place of the first number, and numbers
@@ -98,6 +98,11 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
     """A copy; bfloat16, which numpy does not have, as float32."""
     tensor = tensor.detach()
     return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).clone().numpy()
+
+
+def rounded(numbers: np.ndarray) -> np.ndarray:
+    """To bfloat16, as float32."""
+    return as_array(torch.from_numpy(numbers).bfloat16())
 
 
 def note_gradients(optimizer: Any, steps: list[Pieces]) -> None:
@@ -235,12 +240,13 @@ class Pool:
     def __init__(self, size: int = SIZE, **options: float) -> None:
         self._size, self._options = size, options
         self._processes: Processes | None = None
-        self._alone: Notes | None = None  # of the last single worker, in this process
+        self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
+        self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
     @property
     def processes(self) -> Processes:
-        """Started when they are first needed."""
-        if self._processes is None:
+        """Started when they are first needed, and anew after one has failed."""
+        if self._processes is None or self._processes._breakdowns:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             seats = [Seat(rank, self._size, self._store.port) for rank in range(self._size)]
             lo = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
@@ -257,7 +263,11 @@ class Pool:
         """Have runs of this process use the pool in place of processes of their own, and note what a single worker does too."""
 
         def start(order: WorkerOrder, device: torch.device, size: int) -> Team:
-            return Team(self.processes, order, size)
+            team = Team(self.processes, order, size)
+            self._alone = None
+            if self.breaks:
+                self.processes.start("break_at", [self.breaks] * self._size, what="breaking").results()
+            return team
 
         def load(order: WorkerOrder, *args: Any) -> Worker:
             worker = load_worker(order, *args)
@@ -273,7 +283,7 @@ class Pool:
         """Of the last run, which had so many workers."""
 
         def ask(name: str, *args: Any) -> list[Any]:
-            if workers > 1:
+            if self._alone is None:
                 return self.processes.start("note", [(name, args)] * self._size, what="notes").results()[:workers]
             found = getattr(self._alone, name)
             return [found(*args) if callable(found) else found]

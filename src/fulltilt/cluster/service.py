@@ -53,7 +53,7 @@ class ServedWorker:
 
         @functools.wraps(method)
         def call(*args: Any, **wanted: Any) -> Generator[Any, None, Any]:
-            with enough_memory(self._worker.phase):
+            with enough_memory(self._worker.phase, f" on worker {self._worker.ranks.rank}"):
                 outcome = method(*args, **wanted)
                 return (yield from outcome) if isinstance(outcome, Generator) else outcome
 
@@ -71,7 +71,7 @@ def serve(service: Service) -> ServedWorker:
     store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
     dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=timedelta(seconds=service.deadline_s))
-    with enough_memory("set-up"):
+    with enough_memory("set-up", f" on worker {service.rank}"):
         ranks = Ranks(service.rank, service.size, dist.group.WORLD, service.beside, service.sharing)
         worker = load_worker(service.order, build(config), device, ranks)
     return ServedWorker(worker)

@@ -149,8 +149,9 @@ class PhaseFailed(Exception):
 
 
 @contextlib.contextmanager
-def enough_memory(phase: str | None = None) -> Iterator[None]:
-    """Turn an out-of-memory error inside a phase into one that names the settings that would help."""
+def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
+    """Turn an out-of-memory error inside a phase into one that names the settings that would help. `where`: which worker it is, of
+    several."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -159,7 +160,7 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
         remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
         what = first_line(error)
         # Without its traceback, which would keep alive everything that filled the memory.
-        raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
+        raise UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}") from error.with_traceback(None)
 
 
 @dataclass(eq=False)

@@ -67,7 +67,7 @@ class Summary:
     """What a run achieved."""
 
     steps: int
-    seconds: float  # spent by this process, set-up left out
+    seconds: float  # spent by this process since its workers were loaded
     tokens: int
     reward_first: float | None
     reward_last: float | None

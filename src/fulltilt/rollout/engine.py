@@ -133,6 +133,12 @@ def engine_mistakes(config: Config) -> Iterator[str]:
     yield from module.refuses(config) if hasattr(module, "refuses") else ()
 
 
+def why_one_worker(name: str) -> str | None:
+    """Why an engine does not run on several workers, if it does not."""
+    reason: str | None = getattr(importlib.import_module(f"fulltilt.rollout.engines.{name}"), "ONE_WORKER", None)
+    return reason
+
+
 def make_engine(name: str, context: EngineContext) -> Engine:
     """The engine of `rollout.engine = name`. Only its own file is imported."""
     engine: Engine = importlib.import_module(f"fulltilt.rollout.engines.{name}").make(context)

@@ -35,6 +35,7 @@ from fulltilt.rollout.stop_strings import StopStrings
 from fulltilt.schema import Config
 
 OBEYS = frozenset({"max_seqs", "log_stats"})
+ONE_WORKER = "it draws the samples of a batch together, so that they would change with the number of workers"
 PAD = 0
 
 
