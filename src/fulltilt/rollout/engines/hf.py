@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -102,6 +102,9 @@ class HfEngine(Engine):
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             own[name].copy_(tensor)
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self.model.parameters()
 
     def release(self) -> None:
         if self.model.device.type == "cuda":
