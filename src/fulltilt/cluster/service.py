@@ -7,8 +7,8 @@ functions from Python are known here under the names that the configuration has 
 
 from __future__ import annotations
 
-import functools
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Generator, Mapping
