@@ -7,6 +7,7 @@ functions from Python are known here under the names that the configuration has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -27,6 +28,8 @@ from fulltilt.parallel.ranks import Ranks
 from fulltilt.records import RunWarning
 from fulltilt.settings import own_functions
 from fulltilt.user_code import UserCode, known_functions
+
+UNTIL_THE_END = contextlib.ExitStack()  # of the process of a worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,7 @@ def serve(service: Service) -> ServedWorker:
         torch.cuda.set_device(device)
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
-    known_functions(service.functions).__enter__()  # until the process ends
+    UNTIL_THE_END.enter_context(known_functions(service.functions))
     host, port = service.address
     store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
