@@ -27,6 +27,7 @@ import torch.distributed as dist
 from fulltilt.algo.build import build
 from fulltilt.cluster import assembly
 from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.hosts import Inbox, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
 from fulltilt.cluster.service import ServedWorker, report_stall
@@ -74,6 +75,22 @@ class Notes:
 
     def moved(self) -> dict[str, int]:
         return dict(self.worker.ranks.moved)
+
+    def shift(self, numbers: float) -> None:
+        """Change one of the actor's parameters."""
+        with torch.no_grad():
+            next(iter(self.worker.actor.model.parameters())).add_(numbers)
+
+    def slow_down(self, seconds: float) -> None:
+        """Have the engine sleep before every batch of steps."""
+        decoder: Any = self.worker.engine.decoder  # type: ignore[union-attr]
+        launch = decoder.launch
+
+        def late(steps: int) -> Any:
+            time.sleep(seconds)
+            return launch(steps)
+
+        decoder.launch = late
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:
@@ -131,8 +148,8 @@ class Member:
             made = load_worker(order, build(order.config), CPU, ranks)
             self.worker, self.notes = ServedWorker(made), Notes(made)
 
-    def call(self, method: str | None, args: tuple[Any, ...]) -> Any:
-        return getattr(self.worker, method)(*args) if method else None
+    def call(self, method: str | None, args: tuple[Any, ...], inbox: Inbox) -> Any:
+        return produced(getattr(self.worker, method), args, inbox) if method else None
 
     def note(self, name: str, args: tuple[Any, ...]) -> Any:
         found = getattr(self.notes, name) if self.notes else None

@@ -23,6 +23,7 @@ from fulltilt.cluster.checks import (
     TextFacts,
     check_lengths,
     choose_device,
+    count_workers,
     model_paths,
     read_training_data,
     read_validation_data,
@@ -31,6 +32,7 @@ from fulltilt.cluster.checks import (
     wrong_models,
     wrong_rollout,
     wrong_settings,
+    wrong_workers,
 )
 from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.loading import load_models
@@ -101,7 +103,8 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
     """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
     algorithm = build(config)
-    device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
+    kind = choose_device(config.run.device).type
+    device = open_device(config, [*wrong_rollout(config, kind), *wrong_workers(config, algorithm, kind)])
     parts = put_together(config, algorithm, device, read_validation_data, (), resume, None)
     refused = (f"a training run would be refused: {text}" for text in settings_without_effect(config, algorithm, device.type))
     return replace(parts, notes=(*parts.notes, *refused))
@@ -162,7 +165,7 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
 
 def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) -> Crew:
     """The workers that the configuration asks for, each with its models loaded."""
-    config, size = order.config, count_workers(order.config, device)
+    config, size = order.config, count_workers(order.config, device.type)
     apart = size > 1 or config.cluster.processes
     hosts = start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))
     try:
@@ -170,10 +173,3 @@ def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) 
     except BaseException:
         hosts.close()
         raise
-
-
-def count_workers(config: Config, device: torch.device) -> int:
-    given = config.cluster.workers
-    if given != "auto":
-        return given
-    return torch.cuda.device_count() if device.type == "cuda" else 1

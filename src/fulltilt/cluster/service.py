@@ -7,6 +7,7 @@ functions from Python are known here under the names that the configuration has 
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Generator, Mapping
@@ -50,9 +51,10 @@ class ServedWorker:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._worker, name)
 
-        def call(*args: Any) -> Generator[Any, None, Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **wanted: Any) -> Generator[Any, None, Any]:
             with enough_memory(self._worker.phase, f" on worker {self._worker.ranks.rank}"):
-                outcome = method(*args)
+                outcome = method(*args, **wanted)
                 return (yield from outcome) if isinstance(outcome, Generator) else outcome
 
         return call
