@@ -43,6 +43,7 @@ DEALT = (
     *runs.CLOCK, "rollout/passes", "rollout/most_running", "rollout/most_waiting", "rollout/mean_running", "rollout/kv_use",
     "rollout/mean_kv_use", "rollout/prefix_hit_rate", "rollout/prefill_tokens", "actor/micro_batches", "critic/micro_batches",
     "actor/load_spread", "critic/load_spread", "actor/pad_tokens", "actor/forward_pad_tokens", "ref/forward_pad_tokens", "perf/max_memory",
+    "communication/",
 )  # fmt: skip
 
 PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05")
