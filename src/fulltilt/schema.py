@@ -822,8 +822,21 @@ class ClusterConfig(Section):
     free: ClassVar[bool] = True  # a run may go on with another number of workers
 
     workers: Annotated[int, Field(ge=1, le=1024)] | Auto = row("auto", elsewhere="n_gpus_per_node num_processes")
-    """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
-    the program's own process. `auto`: one for each GPU that torch sees; one on a CPU."""
+    """Workers of each machine that compute the run together, each with one device; on a CPU each is a process with its share of the cores.
+    One worker on one machine is the program's own process. `auto`: one for each GPU of the machine; one on a CPU."""
+    nodes: Annotated[int, Field(ge=1, le=1024)] = row(
+        1,
+        elsewhere="nnodes num_machines",
+        used_if=UsedIf(
+            ("nodes", "address"),
+            lambda nodes, address: nodes == 1 or address is not None,
+            "set cluster.address to that of a Ray cluster with these machines",
+        ),
+    )
+    """Machines that compute the run together. Each has `cluster.workers` workers."""
+    address: NotEmpty | None = None
+    """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
+    Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
     stall_s: Seconds = 45.0
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
     deadline_s: Seconds = 1800.0

@@ -6,6 +6,7 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -91,6 +92,8 @@ def find_mistakes(config: Config) -> list[str]:
     def packages() -> None:
         if config.lora.rank:
             lora.require_peft()
+        if config.cluster.address:
+            require_ray()
 
     def device() -> None:
         chosen = choose_device(config.run.device)
@@ -107,6 +110,11 @@ def find_mistakes(config: Config) -> list[str]:
         except UserError as error:
             found.append(str(error))
     return found
+
+
+def require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise UserError('cluster.address: workers on several machines need the package ray. pip install "fulltilt[ray]"')
 
 
 def refuse(mistakes: Iterable[str]) -> None:

@@ -146,12 +146,14 @@ class Processes:
     def __init__(
         self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
         launch: Launch = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
+        kept: Any = None,
     ) -> None:  # fmt: skip
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
         tells that it makes progress. `environment`: variables besides those of this process. `launch` starts the processes: by default, on
-        this machine. `on_stall` is given each report of silence."""
+        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
+        self._kept = kept
         self._numbers = itertools.count()
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
