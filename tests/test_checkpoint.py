@@ -702,7 +702,7 @@ def test_only_the_numbers_asked_for_are_read(tmp_path: Path) -> None:
         "with Checkpoint(Path(sys.argv[1]), 1).open() as saved:\n    before = held()\n"
         "    assert saved.numbers('large', 9_000_001, 9_010_000).sum() == 9_999\n    print(held() - before)\n"
     )
-    done = in_a_process(code, store.path(1))
+    done = runs.code_forked(tmp_path, code, str(store.path(1)))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 16
 

@@ -221,7 +221,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "x\x00"}\n', ["a.jsonl:1", "not valid JSON", "control character"]),
         ("a.jsonl", b'\xff\xfe{\x00"\x00', ["a.jsonl:1", "not UTF-8", "Save the file as UTF-8"]),
         ("a.jsonl", b"PAR1\x15\x04", ["a.jsonl: its name ends in .jsonl, but its content is a parquet file", "Rename it"]),
-        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n'), ["a.jsonl", "content is compressed with gzip"]),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n', mtime=0), ["a.jsonl", "content is compressed with gzip"]),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["a.jsonl", "pointer", "git lfs pull"]),
         ("a.parquet", b"<!DOCTYPE html><html>", ["a.parquet", "a web page"]),
         ("a.jsonl", b'\n<?xml version="1.0"?><Error>', ["a.jsonl: it is a web page, not the file itself. Download or copy it again."]),
@@ -241,7 +241,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n\"[{'role': 'user'}]\",5\n", ["a.csv:2", "as Python prints them", "json.dumps"]),
         ("a.csv", b'prompt\n"[{""role"": ""user"", ""role"": ""user""}]"\n', ["a.csv:2", "the key 'role' is there twice"]),
         ("a.csv", b"prompt,answer\n", ["a.csv", "holds no rows"]),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n', mtime=0)[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
         ("a.jsonl.gz", b'{"prompt": "x"}\n', ["a.jsonl.gz", "cannot be read after row 0", "ot a gzip"]),
         ("a.txt", b"prompt\nx\n", ["a.txt", "unknown kind of file '.txt'", ".parquet", "Convert it"]),
     ],
@@ -277,10 +277,10 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_compressed_file_is_not_unpacked_without_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "_UNPACKED_BYTES", 2**20)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 2**17))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 2**17, mtime=0))
     assert "unpacks to more than 200 times its size" in refused(tmp_path / "a.jsonl.gz")
     monkeypatch.setattr(formats, "_MOST_LINE_BYTES", 1000)
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"x" * 1001))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"x" * 1001, mtime=0))
     assert "a.csv.gz:2: the line has more than 1000 B" in refused(tmp_path / "a.csv.gz")
 
 

@@ -497,11 +497,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_with_the_same_sizes(
     """Free memory is never the same twice; what was planned from it is."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     quick = ("run.eval_every=0", "run.eval_before=false", "run.steps=1")
-    monkeypatch.setattr("fulltilt.cluster.assembly.free_bytes", lambda device: 2**18)
+    monkeypatch.setattr("fulltilt.cluster.making.free_bytes", lambda device: 2**18)
     runs.train(folder, *quick)
     planned = runs.state(runs.checkpoints(folder)[1])["budgets"]
     shutil.rmtree(folder / "run" / "checkpoints")
-    monkeypatch.setattr("fulltilt.cluster.assembly.free_bytes", lambda device: 2**17)
+    monkeypatch.setattr("fulltilt.cluster.making.free_bytes", lambda device: 2**17)
     runs.train(folder, *quick)
     assert runs.state(runs.checkpoints(folder)[1])["budgets"] == planned
     shutil.rmtree(folder / "run")

@@ -837,6 +837,8 @@ class ClusterConfig(Section):
     address: NotEmpty | None = None
     """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
     Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
+    processes: bool = False
+    """Run a single worker in a process of its own too, as several always do: to measure what that costs."""
     stall_s: Seconds = 45.0
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
     deadline_s: Seconds = 1800.0

@@ -176,7 +176,8 @@ def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, p
     if order.config.cluster.address:
         return start_on_ray(order, device, paths)
     size = count_workers(order.config, device)
-    return start_processes(order, device, size) if size > 1 else Local(load_worker(order, algorithm, device))
+    apart = size > 1 or order.config.cluster.processes
+    return start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))
 
 
 def count_workers(config: Config, device: torch.device) -> int:

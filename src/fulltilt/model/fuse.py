@@ -163,11 +163,21 @@ def unfuse(model: PreTrainedModel) -> None:
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's tensors for `save_pretrained(state_dict=...)`, joined parameters in main memory: transformers copies slices of a storage
-    before it writes them, and would do so on the model's device."""
-    joined = {id(parameter) for _, owner in owners(model.base_model) for parameter in joined_parameters(owner)}
+    """The model's tensors for `save_pretrained(state_dict=...)`, those that share a storage in main memory: transformers copies slices of a
+    storage before it writes them, and would do so on the model's device."""
     tensors = model.state_dict(keep_vars=True)
-    return {name: tensor.detach().to("cpu", copy=True) if id(tensor) in joined else tensor.detach() for name, tensor in tensors.items()}
+    unique = {id(tensor): tensor.detach() for tensor in tensors.values()}  # a tied weight has two names
+    for key, tensor in unique.items():
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            unique[key] = tensor.to("cpu", copy=True)
+    return {name: unique[id(tensor)] for name, tensor in tensors.items()}
+
+
+def rejoin(model: torch.nn.Module) -> None:
+    """Let joined products follow their parameters to another memory, in which they are neighbours too."""
+    for module in model.modules():
+        if STATE in vars(module) and state_of(module).joined:
+            join(module, state_of(module))
 
 
 def obstacle_of(body: Any) -> str | None:

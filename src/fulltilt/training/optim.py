@@ -22,14 +22,14 @@ import torch
 from torch.optim.adamw import adamw
 
 from fulltilt.memory.offload import ON_DEVICE, Entry, OffloadSetting, Part, States, absent
+from fulltilt.model.fuse import rejoin
 from fulltilt.parallel.ranks import ALONE, Ranks
-from fulltilt.parallel.shard import Layout, lay_out
+from fulltilt.parallel.shard import lay_out, move_into
 from fulltilt.records import UserError
 from fulltilt.schema import TrainConfig
 from fulltilt.training.checkpoint import SavedTensors
 
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")
-EXCHANGE_BYTES = 64 << 20  # size of the buffer through which updated parameters go to the other workers
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,11 @@ class Optimizer:
         self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
         self.skipped = 0
         self._parameters = trained(model)
-        turned = [name for name, parameter in self._parameters.items() if not parameter.is_contiguous()]
-        assert ranks.size == 1 or not turned, f"{turned[0]} does not lie in the order of its shape, in which workers share it out"
         self._ranks, self._layouts = ranks, lay_out(self._parameters, ranks.size)
+        self._memories: list[torch.Tensor] = []
+        if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
+            self._memories = [move_into(layout, self._parameters) for layout in self._layouts.values()]
+            rejoin(model)
         self._own = {name: layout.own(name, ranks.rank) for layout in self._layouts.values() for name in layout.places}
         self._device = next((p.device for p in self._parameters.values()), torch.device("cpu"))
         self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
@@ -102,15 +104,14 @@ class Optimizer:
         for number in self._states.stream(read=(), written=(MASTER,)):
             copy_all([(s.weights, s.parameter) for s in self._shares[number] if s.weights is not s.parameter])
         self._gradients: dict[torch.dtype, torch.Tensor] = {}  # accumulators, one memory for each type of parameter
-        self._exchanges = [Exchange(layout, self._parameters, ranks) for layout in self._layouts.values() if ranks.size > 1]
         if not offload.grads:
             self.prepare()
 
     @torch.no_grad()
     def _share(self, part: Part, step: torch.Tensor) -> Share:
-        own = flat(self._parameters[part.name])[self._own[part.name]]
+        own = flat(self._parameters[part.name])[self._own[part.name]][part.numbers]
         first, second = (part.states[moment] for moment in MOMENTS)
-        return Share(part.name, part.numbers, own[part.numbers], part.states.get(MASTER, own[part.numbers]), (first, second), step)
+        return Share(part.name, part.numbers, own, part.states.get(MASTER, own), (first, second), step)
 
     def begin(self, update: int) -> None:
         """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have left updates out: the schedule follows
@@ -124,7 +125,7 @@ class Optimizer:
         if self._gradients:
             return
         for dtype, layout in self._layouts.items():
-            if low(dtype) or self._ranks.size > 1:
+            if low(dtype) or not self._ranks.alone:
                 wide = torch.float32 if low(dtype) else dtype
                 self._gradients[dtype] = memory = torch.zeros(layout.total, dtype=wide, device=self._device)
                 for name, place in layout.places.items() if low(dtype) else ():
@@ -152,8 +153,7 @@ class Optimizer:
         norm = self._ranks.norm(own_norm)
         if math.isfinite(norm):
             self._apply(gradients, norm, lr)
-            for exchange in self._exchanges:
-                exchange.gather()
+            self._exchange()
         else:
             self.skipped += 1
         del gradients  # or their memory would outlive `zero_grad`
@@ -166,7 +166,7 @@ class Optimizer:
         gradient on any worker is left out, and so not updated."""
         found = {name: p.main_grad if is_low(p) else p.grad for name, p in self._parameters.items()}  # type: ignore[attr-defined]
         flats = {name: flat(like_parameter(gradient, self._parameters[name])) for name, gradient in found.items() if gradient is not None}
-        if self._ranks.size == 1:
+        if self._ranks.alone:
             return flats
         given = torch.tensor([name in flats for name in self._parameters], dtype=torch.float32, device=self._device)
         self._ranks.sum(given)
@@ -232,7 +232,7 @@ class Optimizer:
     def restore(self, saved: SavedTensors, updates: int, skipped: int) -> None:
         self._require_presence()
         self._states.settle()
-        refuse_misfits(self._sizes(), saved)
+        refuse_misfits(self._shapes(), saved)
         for entry in self._entries:
             for kind, numbers in self._held(entry).items():
                 own, parameter = self._own[entry.name], self._parameters[entry.name]
@@ -245,9 +245,13 @@ class Optimizer:
             share.step.copy_(saved.numbers(f"step/{share.name}", 0, 1)[0])
         for number in self._states.stream(read=(MASTER,), written=()):
             copy_all([(s.parameter, s.weights) for s in self._shares[number] if s.weights is not s.parameter])
-        for exchange in self._exchanges:
-            exchange.gather()
+        self._exchange()
         self.updates, self.skipped = updates, skipped
+
+    def _exchange(self) -> None:
+        """Give every worker the parameters that the others have changed."""
+        for memory in self._memories:
+            self._ranks.gather(memory)
 
     def _held(self, entry: Entry) -> dict[str, torch.Tensor]:
         """What a checkpoint holds of this worker's numbers of a parameter, flat, in their permanent memory."""
@@ -258,43 +262,17 @@ class Optimizer:
         """Whether a checkpoint needs the parameter itself: no master holds its value."""
         return self.keeps_parameters and not is_low(self._parameters[name])
 
-    def _sizes(self) -> dict[str, int]:
-        """How many numbers all workers together save under each name."""
-        sizes: dict[str, int] = {}
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what all workers together save under each name."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self._parameters.items():
             kinds = [*(["parameter"] if self._keeps(name) else []), *([MASTER] if is_low(parameter) else []), *MOMENTS]
-            sizes |= {f"{kind}/{name}": parameter.numel() for kind in kinds} | {f"step/{name}": 1}
-        return sizes
+            shapes |= {f"{kind}/{name}": tuple(parameter.shape) for kind in kinds} | {f"step/{name}": ()}
+        return shapes
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""
         yield from self._states.memory()
-        yield from (exchange.buffer for exchange in self._exchanges)
-
-
-class Exchange:
-    """Gives every worker the parameters of one type that the others have updated, through a buffer of bounded size."""
-
-    def __init__(self, layout: Layout, parameters: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-        sample = parameters[next(iter(layout.places))]
-        self.ranks, width = ranks, max(1, min(layout.stretch, EXCHANGE_BYTES // sample.itemsize // ranks.size))
-        self.buffer = torch.zeros(ranks.size * width, dtype=sample.dtype, device=sample.device)
-        rows = self.buffer.view(ranks.size, width)
-        # For each round: (part of the buffer, part of a parameter), those of this worker and those of the others.
-        self.rounds: list[tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]] = []
-        for begin in range(0, layout.stretch, width):
-            own, others = list[tuple[torch.Tensor, torch.Tensor]](), list[tuple[torch.Tensor, torch.Tensor]]()
-            for rank, name, numbers, place in layout.pieces(begin, width):
-                pair = (rows[rank, place : place + length_of(numbers)], flat(parameters[name])[numbers])
-                (own if rank == ranks.rank else others).append(pair)
-            self.rounds.append((own, others))
-
-    @torch.no_grad()
-    def gather(self) -> None:
-        for own, others in self.rounds:
-            copy_all(own)
-            self.ranks.gather(self.buffer)
-            copy_all([(parameter, part) for part, parameter in others])
 
 
 def length_of(numbers: slice) -> int:
@@ -350,15 +328,15 @@ def restore_parameters(model: torch.nn.Module, saved: SavedTensors) -> None:
             flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 
 
-def refuse_misfits(own: Mapping[str, int], saved: SavedTensors) -> None:
-    """`own`: how many numbers are expected under each name."""
+def refuse_misfits(own: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> None:
+    """`own`: the shapes that are expected. A tensor in pieces is flat."""
     names = set(saved.names())
     misfits = [f"{name} is not in the checkpoint" for name in own if name not in names]
     misfits += [f"{name} is in the checkpoint only" for name in sorted(names) if name not in own]
     misfits += [
-        f"{name} has {saved.size(name):,} numbers in the checkpoint and {count:,} now"
-        for name, count in own.items()
-        if name in names and count != saved.size(name)
+        f"{name} has the shape {list(saved.shape(name))} in the checkpoint and {list(shape)} now"
+        for name, shape in own.items()
+        if name in names and saved.shape(name) not in (shape, (math.prod(shape),))
     ]
     if misfits:
         raise UserError(
