@@ -56,9 +56,9 @@ def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(runs.SOURCE), str(HERE)]))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
         try:
-            made.add_node(num_cpus=2)
+            made.add_node(num_cpus=4)
             yield made
         finally:
             made.shutdown()
@@ -73,7 +73,6 @@ def workers(cluster: Cluster, **options: Any) -> Iterator[RayWorkers]:
         yield host
     finally:
         host.close()
-        assert not any(map(alive, host.pids))
         eventually(lambda: not any(map(running, pids)))
 
 
@@ -98,7 +97,7 @@ def test_a_call_takes_little_longer_than_on_one_machine(pool: RayWorkers) -> Non
     assert seconds < 0.02
 
 
-# -- failures: the pool was closed, for both have the same two machines --------------------------------------------------------------------
+# -- failures ------------------------------------------------------------------------------------------------------------------------------
 
 
 def test_errors_name_worker_and_machine(cluster: Cluster) -> None:
@@ -112,11 +111,11 @@ def test_errors_name_worker_and_machine(cluster: Cluster) -> None:
 
 def test_a_silent_worker_is_reported_with_its_stack_then_given_up(cluster: Cluster) -> None:
     told: list[str] = []
-    with workers(cluster, on_stall=told.append, stall_s=0.5, deadline_s=3.0) as host:
-        with pytest.raises(WorkerStuck, match=r"worker 1 \(process \d+ on \S+\) has sent nothing for \d s during sleep_forever"):
-            call(host, "sleep_forever", 1)
+    pattern = r"worker 1 \(process \d+ on \S+\) has sent nothing for \d s during sleep_forever"
+    with workers(cluster, on_stall=told.append, stall_s=0.5, deadline_s=3.0) as host, pytest.raises(WorkerStuck, match=pattern):
+        call(host, "sleep_forever", 1)
     silent, idle, busy, *frames = told[0].splitlines()
-    assert re.fullmatch(r"worker 1 \(process \d+ on \S+\) has sent nothing for \d s during sleep_forever", silent)
+    assert re.fullmatch(pattern, silent)
     assert idle.startswith("worker 0") and idle.endswith("has nothing to do") and busy.endswith("sleep_forever, at work")
     assert re.search(r"toy_worker.py:\d+ in sleep_forever", frames[-1])
 
@@ -142,16 +141,13 @@ def test_a_machine_whose_actor_is_killed_is_named_and_leaves_no_worker(cluster: 
     with workers(cluster) as host:
         waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
         os.kill(host.machines.facts[1].pid, signal.SIGKILL)
-        with pytest.raises(
-            WorkerDied, match=r"worker 1 \(process \d+ on \S+\) is gone, with the Ray actor that kept the workers"
-        ) as caught:
+        with pytest.raises(WorkerDied, match=r"worker 1 \(process \d+ on \S+\) is gone, with the Ray actor that kept"):
             waiting.results()
-        print(caught.value)
 
 
 def test_too_few_machines_or_cores_are_refused(cluster: Cluster) -> None:
     for nodes, count in ((3, 1), (2, 64)):
-        asked = rf"ask for {nodes} machines with {count} cores? each, and Ray has \S+ \(2 cores, 0 GPUs\) and \S+ \(2 cores, 0 GPUs\)"
+        asked = rf"ask for {nodes} machines with {count} cores? each, and Ray has \S+ \(4 cores, 0 GPUs\) and \S+ \(4 cores, 0 GPUs\)"
         with pytest.raises(UserError, match=asked):
             Machines(cluster.address, nodes, count, Shared(Path("runs"), {}), gpus=False)
     with pytest.raises(UserError, match="ask for 1 machine with 1 core and 1 GPU, and Ray has"):
@@ -164,8 +160,8 @@ def test_machines_in_use_are_refused(cluster: Cluster, monkeypatch: pytest.Monke
     first = Machines(cluster.address, 2, 2, Shared(Path("runs"), {}), gpus=False)
     with contextlib.closing(first):
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
-        with pytest.raises(UserError, match="but others use them: of the whole Ray cluster 0 CPUs are free"):
-            Machines(cluster.address, 2, 1, Shared(Path("runs"), {}), gpus=False)
+        with pytest.raises(UserError, match=r"but others use them: of the whole Ray cluster \d CPUs are free"):
+            Machines(cluster.address, 2, 3, Shared(Path("runs"), {}), gpus=False)
 
 
 # -- programs ------------------------------------------------------------------------------------------------------------------------------
@@ -194,12 +190,14 @@ def driver(folder: Path, address: str, nodes: int, then: str) -> subprocess.Pope
     return subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, cwd=folder)
 
 
-def commands_with(text: str) -> list[str]:
+def processes_with(text: str) -> list[int]:
+    """Those whose command or working folder has this text."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-    return [command for command in found if text in command]
+            if text.encode() in (path / "cmdline").read_bytes() or text in os.readlink(path / "cwd"):
+                found.append(int(path.name))
+    return found
 
 
 def test_no_worker_outlives_a_driver_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
@@ -213,13 +211,14 @@ def test_no_worker_outlives_a_driver_that_is_killed(cluster: Cluster, tmp_path: 
 
 
 def test_a_ray_of_its_own_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
-    process = driver(tmp_path, "auto", 1, 'print(f"{seconds:.1f} s to start"); host.close()')
+    process = driver(tmp_path, "auto", 1, 'print(machines._joined.files, f"{seconds:.1f} s to start"); host.close()')
     out, err = process.communicate(timeout=200)
     assert process.returncode == 0 and err == "", err
     pids, started = out.splitlines()
     print(started)
+    files = started.split()[0]
     assert not any(running(int(pid)) for pid in pids.split())
-    assert commands_with("fulltilt-ray-") == [] and list(Path("/tmp").glob("fulltilt-ray-*")) == []
+    assert "fulltilt-ray-" in files and not Path(files).exists() and processes_with(files) == []
 
 
 @pytest.fixture(scope="module")
@@ -231,15 +230,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders)
 
 
 # What depends on how the work is shared out. All else is the same, up to the order in which numbers are added.
-SHARED_OUT = (
-    "rollout/kv_use",
-    "rollout/mean_kv_use",
-    "rollout/m",
-    "rollout/passes",
-    "actor/load_spread",
-    "actor/micro_batches",
-    "rollout_corr/",
-)
+SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passes", "actor/micro_batches", "rollout_corr/")
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -270,15 +261,12 @@ def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: Cluster, tmp_pa
     said = (folder / "said.txt").read_text()
     assert process.returncode and re.search(r"worker \d \(process \d+ on \S+\) was killed by signal 9 \(SIGKILL\) during", said), said
     assert "Traceback" not in said
-    assert commands_with("fulltilt.cluster.serve") == []
+    assert processes_with(str(folder)) == []
 
 
 def kill_a_worker(folder: Path) -> None:
     """Once the run has made steps."""
     metrics = folder / "run" / "metrics.jsonl"
     eventually(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 180)
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            if b"fulltilt.cluster.serve" in path.read_bytes():
-                os.kill(int(path.parent.name), signal.SIGKILL)
-                return
+    workers = set(processes_with("fulltilt.cluster.serve")) & set(processes_with(str(folder)))
+    os.kill(min(workers), signal.SIGKILL)
