@@ -133,7 +133,7 @@ def start(what: str, files: str | None = None, **options: Any) -> Joined:
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level=logging.ERROR, **options)
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except Exception as error:  # Ray raises plain ones, too
         raise UserError(f"cluster.address: {what} cannot be used: {first_line(error)}") from error
     finally:
         if variable is not None:
