@@ -115,7 +115,7 @@ def test_equal_machines_pass(tmp_path: Path, questions: Questions) -> None:
     Path(questions.marker).touch()
     here = facts_of_machine(questions)
     assert here.contents == {"model": {"config.json": 2}, "missing": None} and {"torch", "transformers", "Python"} < set(here.versions)
-    assert list(ray.differences("b", here, here, Shared(tmp_path, {"model.path": "model"}), 2**20)) == []
+    assert list(ray.differences("b", here, here, Shared(tmp_path, {"model.path": "model"}), 0)) == []
 
 
 def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) -> None:
@@ -126,13 +126,15 @@ def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) 
         has_folder=False,
         contents={"model": None, "missing": None},
         shared_memory=2**20,
+        devices=("0",),
     )
-    found = list(ray.differences("node-b", there, here, Shared(tmp_path / "runs", {"model.path": "model"}), 2**26))
+    found = list(ray.differences("node-b", there, here, Shared(tmp_path / "runs", {"model.path": "model"}), 2))
     expected = [
         rf"the machine node-b has torch 2.11.0, and this one {re.escape(here.versions['torch'])}",
         "the machine node-b has no folder",
         "run.dir: the machine node-b does not see what this one writes",
         "model.path: the machine node-b has no model",
+        "Ray has given the workers of the machine node-b 1 GPU in CUDA_VISIBLE_DEVICES, and they need 2",
         r"/dev/shm of the machine node-b has 1.0 MiB free, and its workers need 64.0 MiB",
     ]
     assert len(found) == len(expected) and all(re.match(*pair) for pair in zip(expected, found, strict=True)), found

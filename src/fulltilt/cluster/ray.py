@@ -280,11 +280,12 @@ class Machines:
 
     def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[Peer]:
         secret, folder = secrets.token_bytes(32), os.getcwd()
+        variables = {name: value for name, value in travelling().items() if name != "PYTHONPATH"}  # which the keeper adds to its own
         with contextlib.ExitStack() as on_failure, socket.create_server((self.ip, 0), backlog=len(ranks)) as server:
             address = (self.ip, server.getsockname()[1])
             parts = [ranks[index * self.workers : (index + 1) * self.workers] for index in range(len(self._machines))]
             started = [
-                machine.tell("launch", list(own), machine.ip, address, secret, {**travelling(), **environment}, folder)
+                machine.tell("launch", list(own), machine.ip, address, secret, {**variables, **environment}, folder)
                 for machine, own in zip(self._machines, parts, strict=True)
             ]
             connections = accept(server, secret, len(ranks), started, on_failure)
@@ -329,7 +330,7 @@ class Machines:
         mistakes = [
             text
             for machine, facts in zip(self._machines, found, strict=True)
-            for text in differences(str(machine), facts, here, shared, NCCL_BYTES * self.workers if gpus else 0)
+            for text in differences(str(machine), facts, here, shared, self.workers if gpus else 0)
         ]
         if mistakes:
             raise UserError("\n".join(mistakes))
@@ -393,7 +394,10 @@ def nodes_of(group: PlacementGroup) -> list[Mapping[str, Any]]:
 
 
 def travelling() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if TRAVELLING.fullmatch(name)}
+    found = {name: value for name, value in os.environ.items() if TRAVELLING.fullmatch(name)}
+    if path := found.get("PYTHONPATH"):
+        found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    return found
 
 
 @contextlib.contextmanager
@@ -407,8 +411,8 @@ def marked(folder: Path) -> Iterator[str]:
         raise UserError(f"run.dir: {above} cannot be written to ({error.strerror})") from error
 
 
-def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shared, shared_memory: int) -> Iterator[str]:
-    """What is wrong with a machine, seen from this one."""
+def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shared, gpus: int) -> Iterator[str]:
+    """What is wrong with a machine, seen from this one. `gpus`: how many its workers need."""
     for package, version in here.versions.items():
         if (theirs := there.versions.get(package, "none")) != version:
             yield f"the machine {name} has {package} {theirs}, and this one {version}. Install the same on all machines"
@@ -424,8 +428,13 @@ def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shar
             yield f"{key}: the machine {name} has no {path}. Put it on a file system that all machines share, or copy it"
         elif path in here.contents and there.contents[path] != here.contents[path]:
             yield f"{key}: {path} holds other files on the machine {name} than on this one. Copy it again"
-    if there.shared_memory < shared_memory:
-        has, need = in_bytes(there.shared_memory), in_bytes(shared_memory)
+    if len(there.devices) < gpus:
+        yield (
+            f"Ray has given the workers of the machine {name} {many(len(there.devices), 'GPU')} in CUDA_VISIBLE_DEVICES, and they need "
+            f"{gpus}. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES there"
+        )
+    if there.shared_memory < NCCL_BYTES * gpus:
+        has, need = in_bytes(there.shared_memory), in_bytes(NCCL_BYTES * gpus)
         yield f"{SHARED_MEMORY} of the machine {name} has {has} free, and its workers need {need}. {ENLARGE}"
 
 

@@ -104,8 +104,12 @@ def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, s
     read = {**paths, **({"the checkpoint": str(order.resume.path)} if order.resume else {})}
     gpus = device.type == "cuda" or (None if config.run.device == "auto" else False)
     machines = Machines(settings.address, settings.nodes, workers, Shared(Path(config.run.dir), read), gpus=gpus)
-    services, options = services_of(order, machines.ip, machines.places)
-    return RayWorkers(machines, services, SERVE, **options)
+    try:
+        services, options = services_of(order, machines.ip, machines.places)
+        return RayWorkers(machines, services, SERVE, **options)
+    except BaseException:
+        machines.close()
+        raise
 
 
 def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Service], dict[str, Any]]:
