@@ -23,6 +23,7 @@ from fulltilt.cluster.checks import (
     TextFacts,
     check_lengths,
     choose_device,
+    count_workers,
     model_paths,
     read_training_data,
     read_validation_data,
@@ -31,6 +32,7 @@ from fulltilt.cluster.checks import (
     wrong_models,
     wrong_rollout,
     wrong_settings,
+    wrong_workers,
 )
 from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.hosts import Hosts
@@ -102,7 +104,8 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
     """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
     algorithm = build(config)
-    device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
+    kind = choose_device(config.run.device).type
+    device = open_device(config, [*wrong_rollout(config, kind), *wrong_workers(config, algorithm, kind)])
     parts = put_together(config, algorithm, device, read_validation_data, (), resume, None)
     refused = (f"a training run would be refused: {text}" for text in settings_without_effect(config, algorithm, device.type))
     return replace(parts, notes=(*parts.notes, *refused))
@@ -175,13 +178,6 @@ def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, 
 def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str]) -> Hosts:
     if order.config.cluster.address:
         return start_on_ray(order, device, paths)
-    size = count_workers(order.config, device)
+    size = count_workers(order.config, device.type)
     apart = size > 1 or order.config.cluster.processes
     return start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))
-
-
-def count_workers(config: Config, device: torch.device) -> int:
-    given = config.cluster.workers
-    if given != "auto":
-        return given
-    return torch.cuda.device_count() if device.type == "cuda" else 1

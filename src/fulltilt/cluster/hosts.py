@@ -14,8 +14,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from fulltilt.records import UserError
-
 
 @dataclass(frozen=True)
 class Place:
@@ -67,8 +65,8 @@ class Inbox(Protocol):
         runs in the same thread, so that none can arrive: a method that needs one must yield."""
 
 
-class WorkerError(UserError):
-    """A worker failed. The message names the worker, the call and the error."""
+class WorkerError(Exception):
+    """A worker failed, by no mistake that the user can fix. The message names the worker, the call and the error."""
 
     def __init__(self, text: str, worker_traceback: str = "") -> None:
         super().__init__(text)
