@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -169,8 +170,10 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
     connection = Connection(accepted)
     assert isinstance(connection.receive(), Hello)
 
+    numbers = itertools.count()
+
     def call(method: str, *args: object) -> object:
-        connection.send(pack(Start(0, method, args, False)))
+        connection.send(pack(Start(next(numbers), method, args, False)))
         answer = connection.receive()
         assert isinstance(answer, Result)
         return answer.result
@@ -178,7 +181,7 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
     call("toy_worker:make", 5)
     names = ("TOY", "FULLTILT_WORKER", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     assert [call("environment", name) for name in names] == ["yes", "3", None, "lo"]
-    connection.send(pack(Start(0, "wait_for_gate", (), False)))
+    connection.send(pack(Start(next(numbers), "wait_for_gate", (), False)))
     time.sleep(0.2)
     assert "wait_for_gate" in found.stacks(0) and found.ended() == [False]
     os.kill(pid, signal.SIGKILL)
