@@ -134,7 +134,8 @@ def start(what: str, files: str | None = None, **options: Any) -> Joined:
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level=logging.ERROR, **options)
     except Exception as error:  # Ray raises plain ones, too
-        raise UserError(f"cluster.address: {what} cannot be used: {first_line(error)}") from error
+        hint = "" if "RAY_AUTH_MODE" in os.environ or files else ". A cluster that asks for a token needs RAY_AUTH_MODE=token here, too"
+        raise UserError(f"cluster.address: {what} cannot be used: {first_line(error)}{hint}") from error
     finally:
         if variable is not None:
             os.environ["RAY_ADDRESS"] = variable
