@@ -44,7 +44,7 @@ from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.ray import Machines, RayWorkers, Shared
 from fulltilt.records import UserError
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.matrix, pytest.mark.timeout(600)]
 
 SIZE = 2
 HERE = Path(__file__).parent
