@@ -23,6 +23,7 @@ from fulltilt.cluster.checks import (
     TextFacts,
     check_lengths,
     choose_device,
+    count_workers,
     model_paths,
     read_training_data,
     read_validation_data,
@@ -162,17 +163,10 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
 
 def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) -> Crew:
     """The workers that the configuration asks for, each with its models loaded."""
-    config, size = order.config, count_workers(order.config, device)
+    config, size = order.config, count_workers(order.config, device.type)
     hosts = start_processes(order, device, size) if size > 1 else Local(load_worker(order, algorithm, device))
     try:
         return Crew(config, algorithm, hosts)
     except BaseException:
         hosts.close()
         raise
-
-
-def count_workers(config: Config, device: torch.device) -> int:
-    given = config.cluster.workers
-    if given != "auto":
-        return given
-    return torch.cuda.device_count() if device.type == "cuda" else 1

@@ -29,7 +29,16 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes
-from fulltilt.schema import Config, uses_reward_model
+from fulltilt.schema import Config, shares_parameters, uses_reward_model
+from fulltilt.words import either
+
+# Settings that do not go with parameters that are shared out.
+UNSHARED = {
+    "train.fused_layers": "fused layers read parameters that are joined in one memory",
+    "train.compile": "compiled layers have not been tried with it",
+    **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
+    **{f"{role}.offload_activations": "it would take gathered parameters for activations" for role in ("train", "critic")},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +148,30 @@ def wrong_models(config: Config, paths: Mapping[str, str]) -> Iterator[str]:
 
 
 def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[str]:
-    return [*wrong_rollout(config, device), *settings_without_effect(config, algorithm, device)]
+    return [*wrong_rollout(config, device), *settings_without_effect(config, algorithm, device), *wrong_sharing(config, device)]
+
+
+def count_workers(config: Config, device: str) -> int:
+    given = config.cluster.workers
+    if given != "auto":
+        return given
+    return torch.cuda.device_count() if device == "cuda" else 1
+
+
+def wrong_sharing(config: Config, device: str) -> Iterator[str]:
+    """What does not go with parameters that are shared out among workers."""
+    train, workers = config.train, count_workers(config, device)
+    if not shares_parameters(config):
+        return
+    if workers == 1:
+        yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
+    elif train.shard_size and workers % train.shard_size:
+        sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])
+        yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
+    for key, why in UNSHARED.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) is True:
+            yield f'{key}: true is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
 
 
 def wrong_rollout(config: Config, device: str) -> Iterator[str]:

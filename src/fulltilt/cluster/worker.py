@@ -25,7 +25,9 @@ from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine, Listener
@@ -33,7 +35,7 @@ from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests, write_trainer
-from fulltilt.training.roles import Policy, Role, annotate_all
+from fulltilt.training.roles import FILLER, Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
 
@@ -133,6 +135,10 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
         raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
 
 
+def nothing() -> None:
+    """Where nothing has to be done."""
+
+
 @dataclass(eq=False)
 class Worker:
     """One device with its roles, optimizers, engine and memory account."""
@@ -150,6 +156,9 @@ class Worker:
     sizes: Mapping[str, ModelSize]  # of each role's model
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
+    shards: tuple[Shards, ...] = ()  # models that are shared out among them
+    twin: Twin | None = None  # the whole actor for the engine, where it is shared out
+    collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
@@ -179,6 +188,7 @@ class Worker:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by. The KV cache is
         given back also where the caller stops early."""
         assert self.engine
+        assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         self.residents.need("actor")
         places = list(prompts)
         try:
@@ -207,6 +217,8 @@ class Worker:
     def sync(self, version: int) -> None:
         """Bring the engine to the trainer's weights, which have changed."""
         assert self.engine
+        if self.twin:
+            self.twin.sync()
         self.engine.sync(version, self.weights())
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
@@ -225,8 +237,20 @@ class Worker:
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
         self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
+        fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
-            yield from annotate_all(role, micro_batches)
+            for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
+                if place < len(micro_batches):
+                    yield numbers
+        for shards in self._shards_of(role):
+            shards.rest()
+
+    def _shards_of(self, role: Role) -> list[Shards]:
+        return [shards for shards in self.shards if shards.model is role.model]
+
+    def _passes_of_all(self, role: Role, own: int) -> int:
+        """How many passes each worker makes, of which this one needs `own`. Where parameters are shared out, all make as many."""
+        return self.ranks.most(own, role.device) if self._shards_of(role) else own
 
     @property
     def actor(self) -> Policy:
@@ -247,8 +271,9 @@ class Worker:
         batches = [pack_plan(rows, part, packing=packing) for part in parts]
         found: list[tuple[LossSums, Metrics]] = []
         for batch in batches * self.config.algorithm.epochs:
+            passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
             with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                sums = trainer.accumulate(batch)
+                sums = trainer.accumulate(batch, passes if self._shards_of(trainer.role) else 0)
             yield len(found), total
             found.append((sums, trainer.apply()))
             yield len(found), total
@@ -272,7 +297,8 @@ class Worker:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's parameters by their names, one after another, for an engine that keeps a copy of its own."""
         self.residents.need("actor")
-        yield from ((name, parameter.detach()) for name, parameter in self.actor.model.named_parameters())
+        model = self.twin.model if self.twin else self.actor.model
+        yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's state holds about the optimizers."""
@@ -283,6 +309,7 @@ class Worker:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
         the tensors may only be copied, for `finish_save` to write."""
         self._unwritten = None  # the copy of a save that failed
+        self.collect()
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, size=self.ranks.size)
 
