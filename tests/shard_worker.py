@@ -108,9 +108,8 @@ class Recorded(Allocating):
 class ShardWorker:
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank, wait = rank, timedelta(seconds=120)
-        dist.init_process_group(
-            "gloo", store=dist.TCPStore("127.0.0.1", port, size, timeout=wait), rank=rank, world_size=size, timeout=wait
-        )
+        store = dist.TCPStore("127.0.0.1", port, size, timeout=wait)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
         pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
         self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
 
@@ -132,7 +131,7 @@ class ShardWorker:
             "moved": moved,
             "parameters": sum(local(p).numel() for p in parameters),
             "accumulated": sum(local(p.grad).numel() for p in parameters if p.grad is not None),
-            "states": sum(tensor.numel() for tensor in made.trainer.optimizer.memory()),
+            "states": sum(tensor.nbytes for tensor in made.trainer.optimizer.memory()),
         }
 
     def train(self, case: Case, parts: Sequence[MiniBatch], folder: Path) -> dict[str, Any]:
@@ -159,9 +158,8 @@ class ShardWorker:
         copy = whole_on_host(made.shards, made.structure)
         assert (copy is None) == (made.shards.sharing.everyone.rank > 0)
         values = {name: parameter.detach().double().numpy() for name, parameter in made.twin.model.named_parameters()}
-        same = copy is None or all(
-            torch.equal(one, other) for one, other in zip(copy.parameters(), made.twin.model.parameters(), strict=True)
-        )
+        pairs = zip(copy.parameters(), made.twin.model.parameters(), strict=True) if copy is not None else ()
+        same = all(torch.equal(one, other) for one, other in pairs)
         return {"stale": not stale, "current": made.twin.current, "twin": values, "copy is the same": same}
 
     def resume(self, case: Case, folder: Path, files: Sequence[str]) -> dict[str, Any]:

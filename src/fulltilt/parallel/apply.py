@@ -149,9 +149,7 @@ class CountedGather(Allocating):
     def __init__(self, moved: Counter[str]) -> None:
         self.moved = moved
 
-    def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
         self.moved["all-gather"] += output_tensor.nbytes
         return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
