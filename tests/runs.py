@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import io
-import itertools
 import json
 import multiprocessing
 import os
@@ -87,7 +85,7 @@ GRPO = {
     "data": {"train": "train.jsonl", "val": "val.jsonl", "max_prompt_tokens": 16},
     "algorithm": {"name": "grpo", "prompts_per_step": 4, "samples_per_prompt": 4, "minibatches_per_step": 2, "kl_coef": 0.05},
     "rollout": {"max_new_tokens": 16},
-    "reward": {"function": "reward.py:score", "workers": 2},
+    "reward": {"function": "reward.py:score", "workers": 1},
     "train": {"lr": 2e-3, "schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.01},
     "health": {"ignore": ["all-clipped"]},  # a random model seldom draws its end token: by chance no response of a step does
     "run": {"dir": "run", "steps": 16, "save_every": 2, "keep": 2, "seed": 7, "eval_every": 5, "eval_before": True, "device": "cpu"},
@@ -236,22 +234,22 @@ def command_forked(folder: Path, *arguments: str, first: Callable[[], object] = 
     return Ended(process.returncode, out, (folder / "said.txt").read_text())
 
 
+def _execute(code: str) -> None:
+    exec(code, {"__name__": "__main__"})
+    sys.stdout.flush()
+    sys.exit()
+
+
+def code_forked(folder: Path, code: str, *arguments: str) -> Ended:
+    """A program in a process of its own that need not import torch, run to its end."""
+    return command_forked(folder, *arguments, first=functools.partial(_execute, code))
+
+
 # -- in this process --------------------------------------------------------------------------------------------------------------------
-
-
-_begun = itertools.count()
-
-
-def _spare_what_is_loaded() -> None:
-    """Leave the modules that the tests imported out of the search for garbage that a run begins with: a quarter of a short run's time. The
-    run's end puts them back, and every eighth run searches them too, so that what earlier runs left behind goes."""
-    if next(_begun) % 8:
-        gc.freeze()
 
 
 def command_here(folder: Path, *arguments: str) -> Ended:
     """The command line without the cost of a new process."""
-    _spare_what_is_loaded()
     out, error, before = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["fulltilt", *arguments]
     try:
@@ -280,7 +278,6 @@ def train(folder: Path, *overrides: str) -> Trained:
     """`fulltilt train run.toml ...` without the cost of a new process."""
     config = read_config(folder, *overrides)
     said = io.StringIO()
-    _spare_what_is_loaded()
     with contextlib.chdir(folder):
         summary = loop.train(config, Console(stdout=said, stderr=said, terminal=False))
     return Trained(summary, said.getvalue())

@@ -24,6 +24,9 @@ class InMemory:
     def size(self, name: str) -> int:
         return self.tensors[name].numel()
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
     def numbers(self, name: str, start: int, stop: int) -> torch.Tensor:
         return self.tensors[name].flatten()[start:stop]
 

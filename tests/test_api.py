@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import runs
 import torch
@@ -90,6 +91,7 @@ def test_runs_of_one_process_and_of_the_command_line_are_the_same_to_the_bit(tmp
         runs.assert_equal_runs(folder, command)
 
 
+@pytest.mark.usefixtures("garbage")
 def test_nothing_of_a_run_stays_in_memory(small: dict[str, Any]) -> None:
     def tensors() -> int:
         return sum(type(found) is torch.nn.Parameter for found in gc.get_objects())
@@ -177,17 +179,65 @@ def test_nothing_is_written_where_something_is_wrong(small: dict[str, Any]) -> N
     [
         (lambda: fulltilt.train(3), "fulltilt.train: its first argument is of type int"),
         (lambda: fulltilt.train("nowhere.toml", steps=3), "nowhere.toml: no such file"),
-        (lambda: fulltilt.train(on_step="print"), "on_step: is of type str"),
+        (
+            lambda: fulltilt.train(on_step="print"),
+            "on_step: 'print' is not a callable object. Give a function of the step's number and its metrics",
+        ),
         (lambda: fulltilt.train(overrides="run.stesp=3"), "run.stesp: unknown key; the nearest is run.steps"),
         (lambda: fulltilt.generate(None, []), "fulltilt.generate: the model is of type NoneType"),
-        (lambda: fulltilt.generate(".", ["1"], samples="two"), "eval.samples_per_prompt: must be a whole number"),
+        (
+            lambda: fulltilt.train(on_step=lambda step: None),
+            r"on_step: too many .*def on_step\(step, metrics\)",
+        ),
+        (
+            lambda: fulltilt.check(on_step=lambda a, b, c: None),
+            "on_step: missing a required argument: 'c'",
+        ),
+        (lambda: fulltilt.train(on_step=awaited), "on_step: it is an async function, which nothing would await"),
+        (lambda: fulltilt.check(overrides=3), "overrides: give a list of texts"),
+        (lambda: fulltilt.check(overrides=[None]), "overrides: give a list of texts"),
+        (lambda: fulltilt.check(rollout=endless()), "a table or list holds itself, or is nested too deep"),
+        (lambda: fulltilt.generate(".", ["1"], samples="two"), "samples: must be a whole number"),
         (lambda: fulltilt.evaluate(model="."), "data: nothing to evaluate on"),
+        (lambda: fulltilt.evaluate(latest=True, data=ROWS), "evaluated with the settings of its run. Give the run's file, for example"),
+        (lambda: fulltilt.evaluate(checkpoint=3, run_dir="runs/a"), r'fulltilt.evaluate\("runs/a/snapshot.toml", latest=True\)'),
     ],
-    ids=range(7),
+    ids=range(15),
 )
 def test_arguments_of_the_wrong_kind(call: Callable[[], object], words: str) -> None:
     with pytest.raises(fulltilt.UserError, match=words):
         call()
+
+
+async def awaited(step: int, metrics: dict[str, Any]) -> None: ...
+
+
+def endless() -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    table["itself"] = table
+    return table
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"data": []}, "data.train: holds no rows. Give at least one row, or a path."),
+        ({"val": ()}, "data.val: holds no rows. Give at least one row, or a path."),
+        ({"data": lambda: ROWS}, "data.train: must be text that is not empty or a list of text, got <function"),
+        ({"model": len}, "model.path: must be text that is not empty, got <built-in function len>"),
+        ({"keep_best": "foo/bar"}, 'run.keep_best: no metric is called "foo/bar". Use one that begins with val/, val-core/, '),
+        ({"max_tokens": 3}, "data.max_tokens: 3 has no effect .* The length of sampled responses is rollout.max_new_tokens"),
+    ],
+    ids=lambda given: str(given)[:30],
+)
+def test_values_that_no_run_can_use(small: dict[str, Any], given: dict[str, Any], words: str) -> None:
+    (found,) = mistakes(**{**small, **given})
+    assert re.match(words, found), found
+
+
+def test_check_takes_what_train_takes(small: dict[str, Any]) -> None:
+    fulltilt.check(**small, quiet=True, on_step=print)
+    assert list(Path().iterdir()) == []
 
 
 def test_rows_are_freed(small: dict[str, Any]) -> None:
@@ -255,11 +305,12 @@ def test_a_list_of_rewards_may_hold_any_callable(small: dict[str, Any]) -> None:
     [
         ({0: 1.0}, "reward.0: unknown key"),
         ({letters: 1.0, 0: 1.0}, 'reward.function: "0" is not a reward'),
-        ([["x"]], "reward: an entry of the list is of type list. Give functions"),
+        ([["x"]], 'reward: ["x"] is of type list. Give a function, the name of a built-in one or FILE.py:NAME'),
+        (3, "reward: 3 is of type int. Give a function, the name of a built-in one or FILE.py:NAME"),
         ([letters, letters], "reward: python:letters is in the list 2 times. Give it once, with its weight"),
-        ([], "reward.function: an empty table is not a reward"),
+        ([], "reward: the list is empty. Give a function"),
     ],
-    ids=range(5),
+    ids=range(6),
 )
 def test_rewards_of_no_form(small: dict[str, Any], reward: Any, words: str) -> None:
     (found,) = mistakes(**{**small, "reward": reward})
@@ -278,10 +329,25 @@ def test_the_error_beneath_is_kept_as_text(small: dict[str, Any], monkeypatch: p
 
 
 def test_a_dataset_is_data(small: dict[str, Any]) -> None:
-    datasets = pytest.importorskip("datasets")
-    one = fulltilt.train(**{**small, "data": datasets.Dataset.from_list(ROWS), "steps": 1})
-    other = fulltilt.train(**{**small, "run_dir": "other", "steps": 1})
-    assert runs.without_clock(one.metrics) == runs.without_clock(other.metrics)
+    """Rows have a name that is made from their content: the same name is the same run."""
+    import datasets
+
+    from fulltilt.api import configured
+
+    dataset = datasets.Dataset.from_list(ROWS)
+    with configured("x", None, small, (), logged=True) as expected:
+        for data in (dataset, dataset.to_iterable_dataset(), {"train": dataset}, pandas_rows()):
+            with configured("x", None, {**small, "data": data}, (), logged=True) as config:
+                assert config == expected
+    splits = datasets.DatasetDict(train=dataset, test=dataset)
+    assert mistakes(**{**small, "data": splits})[0].startswith("data.test: unknown key; other systems' name for data.val: ")
+    assert "frame.to_dict('records')" in mistakes(**{**small, "data": dataset.to_pandas()})[0]
+
+
+def pandas_rows() -> list[dict[str, Any]]:
+    import pandas
+
+    return pandas.DataFrame(ROWS).to_dict("records")
 
 
 # -- functions --------------------------------------------------------------------------------------------------------------------------
@@ -425,6 +491,14 @@ def test_a_module_that_another_process_cannot_import(tmp_path: Path, monkeypatch
     assert (result.reward_first, result.metrics[0]["reward/errors"]) == (3.0, 0)
 
 
+class Locked:
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+
+    def __call__(self, solution_str: str) -> float:
+        return 1.0
+
+
 LOCK, FILE = threading.Lock(), open(os.devnull, "w")  # noqa: SIM115
 
 
@@ -437,10 +511,12 @@ def writes(solution_str: str) -> float:
     return float(FILE.write(solution_str))
 
 
-@pytest.mark.parametrize(("function", "words"), [(locked, ["'LOCK'", "lock"]), (writes, ["'FILE'"])], ids=["lock", "file"])
+@pytest.mark.parametrize(
+    ("function", "words"), [(locked, ["'LOCK'", "lock"]), (writes, ["'FILE'"]), (Locked(), ["'guard'"])], ids=["lock", "file", "object"]
+)
 def test_a_function_that_cannot_travel_is_refused_by_name(small: dict[str, Any], function: Callable[..., float], words: list[str]) -> None:
     with pytest.raises(
-        fulltilt.UserError, match=f"reward function '{function.__name__}' cannot be sent to the reward processes"
+        fulltilt.UserError, match=f"reward function '{callables.plain_name(function)}' cannot be sent to the reward processes"
     ) as refused:
         fulltilt.check(**{key: value for key, value in small.items() if key != "quiet"} | {"reward": function})
     assert [word for word in (*words, "FILE.py:NAME") if word not in str(refused.value)] == []
@@ -517,6 +593,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolder
     return place
 
 
+def test_other_rows_are_called_rows(trained: Path, model_folders: ModelFolders) -> None:
+    given = {**SMALL, "model": model_folders("qwen2"), "reward": letters, "run_dir": trained / "whole", "data": ROWS[:9]}
+    with pytest.raises(fulltilt.UserError, match=r"data\.train \(rows given from Python, now other rows given from Python\)"):
+        fulltilt.train(**given, quiet=True)
+
+
 def test_evaluate(trained: Path, small: dict[str, Any], model_folders: ModelFolders) -> None:
     given = {"data": ROWS, "reward": letters, "max_new_tokens": 8, "device": "cpu"}
     found = fulltilt.evaluate(model=model_folders("qwen2"), **given)
@@ -558,22 +640,58 @@ def test_generate_from_every_kind_of_folder(trained: Path, model_folders: ModelF
     assert fulltilt.generate(model_folders("qwen2"), [], **given) == []
 
 
+SPELLINGS = {
+    "max_tokens": "max_new_tokens", "max_completion_length": "max_new_tokens", "max_length": "max_new_tokens", "temp": "temperature",
+    "do_sample": "temperature", "eval_temperature": "temperature", "num_samples": "samples", "num_generations": "samples",
+    "num_return_sequences": "samples", "samples_per_prompt": "samples", "data": "prompts",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"model": "nowhere"}, "model.path: no such folder"),
+        ({"model": "nowhere"}, "model: no such folder"),
+        ({"model": "no\0where"}, "model: no such folder"),
         ({"model": "nowhere", "step": 1}, "nowhere is not the folder of a run"),
         ({"prompts": "1+1="}, "prompts: give a list"),
-        ({"prompts": [{"role": "user", "content": "hi"}]}, r"prompts\[0\]: expected a string or a list of messages, found dict"),
-        ({"temperature": -1}, "eval.temperature: must be a number at least 0"),
-        ({"max_new_tokens": 5000}, "eval.max_new_tokens: the longest prompt .* was made for 512 positions"),
-        ({"tempreature": 1}, "tempreature: unknown key"),
+        ({"prompts": {"a": "1+1="}}, "prompts: give a list"),
+        ({"prompts": [{"role": "user", "content": "hi"}]}, r"prompts\[0\]: is of type dict. Give a string, or a conversation"),
+        ({"temperature": -1}, r" 1\. temperature: must be a number at least 0"),
+        ({"temperature": None}, "^temperature: is None"),
+        ({"temperature": 0, "top_p": 0.5}, "top_p: 0.5 has no effect while temperature is 0.0. Remove it, or set temperature above 0"),
+        ({"seed": -1}, r" 1\. seed: must be a whole number"),
+        ({"max_new_tokens": 5000}, r"prompts\[0\]: it has 4 tokens, and the model was made for 512 positions: .*or lower max_new_tokens"),
+        ({"prompts": ["1+1=", "1" * 600]}, r"prompts\[1\]: it has 600 tokens, and the model was made for 512 positions: .* the prompt$"),
+        ({"tempreature": 1}, "tempreature: unknown key; the nearest is temperature"),
+        ({"system": "Be brief."}, r"prompts\[0\]: system needs a chat template, .* Set apply_template = 'always', or remove system"),
+        (
+            {"lr": 1, "max_prompt_tokens": 3},
+            "lr: train.lr has no effect on generation. Remove it\n.*max_prompt_tokens: data.max_prompt_tokens has",
+        ),
+        ({"reward": "math"}, "reward: reward.function has no effect on generation"),
+        ({"health": {"stop": False}}, "health: health.stop has no effect on generation"),
+        *(({name: 2}, f"{name}: not a keyword of fulltilt.generate. Write {ours}=") for name, ours in SPELLINGS.items()),
+        ({"learning_rate": 2}, "learning_rate: train.lr has no effect"),
+        (
+            {"per_device_train_batch_size": 2},
+            "per_device_train_batch_size: algorithm.prompts_per_step and actor.token_budget have no effect",
+        ),
+        ({"n": 2}, "n: verl's name for samples: write samples = 2"),
+        ({"stop_strings": ["x"]}, r'stop_strings: unknown key; other systems\' name for stop: write stop = \["x"\]'),
     ],
     ids=str,
 )
 def test_mistakes_of_generate(given: dict[str, Any], words: str, model_folders: ModelFolders) -> None:
     with pytest.raises(fulltilt.UserError, match=words):
         fulltilt.generate(**{"model": model_folders("qwen2"), "prompts": ["1+1="], "device": "cpu", **given})
+
+
+def test_a_short_model_answers_as_far_as_its_positions_go(tmp_path: Path) -> None:
+    folder = models.save("qwen2", tmp_path / "short")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 32}))
+    (found,) = fulltilt.generate(folder, (prompt for prompt in ["1+1="]), temperature=0, details=True, device="cpu")
+    assert (len(found.tokens), found.finish) == (28, "length") or (len(found.tokens) <= 28 and found.finish == "stop")
 
 
 # -- a notebook -------------------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,7 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -129,23 +128,10 @@ def test_other_weights_under_the_same_name_are_another_question(place: Path) -> 
 
 @pytest.mark.long
 def test_killed_it_leaves_no_run_behind(place: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "fulltilt.cli",
-        "bench",
-        "learn",
-        "run.toml",
-        "run.steps=1000000",
-        "run.eval_every=0",
-        "--dir",
-        "bench",
-    ]
-    parent = subprocess.Popen(command, cwd=place, env=runs.environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    parent = runs.start(place, "bench", "learn", "run.toml", "run.steps=1000000", "run.eval_every=0", "--dir", "bench")
     metrics = place / "bench" / "fulltilt" / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
-    parent.kill()
-    parent.wait()
+    os.kill(parent.pid, signal.SIGKILL)  # alone, not its group
     time.sleep(3 * peers.LOOK_AT_PARENT_S)
     made = metrics.read_text()
     time.sleep(2)

@@ -109,6 +109,16 @@ def test_what_does_not_fit_is_left_out_with_a_note(trained: Path) -> None:
     assert halves == [expected(trained, [{"role": "user", "content": "hi"}], max_new_tokens=256)]
 
 
+def test_a_template_that_fails_can_be_left_out(tmp_path: Path, model_folders: ModelFolders) -> None:
+    folder = shutil.copytree(model_folders("qwen2"), tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    answers, notes = talk(folder, "hi")
+    assert answers == [] and notes[1].endswith(
+        "cannot write this conversation: no. Use --plain to talk without it. The conversation begins anew"
+    )
+    assert talk(folder, "hi", plain=True)[0] == [expected(folder, "hi")]
+
+
 class Interrupted(io.StringIO):
     """Ctrl-C when the first part of the first answer is shown."""
 
@@ -182,9 +192,11 @@ def test_usage_errors_cannot_control_the_terminal(tmp_path: Path, arguments: lis
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere"], 'model.path: no such folder: "nowhere"'),
+        (["nowhere"], 'MODEL: no such folder: "nowhere"'),
         ([".", "--step", "7"], "no checkpoint of step 7; it has those of steps 1, 2"),
-        ([".", "--temperature", "-1"], "eval.temperature: must be"),
+        ([".", "--temperature", "-1"], "1. --temperature: must be"),
+        ([".", "--seed", str(2**63)], "1. --seed: must be a whole number"),
+        ([".", "--max-new-tokens", str(2**40)], "1. --max-new-tokens: must be a whole number"),
         (["checkpoints/step-00000001/model/adapter_config.json"], "is a file"),
     ],
     ids=lambda given: given if isinstance(given, str) else " ".join(given),

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import runs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -134,11 +135,6 @@ def test_copies_are_as_what_was_copied_and_apart_from_it(tmp_path: Path) -> None
     assert checkpoint.copy_to_host({}) == {}
 
 
-def in_a_process(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(Path(checkpoint.__file__).parents[2])}
-    return subprocess.run([sys.executable, "-c", code, str(folder)], env=environment, capture_output=True, text=True)
-
-
 MEMORY_OF_SAVES = """
 import gc, sys
 from pathlib import Path
@@ -164,9 +160,9 @@ print(after[-1] - after[0])
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_memory_for_the_copy_goes_back_to_the_system(tmp_path: Path) -> None:
     """Of four saves of 256 MiB nothing stays; with copies that `malloc` has made, 290 MiB do."""
-    done = in_a_process(MEMORY_OF_SAVES, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 128  # MiB; beside the copy, training has made 15
+    done = runs.code_forked(tmp_path, MEMORY_OF_SAVES, "store")
+    assert done.code == 0, done.error
+    assert int(done.out) < 128  # MiB; beside the copy, training has made 15
 
 
 MEMORY_REFUSED = """
@@ -191,8 +187,8 @@ assert saved.keys() == found.keys() and all(saved[name][0] == float(name) for na
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from /proc")
 def test_where_memory_for_the_copy_is_refused_the_file_is_written_at_once(tmp_path: Path) -> None:
-    done = in_a_process(MEMORY_REFUSED, tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = runs.code_forked(tmp_path, MEMORY_REFUSED, "store")
+    assert done.code == 0, done.error
 
 
 def hash_later(monkeypatch: pytest.MonkeyPatch, held: threading.Event) -> None:
@@ -706,7 +702,7 @@ def test_only_the_numbers_asked_for_are_read(tmp_path: Path) -> None:
         "with Checkpoint(Path(sys.argv[1]), 1).open() as saved:\n    before = held()\n"
         "    assert saved.numbers('large', 9_000_001, 9_010_000).sum() == 9_999\n    print(held() - before)\n"
     )
-    done = in_a_process(code, store.path(1))
+    done = runs.code_forked(tmp_path, code, str(store.path(1)))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 16
 

@@ -670,7 +670,7 @@ def test_hub_names_only_when_online_or_downloaded_before(
 )
 def test_names_of_other_systems_are_known(run: dict[str, dict[str, Any]], theirs: str, ours: str) -> None:
     (mistake,) = mistakes_of(run, f"{theirs}=[1]")
-    assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for {ours}: ")
+    assert mistake.startswith(f"{theirs}: unknown key; other systems' name for {ours}: ")
     for key in ours.split(" and "):  # what it means here, for the value must be another
         assert schema.words(schema.keys()[key]).meaning in mistake
 
@@ -695,7 +695,23 @@ def test_a_foreign_key_is_translated_where_its_value_means_the_same(
     run: dict[str, dict[str, Any]], theirs: str, value: str, advice: str
 ) -> None:
     mistake = mistakes_of(run, f"{theirs}={value}")[0]
-    assert mistake.startswith(f"{theirs}: unknown key; verl's or TRL's name for ") and f": {advice}" in mistake
+    assert mistake.startswith(f"{theirs}: unknown key; other systems' name for ") and f": {advice}" in mistake
+
+
+@pytest.mark.parametrize("key", ["model.path", "data.train", "data.val", "model.chat_template", "reward.function", "lora.path"])
+def test_a_path_that_may_not_be_looked_at_is_one_mistake_of_all(run: dict[str, dict[str, Any]], tmp_path: Path, key: str) -> None:
+    name = "mine.py:score" if key == "reward.function" else "mine"
+    extra = ["lora.rank=2"] if key == "lora.path" else []
+    (tmp_path / "closed").mkdir(mode=0)
+    tmp_path.chmod(0o755)
+    user = os.geteuid()
+    os.seteuid(user or 65534)  # root may look at everything
+    try:
+        found = mistakes_of(run, f"{key}=closed/{name}", "run.stesp=3", *extra)
+    finally:
+        os.seteuid(user)
+    assert len(found) == 2 and found[0].startswith("run.stesp: unknown key")
+    assert found[1].startswith(f'{key}: "closed/mine') and found[1].endswith("Permission denied. Give a path that you may read")
 
 
 def test_an_adapter_is_no_model(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:

@@ -221,9 +221,10 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.jsonl", b'{"prompt": "x\x00"}\n', ["a.jsonl:1", "not valid JSON", "control character"]),
         ("a.jsonl", b'\xff\xfe{\x00"\x00', ["a.jsonl:1", "not UTF-8", "Save the file as UTF-8"]),
         ("a.jsonl", b"PAR1\x15\x04", ["a.jsonl: its name ends in .jsonl, but its content is a parquet file", "Rename it"]),
-        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n'), ["a.jsonl", "content is compressed with gzip"]),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n', mtime=0), ["a.jsonl", "content is compressed with gzip"]),
         ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["a.jsonl", "pointer", "git lfs pull"]),
         ("a.parquet", b"<!DOCTYPE html><html>", ["a.parquet", "a web page"]),
+        ("a.jsonl", b'\n<?xml version="1.0"?><Error>', ["a.jsonl: it is a web page, not the file itself. Download or copy it again."]),
         ("a.arrow", b"ARROW1\x00\x00", ["a.arrow", "random-access format"]),
         ("a.json", b'{\n "data": [\n  {"prompt": "x"}\n ]\n}\n', ["a.json:1", "may also be one list of objects"]),
         ("a.json", b'[{"prompt": "x"},\n {"prompt": "y"}', ["a.json", "the list is not closed after row 1 (counted from 0)"]),
@@ -240,7 +241,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n\"[{'role': 'user'}]\",5\n", ["a.csv:2", "as Python prints them", "json.dumps"]),
         ("a.csv", b'prompt\n"[{""role"": ""user"", ""role"": ""user""}]"\n', ["a.csv:2", "the key 'role' is there twice"]),
         ("a.csv", b"prompt,answer\n", ["a.csv", "holds no rows"]),
-        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n')[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
+        ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n', mtime=0)[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
         ("a.jsonl.gz", b'{"prompt": "x"}\n', ["a.jsonl.gz", "cannot be read after row 0", "ot a gzip"]),
         ("a.txt", b"prompt\nx\n", ["a.txt", "unknown kind of file '.txt'", ".parquet", "Convert it"]),
     ],
@@ -276,19 +277,26 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 def test_a_compressed_file_is_not_unpacked_without_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "_UNPACKED_BYTES", 2**20)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 2**17))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "x"}\n' * 2**17, mtime=0))
     assert "unpacks to more than 200 times its size" in refused(tmp_path / "a.jsonl.gz")
     monkeypatch.setattr(formats, "_MOST_LINE_BYTES", 1000)
-    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"x" * 1001))
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"prompt\n" + b"x" * 1001, mtime=0))
     assert "a.csv.gz:2: the line has more than 1000 B" in refused(tmp_path / "a.csv.gz")
 
 
 def test_a_parquet_file_of_few_bytes_is_not_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A value that is stored once and stands in every row: one that packs well, and one that does not pack at all."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"prompt": ["x" * 200_000] * 100}), path, compression="zstd")
-    before = pa.total_allocated_bytes()
-    next(read_rows(path))
-    assert path.stat().st_size < 1000 and pa.total_allocated_bytes() - before < 2 * 10**6
+    for value, most in (("x" * 200_000, 2**20), (random.Random(0).randbytes(10_000).hex(), 2**17)):
+        pq.write_table(pa.table({"prompt": [value] * 100}, schema=pa.schema({"prompt": pa.string()})), path, compression="zstd")
+        monkeypatch.setattr(formats, "_UNPACKED_BYTES", most)
+        before, rows = pa.total_allocated_bytes(), read_rows(path)
+        assert next(rows)[0] == {"prompt": value} and pa.total_allocated_bytes() - before < 2 * most
+        if value.startswith("x"):
+            assert "unpacks to more than 200 times its size" in refused(path)
+        else:
+            assert len(list(rows)) == 99
+    monkeypatch.undo()
     long = pa.ListArray.from_arrays(pa.array([0, 10**7], pa.int32()), pa.nulls(10**7, pa.int64()))
     pq.write_table(pa.table({"prompt": long}), path)
     limits = resource.getrlimit(resource.RLIMIT_AS)
@@ -506,9 +514,32 @@ def parquet(*prompts: str) -> bytes:
     return bytes(sink.getvalue())
 
 
+CARD = """---
+license: mit
+configs:
+- config_name: easy
+  data_files:
+  - split: train
+    path: easy/*
+  - split: test
+    path: [all.jsonl, "./easy/two.jsonl"]
+- config_name: hard
+  default: true
+  data_dir: hard
+  data_files: ["x-10.*", "**"]
+- config_name: 2024
+  data_dir: hard
+- config_name: gone
+  data_files: gone/*.jsonl
+---
+# Sums
+"""
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:
-    """A hub with three data sets: one that it converted to parquet, and two that it did not, of JSON lines and of folders with numbers."""
+    """A hub with a data set that it converted to parquet, and four that it did not: of JSON lines, of folders with numbers, and two whose
+    README.md says which files are which, of which one is converted too."""
     with hub_server.serve() as served:
         served.use_in_tests(monkeypatch, tmp_path / "cache")
         served.commit("datasets", "org/sums", {"README.md": b"x", "main/train-00000-of-00001.parquet": parquet("own")})
@@ -523,6 +554,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
         served.commit("datasets", "org/sums", converted, "refs/convert/parquet")
         served.commit("datasets", "org/lines", {"data/train.jsonl": b'{"prompt": "l"}\n', "data/test.jsonl": b'{"prompt": "m"}\n'})
         served.commit("datasets", "org/dumps", {f"data/CC-{dump}/000_0000{dump[-1]}.parquet": parquet(dump) for dump in ("13-20", "14-21")})
+        rows = {
+            name: b'{"prompt": "%s"}\n' % name.encode() for name in ("easy/one", "easy/two", "easy/deep/no", "hard/x-9", "hard/x-10", "all")
+        }
+        named = {f"{name}.jsonl": text for name, text in rows.items()} | {"easy/notes.txt": b"x", "README.md": CARD.encode()}
+        served.commit("datasets", "org/named", named)
+        served.commit("datasets", "org/marked", {"README.md": CARD.encode()})
+        served.commit(
+            "datasets", "org/marked", {f"{name}/train/0000.parquet": parquet(name) for name in ("easy", "hard")}, "refs/convert/parquet"
+        )
         yield served
 
 
@@ -536,6 +576,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.
         ("org/lines", "main", ["l"]),
         ("org/lines:test", "main", ["m"]),
         ("org/dumps/CC-13-20@main:train", "main", ["13-20"]),
+        ("org/named/easy", "main", ["easy/one", "easy/two"]),
+        ("org/named/easy:test", "main", ["all", "easy/two"]),
+        ("org/named", "main", ["hard/x-10", "hard/x-9"]),
+        ("org/named/2024", "main", ["hard/x-9", "hard/x-10"]),
+        ("org/named/deep", "main", ["easy/deep/no"]),
+        ("org/marked", "refs/convert/parquet", ["hard"]),
     ],
 )
 def test_a_name_on_the_hub_is_downloaded_once(
@@ -548,7 +594,7 @@ def test_a_name_on_the_hub_is_downloaded_once(
         assert [prompt.source for prompt in loaded.items] == prompts and loaded.versions == (version,)
         assert f"read from {version}, none with" in loaded.describe()
     gets = [request for request in hub.requests if request.startswith("GET") and "/resolve/" in request]
-    assert len(gets) == len(prompts)
+    assert len(gets) == len({*gets}) == len(prompts) + any(request.endswith("/README.md") for request in gets)
     # What is in the cache is read without a network, and at the same commit.
     hub.broken = True
     assert load_prompts(name, tokenizer, data()).versions == (version,)
@@ -564,11 +610,28 @@ def test_a_name_on_the_hub_is_downloaded_once(
         ("org/sums@old:train", "has no revision 'old'"),
         ("org/lines:validation", "no file of a split 'validation', but data/test.jsonl, data/train.jsonl"),
         ("org/lines/none", "no folder 'none' in it"),
+        ("org/named/none", "name one of its configurations, which are easy, hard, 2024, gone. For example org/named/easy:train"),
+        ("org/named/easy@main:validation", "no split 'validation', but train, test. Name one"),
+        ("org/named/gone", "its README.md names gone/\\*.jsonl for the split 'train', but no data file has such a name"),
         ("org/nothing", "org/nothing: no file or folder here, and no data set on the hub.*HF_TOKEN"),
     ],
 )
 def test_a_name_that_the_hub_does_not_have_is_refused(name: str, words: str, hub: hub_server.Hub) -> None:
     assert re.search(words, refused(name))
+
+
+@pytest.mark.parametrize(
+    ("card", "why"),
+    [
+        ("configs: [", "while parsing"),
+        ("configs: 7", "configs: Input should be a valid list"),
+        ("- a", "repo card"),
+        ("configs:\n- data_files: {train: a}", "configs.0.data_files"),
+    ],
+)
+def test_a_readme_that_cannot_be_used_is_named(card: str, why: str, hub: hub_server.Hub) -> None:
+    hub.commit("datasets", "org/lines", {"README.md": f"---\n{card}\n---\n".encode(), "train.jsonl": b'{"prompt": "l"}\n'})
+    assert f"org/lines: the YAML at the beginning of its README.md cannot be used ({why}" in refused("org/lines")
 
 
 def test_a_hub_that_gives_nothing_is_told_in_one_line(hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch) -> None:

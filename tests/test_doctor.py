@@ -238,11 +238,11 @@ def test_what_is_broken_is_said_with_its_reason(tmp_path: Path) -> None:
     ("landlock", "seccomp", "words"),
     [
         (7, True, "reward functions cannot signal the trainer or write into run.dir"),
-        (6, False, "reward functions cannot signal the trainer or write into run.dir"),
-        (4, False, "reward functions can signal the trainer"),
+        (6, False, "reward functions can change the trainer's limits and priority"),
+        (4, False, "reward functions can signal the trainer and change the trainer's limits and priority"),
         (5, True, "reward functions can signal threads that the trainer starts later"),
         (1, True, "reward functions can truncate files in run.dir and signal threads that the trainer starts later"),
-        (0, False, "reward functions can write into run.dir and into the trainer's memory and signal the trainer"),
+        (0, False, "can write into run.dir and into the trainer's memory, signal the trainer and change the trainer's limits and priority"),
     ],
 )
 def test_what_the_kernel_lacks_for_the_reward_sandbox(monkeypatch: pytest.MonkeyPatch, landlock: int, seccomp: bool, words: str) -> None:

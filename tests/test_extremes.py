@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,9 @@ MUCH_WORK = {
 }
 
 
+COUNT = itertools.count()
+
+
 def edges(key: str) -> Iterator[Any]:
     """The least and the greatest legal number."""
     bounds: dict[str, Any] = {}
@@ -151,7 +155,7 @@ def edges(key: str) -> Iterator[Any]:
     yield bounds["le"] if "le" in bounds else math.nextafter(bounds["lt"], 0) if "lt" in bounds else 10_000.0
 
 
-@contextmanager
+@contextlib.contextmanager
 def at_most(seconds: int) -> Iterator[None]:
     def late(*_: object) -> None:
         raise TimeoutError(f"took more than {seconds} s")
@@ -165,20 +169,45 @@ def at_most(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("edge", [0, 1])
-@pytest.mark.parametrize("key", NUMERIC)
-def test_a_run_with_the_least_and_the_greatest_number(folder: Path, key: str, edge: int) -> None:
-    context, number = context_of(key), list(edges(key))[edge]
-    if context.get("reward.function") == "reward_model":
-        pytest.skip("the reward model's numbers are those of the other roles")
-    given = tables({**context, key: as_value(key, number), "run.dir": "run"})
+def start_run(folder: Path, settings: dict[str, Any], seconds: int) -> None:
+    given = tables({**settings, "run.dir": f"run-{next(COUNT)}"})
     lines = [f"[{section}]\n" + "".join(f"{name} = {toml_value(value)}\n" for name, value in own.items()) for section, own in given.items()]
     Path("run.toml").write_text("\n".join(lines))
+    with at_most(seconds):
+        runs.train(folder)
+
+
+def run_together(folder: Path, context: dict[str, Any], numbers: dict[str, Any], seconds: int = 60) -> None:
+    """One run obeys them all, or refuses. Without the one that a refusal names, the others are tried again; else in smaller parts."""
     try:
-        with at_most(60 if key not in MUCH_WORK else 5):
-            runs.train(folder)
+        start_run(folder, {**context, **numbers}, seconds)
     except UserError as error:
         assert 0 < len(str(error)) < 2000
-    except TimeoutError:
-        assert key in MUCH_WORK and edge == 1
+        named = [key for key in numbers if key in str(error)]
+        others = [key for key in numbers if key not in named]
+        half = len(others) if named else len(others) // 2
+        alone = [[key] for key in named] if len(named) > 1 else []  # one of them may be there as the remedy of the other
+        for part in filter(None, (others[:half], others[half:], *alone) if len(numbers) > 1 else ()):
+            run_together(folder, context, {key: numbers[key] for key in part}, seconds)
+
+
+# The reward model's numbers are those of the other roles.
+TRIED = [number for number, context in enumerate(CONTEXTS) if context.get("reward.function") != "reward_model"]
+AT_ONCE = 6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("edge", [0, 1], ids=["least", "greatest"])
+@pytest.mark.parametrize("context", TRIED)
+def test_runs_with_the_least_and_the_greatest_numbers(folder: Path, context: int, edge: int) -> None:
+    own = CONTEXTS[context]
+    numbers = {key: as_value(key, list(edges(key))[edge]) for key in NUMERIC if context_of(key) is own}
+    long = {key for key in numbers if edge == 1 and key in MUCH_WORK}
+    short = [key for key in numbers if key not in long]
+    assert numbers, "no number is tried in this context: remove it"
+    groups = -(-len(short) // AT_ONCE)
+    for start in range(groups):  # neighbours in different runs, for they have most to do with each other
+        run_together(folder, own, {key: numbers[key] for key in short[start::groups]})
+    for key in long:
+        with contextlib.suppress(TimeoutError):
+            run_together(folder, own, {key: numbers[key]}, 5)

@@ -277,6 +277,29 @@ def test_a_folder_that_goes_away_stops_the_run(folder: Path, how: int) -> None:
         assert "resuming from step" in resumed.said
 
 
+def test_modes_that_keep_a_run_from_writing_are_restored(tmp_path: Path) -> None:
+    with open_run_folder(tmp_path / "run", new=True) as opened:
+        step = tmp_path / "run" / "checkpoints" / "step-00000001"
+        step.mkdir(parents=True)
+        (tmp_path / "run" / "metrics.jsonl").touch()
+        (tmp_path / "run" / "notes").touch(mode=0o400)  # a user's own
+        hidden = [tmp_path / "run" / name for name in (".fulltilt", "metrics.jsonl", "checkpoints/step-00000001", "checkpoints", ".")]
+        for path in hidden:
+            path.chmod(0)
+        with pytest.warns(RunWarning, match=r"the mode of .*/run, .*metrics\.jsonl.* was changed during the run and has been restored"):
+            opened.require_in_place()
+        assert all(os.stat(path).st_mode & 0o600 == 0o600 for path in hidden) and step.stat().st_mode & 0o100
+        assert (tmp_path / "run" / "notes").stat().st_mode & 0o777 == 0o400
+
+
+@pytest.mark.long
+def test_a_run_goes_on_where_a_reward_changes_the_modes_of_its_folder(folder: Path) -> None:
+    (folder / "reward.py").write_text("import os\ndef score(solution_str):\n    os.chmod('run', 0)\n    return len(solution_str) / 16\n")
+    with pytest.warns(RunWarning, match="the mode of run was changed during the run and has been restored"):
+        runs.train(folder, *QUICK)
+    assert (folder / "run").stat().st_mode & 0o700 == 0o700
+
+
 # ---- damaged and foreign files in a run's folder
 
 
@@ -426,8 +449,9 @@ def test_other_metrics_are_compared_where_a_checkpoint_is_saved(folder: Path) ->
     ("options", "words"),
     [
         (("run.keep_best=critic/scores/mean",), "step 1 has no metric critic/scores/mean. Similar: critic/score/mean"),
-        (("run.keep_best=val/rewards/mean", "run.eval_every=1"), "step 1 has no metric val/rewards/mean. Similar: val/reward/mean"),
-        (("run.keep_best=val/rewards/mean", "run.eval_every=1", "run.eval_before=true"), "step 0 has no metric val/rewards/mean"),
+        (("run.keep_best=val-core/sums/x", "run.eval_every=1", "run.eval_before=true"), "step 0 has no metric val-core/sums/x"),
+        (("run.keep_best=val/rewards/mean", "run.eval_every=1"), 'no metric "val/rewards/mean". Use val/reward/mean, val/prompts, '),
+        (("run.keep_best=-val/loss", "run.eval_every=1"), 'validations of this run have no metric "val/loss". Use val/reward/mean, '),
         (("run.keep_best=val/reward/mean",), "is a metric of validation, and run.eval_every is 0"),
         (("run.keep_best=critic/score/mean", "run.save_every=0"), "run.save_every is 0"),
     ],
@@ -437,6 +461,13 @@ def test_a_best_that_has_no_values_is_an_error(folder: Path, options: tuple[str,
     assert ended.code == 2 and words in ended.error, ended.error
     if "step 1" in words:
         assert list(runs.checkpoints(folder)) == [1]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux")
+def test_a_folder_that_no_user_can_make_is_found_by_the_check(folder: Path) -> None:
+    """Root may write there by its modes, but there is nothing to be made."""
+    ended = runs.command_here(folder, "train", "run.toml", "run.dir=/proc/fulltilt", "--check")
+    assert ended.code == 2 and "run.dir: /proc/fulltilt cannot be made: /proc is not a folder that can be written (" in ended.error
 
 
 def fill_folder(folder: Path, beside: bool) -> None:

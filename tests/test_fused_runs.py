@@ -124,7 +124,7 @@ def test_every_role_is_fused_before_anything_keeps_its_weights(folder: Path, tmp
     torch.manual_seed(4)
     AutoModelForSequenceClassification.from_config(LlamaConfig(**models.SMALL, num_labels=1)).save_pretrained(judge)
     models.tokenizer().save_pretrained(judge)
-    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 2\n", ""))
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 1\n", ""))
     options = ("algorithm.name=ppo", "reward.function=reward_model", f"reward_model.path={judge}")
     with parts_of(folder, FUSED, *options) as (_, parts):
         assert (
@@ -329,6 +329,19 @@ def test_a_failure_leaves_nothing_behind(model_folders: ModelFolders, monkeypatc
     with pytest.raises(WrongLayers, match="differ by nan"):
         fuse_and_compare(model)
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("failing", "kind"), [("ours", TypeError), ("memory", RuntimeError)])
+def test_what_no_model_is_to_blame_for_is_passed_on(
+    model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, with_triton: None, failing: str, kind: type[Exception]
+) -> None:
+    """Told as a reason not to fuse, a bug would stay hidden for ever. `ours`: our function is called with another one's arguments."""
+    replaced = fuse_file.gated if failing == "ours" else lambda *_: torch.empty(2**60)
+    monkeypatch.setattr(fuse_file, "rotary", replaced)
+    model = model_of(model_folders("llama"))
+    with pytest.raises(kind):
+        fusing("auto").fuse("actor", model)
+    assert check_fused(model).left_alone == "fuse was not called"
 
 
 # -- graphs and the cache ----------------------------------------------------------------------------------------------------------------

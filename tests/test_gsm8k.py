@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import io
 import json
@@ -245,18 +246,29 @@ def test_the_package_is_not_there() -> None:
 
 # -- all of it, in small ------------------------------------------------------------------------------------------------------------------
 
-FEWER = ["sft.run.epochs=6", "grpo.run.steps=6", "grpo.run.eval_every=3", "grpo.health.stop=false"]
+FEWER = [
+    "sft.run.epochs=6", "grpo.algorithm.prompts_per_step=4", "grpo.run.steps=6", "grpo.run.eval_every=3", "grpo.health.stop=false",
+    "grpo.rollout.max_new_tokens=32",
+]  # fmt: skip
 
 
-def start(downloaded: Path, folder: Path, *more: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(FOLDER / "recipe.py"), "--data", str(downloaded), "--dir", str(folder), "--small", *FEWER, *more]
+def typed(downloaded: Path, folder: Path) -> list[str]:
+    return [str(FOLDER / "recipe.py"), "--data", str(downloaded), "--dir", str(folder), "--small", *FEWER]
+
+
+def start(downloaded: Path, folder: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, *typed(downloaded, folder)]
     return subprocess.Popen(command, env=runs.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def ended(child: subprocess.Popen[str]) -> str:
-    said, _ = child.communicate(timeout=240)
-    assert child.returncode == 0, said[-3000:]
-    return said
+def run_here(downloaded: Path, folder: Path) -> str:
+    """The same command without the cost of a new process; what it prints."""
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        patch.setattr(sys, "argv", typed(downloaded, folder))
+        code = recipe.main()
+    assert code == 0, out.getvalue()[-3000:]
+    return out.getvalue()
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -274,31 +286,33 @@ def kill_when(child: subprocess.Popen[str], there: Path) -> None:
 
 @pytest.mark.long
 def test_killed_half_way_it_ends_as_if_nothing_had_happened(downloaded: Path, tmp_path: Path) -> None:
-    said = ended(start(downloaded, tmp_path / "whole"))
+    made = tmp_path / "made"
+    kill_when(start(downloaded, made), made / "grpo" / "checkpoints" / "step-00000002")
+    assert not (made / "summary.json").exists()
+    killed = (made / "grpo").rename(tmp_path / "killed")
+    said = run_here(downloaded, made)  # GRPO anew: what would have come of it without the kill
+    assert "sft: done before" in said and "the evaluation before: done before" in said and "grpo: training" in said
     assert re.search(r"^sft: strict \d\.\d{4}, flexible \d\.\d{4}, sampled \d\.\d{4} of 16 problems$", said, flags=re.MULTILINE)
-    whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    whole = json.loads((made / "summary.json").read_text())
     assert list(whole["accuracy"]) == ["before", "sft", "grpo"] and whole["accuracy"]["grpo"]["problems"] == 16
     assert all(each["sampled"] <= each["any_of_samples"] for each in whole["accuracy"].values())
     assert whole["runs"]["grpo"]["steps"] == 6 and set(whole["runs"]["grpo"]["phase_seconds"]) >= {"rollout", "update-actor"}
     assert whole["runs"]["grpo"]["watched"]["rollout_corr/logprob_abs_gap"]["most"] < 1e-4
-    curves = json.loads((tmp_path / "whole" / "curves.json").read_text())["curves"]
+    curves = json.loads((made / "curves.json").read_text())["curves"]
     assert {"val/reward/mean", "critic/score/mean"} <= {curve["metric"] for curve in curves}
 
-    killed = tmp_path / "killed"
-    kill_when(start(downloaded, killed), killed / "grpo" / "checkpoints" / "step-00000002")
-    assert not (killed / "summary.json").exists()
-    said = ended(start(downloaded, killed))
-    assert "sft: done before" in said and "the evaluation before: done before" in said and "grpo: training" in said
-    assert re.search(r"resuming from step [2-5] ", said)
-    for stage in ("sft", "grpo"):
-        assert lines_of(killed / stage) == lines_of(tmp_path / "whole" / stage)
-    assert json.loads((killed / "summary.json").read_text())["accuracy"] == whole["accuracy"]
+    (made / "grpo").rename(tmp_path / "whole")
+    killed.rename(made / "grpo")
+    for path in made.glob("evaluations/**/grpo.json"):
+        path.unlink()
+    said = run_here(downloaded, made)
+    assert re.search(r"resuming from step [2-5] ", said) and "grpo: evaluating" in said
+    assert lines_of(made / "grpo") == lines_of(tmp_path / "whole")
+    assert json.loads((made / "summary.json").read_text())["accuracy"] == whole["accuracy"]
 
-    # A third time there is nothing left to do; a stage whose beginning is no longer the same is not taken for the one asked for.
+    # Another time there is nothing left to do; a stage whose beginning is no longer the same is not taken for the one asked for.
     out = io.StringIO()
-    again = recipe.recipe_of(
-        arguments(downloaded, dir=killed, model=None, small=True, overrides=FEWER), Console(stdout=out, terminal=False)
-    )
+    again = recipe.recipe_of(arguments(downloaded, dir=made, model=None, small=True, overrides=FEWER), Console(stdout=out, terminal=False))
     assert recipe.run(again)["accuracy"] == whole["accuracy"]
     assert "grpo: done before" in out.getvalue() and "training" not in out.getvalue()
     problems = (downloaded / "train.jsonl").read_text()
@@ -306,7 +320,7 @@ def test_killed_half_way_it_ends_as_if_nothing_had_happened(downloaded: Path, tm
     with pytest.raises(UserError, match=r"data\.train"):  # SFT on other rows is not this one
         recipe.run(again)
     (downloaded / "train.jsonl").write_text(problems)
-    manifest = next((killed / "sft" / "checkpoints").glob("step-*/manifest.json"))
+    manifest = next((made / "sft" / "checkpoints").glob("step-*/manifest.json"))
     manifest.write_text(manifest.read_text() + "\n")
     with pytest.raises(UserError, match="was trained from other weights"):
         recipe.run(again)

@@ -150,6 +150,16 @@ def test_rewards_that_all_failed_are_not_said_to_be_alike() -> None:
     assert sick({**failed, **NO_ADVANTAGE}) == ("reward-errors", "all-rewards-failed")
 
 
+@pytest.mark.parametrize("stop", [True, False])
+def test_a_rule_that_stops_at_once_silences_only_the_rule_that_it_covers(stop: bool) -> None:
+    health = Health(HealthConfig(stop=stop))
+    verdict = health.look(1, {**WELL, "reward/errors": 64, "reward/samples": 64, "response_length/clip_ratio": 1.0})
+    said = [text.split(":")[1].strip() for text in verdict.warnings]
+    assert said == ["all-clipped", *([] if stop else ["all-rewards-failed"])]
+    told_then = health.look(2, {**WELL, "reward/errors": 60, "reward/samples": 64}).warnings
+    assert ["reward-errors" in text for text in told_then] == [True]
+
+
 def test_a_single_sample_has_nothing_to_differ_from() -> None:
     alike = {"reward/groups_with_variance": 0.0, "critic/score/min": 1.0, **NO_ADVANTAGE}
     assert sick({**alike, "reward/samples": 1}) == ()

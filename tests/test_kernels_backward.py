@@ -53,7 +53,7 @@ def run(states: Sequence[torch.Tensor], lengths: Sequence[int], **scoring: Any) 
 
 
 @pytest.mark.kernels
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 200), min_size=1, max_size=3),
     group=st.sampled_from([1, 3]),

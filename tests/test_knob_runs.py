@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders
     torch.manual_seed(4)
     AutoModelForSequenceClassification.from_config(LlamaConfig(**models.SMALL, num_labels=1)).save_pretrained(made / "judge")
     models.tokenizer().save_pretrained(made / "judge")
-    (made / "run.toml").write_text((made / "run.toml").read_text().replace("workers = 2\n", ""))
+    (made / "run.toml").write_text((made / "run.toml").read_text().replace("workers = 1\n", ""))
     return made
 
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any
 import models
 import numpy as np
 import pytest
+import runs
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -57,7 +55,6 @@ from fulltilt.training.trainer import Trainer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GIB = 1 << 30
-PATH = {"PYTHONPATH": str(Path(__file__).parents[1] / "src")}
 TINY = OffloadSetting(optimizer=True, bucket_bytes=3000)  # every matrix is cut
 SETTINGS = {
     "on device": ON_DEVICE,
@@ -451,7 +448,7 @@ def test_more_host_memory_than_there_is_is_refused_before_it_is_touched() -> Non
         assert mapped_bytes() - before < 1 << 20
 
 
-def test_host_memory_that_the_system_does_not_give_is_the_users_to_mend() -> None:
+def test_host_memory_that_the_system_does_not_give_is_the_users_to_mend(tmp_path: Path) -> None:
     """As with strict overcommit: here the address space is bounded."""
     code = (
         "import resource, torch\nfrom fulltilt.memory.offload import host_memory\nfrom fulltilt.records import UserError\n"
@@ -461,9 +458,9 @@ def test_host_memory_that_the_system_does_not_give_is_the_users_to_mend() -> Non
     )
     if mapped_bytes() is None:
         pytest.skip("the system does not tell")
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | PATH)
-    assert child.returncode == 0, child.stderr
-    assert child.stdout.startswith("0.2 GiB of main memory could not be allocated for offload: Cannot allocate memory. Free main memory")
+    child = runs.code_forked(tmp_path, code)
+    assert child.code == 0, child.error
+    assert child.out.startswith("0.2 GiB of main memory could not be allocated for offload: Cannot allocate memory. Free main memory")
 
 
 def test_the_plan_counts_the_slots_that_a_streamed_optimizer_has_on_the_device() -> None:

@@ -16,7 +16,7 @@ import torch
 
 from fulltilt import knobs
 from fulltilt.algo.build import build
-from fulltilt.cluster import assembly, checks, sizes, worker
+from fulltilt.cluster import checks, making, sizes, worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory import recompute
 from fulltilt.model.fuse import ROUNDING
@@ -228,7 +228,7 @@ def without(function: Callable[..., Any], **lost: Any) -> Callable[..., Any]:
 LOST: dict[str, tuple[str, Callable[..., Any], str, str]] = {
     "recompute": ("keep_less", lambda model, settings: None, "train.recompute", "sft"),
     "the head's options": ("head_options", lambda settings: HeadOptions(), "train.fused_head", "ref"),
-    "chunks of the entropy": ("head_options", without(assembly.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
+    "chunks of the entropy": ("head_options", without(making.head_options, entropy_chunk=None), "train.entropy_chunk", "sft"),
     "a fixed micro-batch": ("sizing", without(sizes.sizing, micro_batch=None, token_budget=8192), "critic.micro_batch", "critic"),
     "a budget": ("sizing", without(sizes.sizing, token_budget=8192), "actor.token_budget", "sft"),
     "packing": ("sizing", without(sizes.sizing, packing=True), "train.packing", "sft"),
@@ -244,7 +244,7 @@ SAME_FUNCTIONS = ("chunks of the entropy", "a fixed micro-batch", "a budget", "s
 @pytest.mark.parametrize("lost", [pytest.param(name, marks=pytest.mark.long if name in SAME_FUNCTIONS else ()) for name in LOST])
 def test_a_knob_that_is_lost_does_not_hold(small: ProofSetup, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     name, broken, knob, role = LOST[lost]
-    monkeypatch.setattr(sizes if name == "sizing" else assembly, name, broken)
+    monkeypatch.setattr(sizes if name == "sizing" else making, name, broken)
     records = results_of(cases_of(small, knob, role=role), small)
     assert records and all(record.holds is False for record in records), [record for record in records if record.holds]
     assert all(record.reason.startswith("the knob must change this: ") and record.gradients_equal is not False for record in records)

@@ -176,8 +176,8 @@ def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders
 
 
 def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, model_folders: ModelFolders) -> None:
-    """Most of each step is its thirty updates. Whichever step is the last whole one, its checkpoint is that of a run left alone."""
-    options = ("algorithm.epochs=15", "run.steps=3", "run.keep=3", "run.eval_every=0", "run.eval_before=false")
+    """Most of each step is its eighteen updates. Whichever step is the last whole one, its checkpoint is that of a run left alone."""
+    options = ("algorithm.epochs=9", "run.steps=3", "run.keep=3", "run.eval_every=0", "run.eval_before=false")
     expected = runs.make(tmp_path / "expected", model_folders("qwen2"))
     runs.train(expected, *options, "run.save_every=1")
     folder = runs.make(tmp_path / "stopped", model_folders("qwen2"))
@@ -358,13 +358,13 @@ ADAPTERS = {family: ("lora.rank=4", *([EXPERTS] if family in ("qwen3-moe", "mixt
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_every_family_resumes_exactly(tmp_path: Path, model_folders: ModelFolders, family: str, adapters: bool) -> None:
     # Some of these models never end a response: a sick step would have no checkpoint.
-    options = ("run.steps=6", "run.save_every=3", "run.eval_every=2", 'health.ignore=["all-clipped"]')
+    options = ("run.steps=4", "run.save_every=2", "run.eval_every=3", 'health.ignore=["all-clipped"]')
     options += ADAPTERS[family] if adapters else ()
     expected = runs.make(tmp_path / "expected", model_folders(family))
-    assert runs.train(expected, *options).summary.steps == 6
+    assert runs.train(expected, *options).summary.steps == 4
     folder = runs.copy(expected, tmp_path / "resumed")
-    cut_back(folder, 3)
-    assert "resuming from step 3" in runs.train(folder, *options).said
+    cut_back(folder, 2)
+    assert "resuming from step 2" in runs.train(folder, *options).said
     runs.assert_equal_runs(folder, expected)
 
 
@@ -497,11 +497,11 @@ def test_a_run_killed_before_its_first_checkpoint_starts_with_the_same_sizes(
     """Free memory is never the same twice; what was planned from it is."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     quick = ("run.eval_every=0", "run.eval_before=false", "run.steps=1")
-    monkeypatch.setattr("fulltilt.cluster.assembly.free_bytes", lambda device: 2**18)
+    monkeypatch.setattr("fulltilt.cluster.making.free_bytes", lambda device: 2**18)
     runs.train(folder, *quick)
     planned = runs.state(runs.checkpoints(folder)[1])["budgets"]
     shutil.rmtree(folder / "run" / "checkpoints")
-    monkeypatch.setattr("fulltilt.cluster.assembly.free_bytes", lambda device: 2**17)
+    monkeypatch.setattr("fulltilt.cluster.making.free_bytes", lambda device: 2**17)
     runs.train(folder, *quick)
     assert runs.state(runs.checkpoints(folder)[1])["budgets"] == planned
     shutil.rmtree(folder / "run")

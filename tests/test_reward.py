@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import os
@@ -819,6 +820,18 @@ def test_files_that_the_system_refuses_for_a_while_cost_nothing(
     assert not refusals and pool.stats().failed == pool.stats().crashes == 1
 
 
+def test_a_call_that_needs_a_new_process_does_not_wait_for_ever(tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process lives, but the call must be tried in a fresh one."""
+    monkeypatch.setattr("fulltilt.reward.dispatch.NEEDED_START_TRIES", 2)
+    source = "import os, time\ndef score(solution_str): return time.sleep(0.15) or 1.0 if solution_str == 'good' else os._exit(3)"
+    pool = pool_of(write(tmp_path, source))
+    while not all(process.used for process in pool._dispatcher._processes) or len(pool._dispatcher._processes) < 2:
+        pool.collect([group_of(["good"] * 4)])
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
+    with pytest.raises(UserError, match=r"a reward process could not be started: .*missing"):
+        pool.collect([group_of(["bad"], 1)])
+
+
 def test_counts_in_words() -> None:
     assert str(RewardStats(4)) == "4 reward calls, none failed"
     assert str(RewardStats(4, timeouts=1, last="late")) == "1 of 4 reward calls failed (1 ran out of time); last: late"
@@ -1131,12 +1144,67 @@ def test_a_deadline_cancels_an_async_call_and_not_its_process(tmp_path: Path, po
 def test_an_async_call_that_takes_the_process_with_it_costs_no_other_call(
     tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch, bad: str, message: str
 ) -> None:
-    monkeypatch.setattr("fulltilt.reward.overlap.GRACE_S", 0.3)
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.3)
     pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=0.5)
     scores = pool.collect([group_of(["1", "2", bad, "3", "4"])])[0]
     assert values(scores) == [1.0, 2.0, 0.0, 3.0, 4.0]
     assert scores[2].error is not None and message in scores[2].error
     assert pool.stats().failed == 1 and values(pool.collect([group_of(["5"], 1)])[0]) == [5.0]
+
+
+BLOCKING = """
+    import asyncio, time
+    async def wait(seconds):
+        time.sleep(seconds)
+    async def score(solution_str):
+        await asyncio.sleep(0)  # so that others have begun too
+        seconds = float(solution_str)
+        await asyncio.gather(asyncio.sleep(0), wait(seconds))  # a task of the call's own
+        return seconds
+    """
+
+
+def test_a_call_that_blocks_the_event_loop_is_named_and_the_others_are_not_tried_alone(
+    tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 60.0)  # which must not pass
+    began = time.monotonic()
+    pool = pool_of(write(tmp_path, BLOCKING), run_dir=tmp_path / "run", timeout_s=1.0)
+    scores = pool.collect([group_of(["0.01", "600", *["0.02"] * 6])])[0]
+    assert values(scores) == [0.01, 0.0, *[0.02] * 6] and time.monotonic() - began < 20
+    said = scores[1].error
+    assert said is not None and "blocked its event loop and ran past its deadline of 1 s (reward.timeout_s). Use an async client" in said
+    assert "time.sleep(seconds)" in json.loads((tmp_path / "run" / ERRORS_FILE).read_text())["detail"]
+    assert (pool.stats().timeouts, pool.stats().failed) == (1, 1) and pool.take_notes() == []
+
+
+def test_calls_that_block_the_event_loop_for_a_while_have_their_own_deadlines(
+    tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together they take longer than a call may."""
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.2)
+    pool = pool_of(write(tmp_path, "import time\nasync def score(): time.sleep(1.3); return 1"), timeout_s=1.6)
+    assert values(pool.collect([group_of(["x"] * 2)])[0]) == [1.0] * 2
+    assert (pool.stats().failed, pool.stats().retries) == (0, 0)
+    (note,) = pool.take_notes()
+    assert "mine.py:score blocks its event loop" in note and pool.take_notes() == []
+
+
+def test_an_async_process_that_dies_before_a_call_costs_nothing(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of(write(tmp_path, "async def score(): return 1"))
+    (process,) = pool._dispatcher._processes
+    os.kill(process._process.pid, signal.SIGKILL)
+    assert pool.collect([group_of(["x"])])[0] == [Score(1.0)]
+
+
+def test_a_pool_closes_while_a_process_takes_no_calls(tmp_path: Path, pool_of: Any) -> None:
+    pool = pool_of(write(tmp_path, "import time\nasync def score(): time.sleep(600)"), timeout_s=600.0)
+    pool.submit(group_of(["x"]))
+    pool.submit(group_of(["x" * 2**23], 1))
+    time.sleep(0.3)
+    began = time.monotonic()
+    pool.close()
+    assert time.monotonic() - began < 5
 
 
 def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:
@@ -1214,7 +1282,7 @@ def test_a_function_that_misses_a_removed_variable_is_told(
 
 
 TRIES = """
-import os, resource, signal, subprocess, sys
+import fcntl, os, resource, signal, subprocess, sys
 def attempt(action):
     try:
         action()
@@ -1233,6 +1301,11 @@ def score(extra_info):
         "signal everyone": lambda: os.kill(-1, 0),
         "signal by pidfd": lambda: signal.pidfd_send_signal(os.open(f"/proc/{trainer}", os.O_RDONLY), 0),
         "limit": lambda: resource.prlimit(trainer, resource.RLIMIT_CPU, (10**6, 10**6)),
+        "limit by a later thread": lambda: resource.prlimit(extra_info["later"], resource.RLIMIT_CPU, (10**6, 10**6)),
+        "priority": lambda: os.setpriority(os.PRIO_PROCESS, trainer, 1),
+        "priority of its group": lambda: os.setpriority(os.PRIO_PGRP, os.getpgid(trainer), 1),
+        "priority of all": lambda: os.setpriority(os.PRIO_USER, os.getuid(), 1),
+        "lease": lambda: fcntl.fcntl(os.open(run + "/file", os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK),
         "cores": lambda: os.sched_setaffinity(trainer, os.sched_getaffinity(trainer)),
         "memory": lambda: open(f"/proc/{trainer}/mem", "r+b"),
         "environment": lambda: open(f"/proc/{trainer}/environ").read(),
@@ -1247,13 +1320,77 @@ def score(extra_info):
         "temporary files": lambda: __import__("tempfile").TemporaryFile(),
         "own processes": lambda: __import__("multiprocessing").get_context("fork").Process(target=abs, args=(1,)).start(),
         "own alarm": lambda: signal.alarm(0),
+        "own limit": lambda: resource.prlimit(os.getpid(), resource.RLIMIT_CPU, (10**6, 10**6)),
+        "own priority": lambda: os.setpriority(os.PRIO_PROCESS, os.getpid(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + 1)),
     }.items()}}
 """
-ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm"}
+ALLOWED = {"own child", "own files", "temporary files", "own processes", "own alarm", "own limit", "own priority"}
 FILES = {"write", "make", "remove", "move", "link", "memory", "environment"}
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")
+@contextlib.contextmanager
+def later_thread() -> Iterator[int]:
+    """The number of a thread that the trainer starts after its reward processes."""
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    assert thread.native_id is not None
+    yield thread.native_id
+    over.set()
+    thread.join()
+
+
+HEADERS = {"x86_64": ("x86_64-linux-gnu/asm/unistd_64.h", "asm/unistd_64.h"), "aarch64": ("asm-generic/unistd.h",)}
+
+
+@pytest.mark.parametrize(("place", "machine"), list(enumerate(HEADERS)))
+def test_the_numbers_of_system_calls_are_those_of_the_kernels_headers(place: int, machine: str) -> None:
+    found = [path for name in HEADERS[machine] if (path := Path("/usr/include", name)).is_file()]
+    if not found:
+        pytest.skip(f"there are no kernel headers for {machine} here")
+    numbers = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", found[0].read_text()))
+    assert {name: str(both[place]) for name, both in confine.NUMBERS.items()} == {name: numbers.get(name) for name in confine.NUMBERS}
+
+
+NO_SECCOMP = pytest.mark.skipif(sys.platform != "linux" or not confine.has_seccomp(), reason="this kernel has no seccomp")
+
+
+def refusals(protected: int, calls: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """The errors of system calls in a child that must leave the process alone, for a kernel without Landlock."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        confine.Confinement("", None, 0, True, (protected,)).take_on()
+        libc = ctypes.CDLL(None, use_errno=True)
+        found = {}
+        for name, arguments in calls.items():
+            number = confine.number_of(name.split()[0])
+            found[name] = ctypes.get_errno() if libc.syscall(number, *map(ctypes.c_long, arguments)) < 0 else 0
+        os.write(writer, json.dumps(found).encode())
+        os._exit(0)
+    os.close(writer)
+    os.waitpid(pid, 0)
+    with open(reader) as said:
+        return json.load(said)  # type: ignore[no-any-return]
+
+
+@NO_SECCOMP
+def test_every_system_call_on_the_list_is_refused_for_the_trainer_and_no_other() -> None:
+    trainer = os.getpid()
+
+    def calls(target: int) -> dict[str, tuple[int, ...]]:
+        by_process = {name: (*(0,) * place, target, 0, 0, 0, 0) for name, place in confine.BY_PROCESS.items()}
+        return {**by_process, "prlimit64": (target, 0, 0, 0), "tgkill": (target, target, 0), "ioprio_set": (1, target, 0)}
+
+    of_signals = {"fcntl 8": (0, 8, trainer), "fcntl 15": (0, 15, 0), "ioctl": (0, 0x8901, 0), "pidfd_send_signal": (0, 0, 0, 0)}
+    of_all = {"fcntl 1024": (0, 1024, 2), "setpriority of all": (2, 0, 0), "ioprio_set of all": (3, 0, 0)}
+    refused = refusals(trainer, {**calls(trainer), **of_signals, **of_all})
+    assert {name.split()[0] for name in refused} == confine.NUMBERS.keys() - {"seccomp"}
+    assert set(refused.values()) == {errno.EPERM}, refused
+    assert errno.EPERM not in refusals(trainer, calls(0)).values()
+
+
+@NO_SECCOMP
 @pytest.mark.parametrize("version", [None, 5, 1, 0])
 def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch, version: int | None
@@ -1269,7 +1406,8 @@ def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     beside.mkdir()
     (run / "file").write_text("good")
     pool = pool_of(write(tmp_path, TRIES), run_dir=run)
-    (score,) = pool.collect([group_of(["x"], extra={"run": str(run), "beside": str(beside)})])[0]
+    with later_thread() as later:
+        (score,) = pool.collect([group_of(["x"], extra={"run": str(run), "beside": str(beside), "later": later})])[0]
     assert score.error is None, score.error
     unprotected = set() if version is None or version >= 3 else {"truncate"} if version else {"truncate", *FILES}
     assert {name for name, done in score.parts.items() if done} - unprotected == ALLOWED
@@ -1277,6 +1415,57 @@ def test_the_kernel_keeps_rewards_from_the_trainer_and_the_run_folder(
     later = "signal threads that the trainer starts later"
     words = {5: (later,), 1: ("truncate files in run.dir", later), 0: ("write into run.dir and into the trainer's memory", later)}
     assert pool.lacking == (words[version] if version is not None else () if actual >= 6 else (later,))
+
+
+@NO_SECCOMP
+def test_a_guard_that_was_killed_keeps_no_process_from_starting(bad_file: Path, pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(f"{bad_file}:score", run_dir=tmp_path / "run")
+    pool._dispatcher._guard._process.kill()
+    pool._dispatcher._guard._process.wait()
+    assert values(pool.collect([group_of(["_exit|1", *(f"|{n}" for n in range(4))])])[0]) == [0.0, 0.0, 1.0, 2.0, 3.0]
+
+
+NOBODY = 65534
+
+
+def become_unprivileged() -> None:
+    """The user of this process is nobody from now on. It may read what root may: the interpreter may be in root's home."""
+    libc, read_all = ctypes.CDLL(None, use_errno=True), 1 << 2  # CAP_DAC_READ_SEARCH
+    libc.prctl(8, 1, 0, 0, 0)  # PR_SET_KEEPCAPS
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(read_all, read_all, read_all)) == 0
+    assert libc.prctl(47, 2, 2, 0, 0) == 0  # PR_CAP_AMBIENT: the reward processes may too
+    libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE: a process that has changed its user is protected otherwise
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.skipif(confine.landlock_version() < 6 or not confine.has_seccomp(), reason="this kernel lacks some of the sandbox")
+def test_the_sandbox_holds_for_an_unprivileged_user(tmp_path: Path) -> None:
+    run, beside = tmp_path / "runs" / "run", tmp_path / "beside"
+    for folder in (run, beside):
+        folder.mkdir(parents=True)
+        os.chown(folder, NOBODY, NOBODY)
+    (run / "file").write_text("good")
+    os.chown(run / "file", NOBODY, NOBODY)
+    name = write(tmp_path, TRIES)
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException), open(writer, "w") as said:
+            become_unprivileged()
+            with contextlib.closing(RewardPool(RewardConfig(function=name, workers=1), run)) as pool:
+                group = group_of(["x"], extra={"run": str(run), "beside": str(beside), "later": threading.get_native_id()})
+                ((score,),) = pool.collect([group])
+                json.dump({"error": score.error, "lacking": pool.lacking, **score.parts}, said)
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as said:
+        found = json.load(said)
+    os.waitpid(pid, 0)
+    assert (found.pop("error"), found.pop("lacking")) == (None, [])
+    assert {name for name, done in found.items() if done} == ALLOWED and (run / "file").read_text() == "good"
 
 
 @pytest.mark.skipif(not confine.landlock_version(), reason="this kernel has no Landlock")

@@ -773,7 +773,7 @@ def test_a_long_greedy_sample_loses_too(folder: Path) -> None:
 
 # -- adapters ---------------------------------------------------------------------------------------------------------------------------
 
-LORA: dict[str, Any] = {**runs.GRPO, "lora": {"rank": 4}, "reward": {"function": "more.py:fingerprint", "workers": 2}}
+LORA: dict[str, Any] = {**runs.GRPO, "lora": {"rank": 4}, "reward": {"function": "more.py:fingerprint", "workers": 1}}
 FAST = ("train.lr=2e-2", "train.schedule=constant", "train.warmup_steps=0")
 
 
@@ -1130,7 +1130,7 @@ def test_every_logger_gets_every_number_also_when_the_run_is_resumed(folder: Pat
     monkeypatch.setenv("HOME", str(folder))
     logged = (*LOGGED, f"log.to={json.dumps(list(READERS))}")
     for attempt in range(2):
-        ended = runs.command(folder, "train", "run.toml", *logged)
+        ended = runs.command_forked(folder, "train", "run.toml", *logged)
         assert ended.code == 0 and "log.to" not in ended.error, ended.error
         for name in READERS:
             assert_logged(folder, name)

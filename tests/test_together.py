@@ -245,7 +245,7 @@ def test_another_model_that_loads_meanwhile_compiles_nothing_anew(model_folders:
     assert graphs_compiled() == before
 
 
-@pytest.mark.parametrize("wrong", ["values", "an error", "a forward of its own"])
+@pytest.mark.parametrize("wrong", ["values", "an error", pytest.param("no compiler", marks=pytest.mark.long), "a forward of its own"])
 def test_layers_that_compile_to_something_else_are_found_out(
     model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, wrong: str
 ) -> None:
@@ -254,12 +254,17 @@ def test_layers_that_compile_to_something_else_are_found_out(
             raise ValueError("no compiler here")
         return lambda *given: [out * 1.1 if isinstance(out, torch.Tensor) else out for out in graph(*given)]
 
-    monkeypatch.setattr(compiled, "BACKEND", broken)
+    if wrong == "no compiler":
+        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
+        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    else:
+        monkeypatch.setattr(compiled, "BACKEND", broken)
     torch._dynamo.reset()
     model, plain = model_of(model_folders("qwen2")), model_of(model_folders("qwen2"))
     if wrong == "a forward of its own":
         fuse_and_compare(model)
-    with pytest.raises(WrongLayers, match={"values": "hidden states.*differ by", "an error": "no compiler here"}.get(wrong, "one owner")):
+    said = {"values": "hidden states.*differ by", "an error": "no compiler here", "no compiler": "a compiled pass failed: .*compiler"}
+    with pytest.raises(WrongLayers, match=said.get(wrong, "one owner")):
         compile_and_compare(model)
     documents = random_documents(model)
     assert not any(MARK in vars(layer) for layer in model.base_model.layers)

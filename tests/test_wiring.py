@@ -30,7 +30,7 @@ from test_reward_model import other_tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, HyperCLOVAXConfig, LlamaConfig, PreTrainedConfig
 
 from fulltilt.algo.build import build
-from fulltilt.cluster import assembly, sizes, worker
+from fulltilt.cluster import making, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
 from fulltilt.footprint import HeadOptions, head_bytes
@@ -248,7 +248,7 @@ def judge(tmp_path: Path) -> Path:
 
 def test_a_template_that_no_prompt_goes_through_is_refused_and_evaluation_need_not_use_it(folder: Path, judge: Path) -> None:
     (folder / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }}~{% endfor %}")
-    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 2\n", ""))
+    (folder / "run.toml").write_text((folder / "run.toml").read_text().replace("workers = 1\n", ""))
     options = ("reward.function=reward_model", f"reward_model.path={judge}", "reward_model.chat_template=template.jinja")
     assert refused(folder, *options).startswith("reward_model.chat_template: every prompt is a plain string")
     asked = [{"role": "user", "content": "2+3?"}]
@@ -476,7 +476,7 @@ def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch
             runs.train(folder, *ONE, "algorithm.minibatches_per_step=2", "run.steps=2")
         assert caught.value.__cause__ is not None and caught.value.__cause__.__traceback__ is None  # its frames hold what filled it
     with monkeypatch.context() as patched:
-        patched.setattr(assembly, "make_roles", out_of_memory)
+        patched.setattr(making, "make_roles", out_of_memory)
         with pytest.raises(UserError, match=r"^out of memory in set-up: .* Set train\.offload_optimizer = true"):
             runs.train(folder, *ONE, "run.dir=other")
         assert not (folder / "other").exists()
@@ -513,7 +513,7 @@ def test_a_resumed_run_keeps_its_budgets_on_a_fuller_machine(folder: Path, tmp_p
     kept = runs.state(runs.checkpoints(folder)[1])["budgets"]
     killed = runs.copy(folder, tmp_path / "killed")
     shutil.rmtree(killed / "run" / "checkpoints")
-    monkeypatch.setattr(assembly, "free_bytes", lambda device: 400_000)
+    monkeypatch.setattr(making, "free_bytes", lambda device: 400_000)
     assert "resuming from step 1" in runs.train(folder, *ONE, "run.steps=2").said
     assert runs.state(runs.checkpoints(folder)[2])["budgets"] == kept
     assert "resuming" not in runs.train(killed, *ONE).said

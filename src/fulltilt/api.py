@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -19,9 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fulltilt import config as configuration
+from fulltilt import knobs
 from fulltilt.callables import Callables
 from fulltilt.config import ConfigRule
 from fulltilt.data.files import forget_rows, rows_in_memory
@@ -29,9 +33,9 @@ from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
 from fulltilt.observe.metrics import read_lines, read_samples
 from fulltilt.records import Group, RunWarning, UserError
-from fulltilt.schema import REWARDS, Config, keys, sections
+from fulltilt.schema import REWARDS, Config, keys, sections, shown
 from fulltilt.user_code import known_functions
-from fulltilt.words import either
+from fulltilt.words import either, joined, many
 
 if TYPE_CHECKING:
     from fulltilt.data.template import Encoded
@@ -45,10 +49,29 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 Source = str | os.PathLike[str] | Mapping[str, Any] | None
 SHOW_TRACEBACK = "FULLTILT_TRACEBACK"  # the environment variable that adds the traceback beneath a UserError to it, as a note
+TAKE_FUNCTIONS = ("reward", "algorithm")  # sections with keys whose values may be functions
 # The key that is meant where a section is given one value in place of its keys.
 NATURAL = {"model": "path", "data": "train", "reward": "function", "algorithm": "name"}
 # Sections with keys that others have too: their keys need the name of the section.
 REPEATING = ("eval", "ref", "critic", "reward_model", "health")
+# Keys that generation obeys, and the arguments of `generate` that stand for keys.
+OBEYED = frozenset(
+    {
+        "model.revision", "model.trust_remote_code", "model.dtype", "model.chat_template", "data.apply_template", "data.system",
+        "data.template_args", "rollout.stop", "rollout.engine", "rollout.kv_bytes", "rollout.memory_fraction", "rollout.block_tokens",
+        "rollout.max_seqs", "rollout.max_batched_tokens", "rollout.chunked_prefill", "rollout.prefix_sharing", "rollout.cuda_graphs",
+        "train.fused_layers", "train.compile", "lora.rank", "lora.alpha", "lora.targets", "lora.parameters", "lora.path", "run.device",
+        "run.threads", "run.deterministic",
+    }
+)  # fmt: skip
+SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k")
+ARGUMENTS = {
+    **{key: key.partition(".")[2] for key in OBEYED - {"lora.path"}},
+    **{f"{section}.{name}": name for section in ("eval", "rollout") for name in SAMPLING},
+    **{"eval.samples_per_prompt": "samples", "algorithm.samples_per_prompt": "samples", "data.max_tokens": "max_new_tokens"},
+    **{"model.path": "model", "data.train": "prompts", "data.val": "prompts", "run.seed": "seed"},
+}
+USUAL_TOKENS = 256  # that `generate` samples at most, where the model has positions for them
 
 
 @dataclass(frozen=True)
@@ -108,8 +131,7 @@ def train(
 
     `on_step(step, metrics)` is called after each step; if it returns False, the run is saved and stops.
     """
-    if on_step is not None and not callable(on_step):
-        raise UserError(f"on_step: is of type {type(on_step).__name__}. Give a function of the step's number and its metrics")
+    check_on_step(on_step)
     keywords = {"model": model, "data": data, "reward": reward, "algorithm": algorithm, **settings}
     with configured("fulltilt.train", run, keywords, overrides, logged=True) as config:
         from fulltilt import loop
@@ -122,9 +144,27 @@ def train(
         )  # fmt: skip
 
 
+def check_on_step(on_step: OnStep | None) -> None:
+    if on_step is None:
+        return
+    wrong = "it is an async function, which nothing would await" if inspect.iscoroutinefunction(on_step) else ""
+    try:
+        inspect.signature(on_step).bind(1, {})
+    except TypeError as error:  # it is no function, or it has other parameters
+        wrong = str(error)
+    except ValueError:  # nothing is known of the parameters of some functions that are not written in Python
+        pass
+    if wrong:
+        raise UserError(f"on_step: {wrong}. Give a function of the step's number and its metrics: def on_step(step, metrics)")
+
+
 @freeing_memory
-def check(run: Source = None, /, *, overrides: Sequence[str] = (), **settings: Any) -> None:
-    """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake."""
+def check(
+    run: Source = None, /, *, overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = True, **settings: Any
+) -> None:
+    """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake. It takes all
+    that `train` takes, and prints nothing, `quiet` or not."""
+    check_on_step(on_step)
     with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
         from fulltilt.cluster.checks import find_mistakes
 
@@ -144,6 +184,12 @@ def evaluate(
     """
     if data is not None:
         settings["data"] = data if isinstance(data, Mapping) else {"val": data}
+    if run is None and (latest or best or checkpoint is not None) and not settings.keys() & {"model", "model_path"}:
+        raise UserError(
+            "fulltilt.evaluate: a checkpoint is evaluated with the settings of its run. Give the run's file, for example "
+            f'fulltilt.evaluate("{settings.get("run_dir", "runs/mine")}/snapshot.toml", latest=True), or what `train` was given, the model '
+            "included"
+        )
     if run is None:  # an evaluation reads neither training data nor steps, but a configuration has them
         epochs = "run_epochs" in settings or "epochs" in as_table(settings.get("run"))
         val = as_table(settings.get("data")).get("val", settings.get("val"))
@@ -169,18 +215,26 @@ class Completion:
 @freeing_memory
 def generate(
     model: str | os.PathLike[str], prompts: Sequence[str | Sequence[Mapping[str, Any]]], *, samples: int | None = None,
-    max_new_tokens: int = 256, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
+    max_new_tokens: int | None = None, temperature: float = 1.0, top_p: float | None = None, top_k: int | None = None, seed: int = 0,
     step: int | None = None, details: bool = False, **settings: Any,
 ) -> list[Any]:  # fmt: skip
     """Continue prompts through the rollout engine: one text for each prompt, or with `samples` a list of so many texts for each.
 
     `model`: the folder or hub name of a model, or the folder of a run, whose newest checkpoint is used, or that of `step`. `prompts`:
-    strings, or conversations as lists of messages, which go through the chat template. `details`: a `Completion` in place of each text.
-    Further keywords are keys of a run file, such as `stop=["\\n"]`, `system="..."`, `device="cpu"` or `dtype="float32"`.
+    strings, or conversations as lists of messages, which go through the chat template. `max_new_tokens`: at most 256, or what the model's
+    positions leave, where it is not given. `details`: a `Completion` in place of each text. Further keywords are keys of a run file that
+    generation obeys, such as `stop=["\\n"]`, `system="..."`, `device="cpu"` or `dtype="float32"`.
     """
-    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) != 1:
         raise UserError("prompts: give a list of strings or of conversations, also for one prompt: [prompt]")
-    sampled = {"samples_per_prompt": samples, "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_new_tokens": max_new_tokens}
+    prompts = list(prompts)
+    given = {
+        "eval.samples_per_prompt": samples, "eval.temperature": temperature, "eval.top_p": top_p, "eval.top_k": top_k,
+        "eval.max_new_tokens": max_new_tokens, "run.seed": seed,
+    }  # fmt: skip
+    for name, value in (("temperature", temperature), ("seed", seed)):
+        if value is None:
+            raise UserError(f"{name}: is None. Give a number, or leave it out")
 
     @contextlib.contextmanager
     def load(config: Config, found: Checkpoint | None) -> Iterator[Callable[[], Sequence[Group]]]:
@@ -191,10 +245,18 @@ def generate(
         if not encoded:
             yield tuple
             return
-        with generation.open_generation(config, texts, max(len(each.ids) for each in encoded), found) as opened:
+        longest, number = max((len(each.ids), -number) for number, each in enumerate(encoded))
+        room = (max_new_tokens or USUAL_TOKENS) if texts.limit is None else texts.limit - longest
+        if room < (max_new_tokens or 1):
+            raise UserError(
+                f"prompts[{-number}]: it has {many(longest, 'token')}, and the model was made for {texts.limit} positions: a response of "
+                f"{max_new_tokens or 1} does not fit. Shorten the prompt{', or lower max_new_tokens' if room > 0 else ''}"
+            )
+        most = max_new_tokens or min(USUAL_TOKENS, room)
+        with generation.open_generation(config, texts, longest, most, found) as opened:
             yield partial(opened.groups, encoded, seed)
 
-    with opened_model("fulltilt.generate", model, step, {**settings, "seed": seed}, sampled, len(prompts), load) as answer:
+    with opened_model("fulltilt.generate", model, step, given, ARGUMENTS, len(prompts), load, settings) as answer:
         groups = answer()
     made = [[Completion(each.text, each.ids.tolist(), each.logprobs.tolist(), each.finish) for each in group.samples] for group in groups]
     found_texts = [[each if details else each.text for each in group] for group in made]
@@ -202,6 +264,8 @@ def generate(
 
 
 def encode(texts: TextCodec, number: int, prompt: Any) -> Encoded:
+    if not isinstance(prompt, Sequence) and not hasattr(prompt, "tolist"):
+        raise UserError(f"prompts[{number}]: is of type {type(prompt).__name__}. Give a string, or a conversation as a list of messages")
     try:
         return texts.encoder.encode(prompt)
     except UserError as error:
@@ -210,51 +274,94 @@ def encode(texts: TextCodec, number: int, prompt: Any) -> Encoded:
 
 @contextlib.contextmanager
 def opened_model(
-    who: str, model: str | os.PathLike[str], step: int | None, settings: Mapping[str, Any], sampled: Mapping[str, Any], prompts: int,
+    who: str, model: str | os.PathLike[str], step: int | None, given: Mapping[str, Any], names: Mapping[str, str], prompts: int,
     load: Callable[[Config, Checkpoint | None], contextlib.AbstractContextManager[Result]],
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Iterator[Result]:  # fmt: skip
-    """What `load` makes of the configuration that generates with a model, and of the checkpoint that the model comes from, if any.
-    `sampled`: keys of [eval]."""
+    """What `load` makes of the configuration that generates with a model, and of the checkpoint that the model comes from, if any. `given`:
+    values of keys. `names`: what the user calls keys, in errors. `settings`: further keywords, as in `train`."""
     if not isinstance(model, str | os.PathLike):
         raise UserError(f"{who}: the model is of type {type(model).__name__}. Give the folder or hub name of a model, or a run folder")
     from fulltilt.loop import generation
     from fulltilt.training.checkpoint import open_checkpoint
 
-    samples = sampled.get("samples_per_prompt")
+    samples = given.get("eval.samples_per_prompt")
     most = max(1, min(256, prompts * (samples if isinstance(samples, int) else 1)))
+    unused = without_effect(settings)
+    used = {name: value for name, value in settings.items() if name not in unused}
 
     def read(found: Checkpoint | None) -> tuple[Result, contextlib.ExitStack]:
         tables = generation.tables_for(os.fspath(model), found)
-        tables["eval"] = {key: value for key, value in sampled.items() if value is not None}
         tables["rollout"] = tables.get("rollout", {}) | {"max_new_tokens": 1, "max_seqs": most}
+        for key, value in given.items():
+            section, _, name = key.partition(".")
+            tables[section] = tables.get(section, {}) | ({} if value is None else {name: value})
         with contextlib.ExitStack() as ending:
-            config = ending.enter_context(configured(who, tables, settings, (), logged=False))
+            config = ending.enter_context(configured(who, tables, used, (), logged=False, wrong=unused.values()))
             return ending.enter_context(load(config, found)), ending.pop_all()
 
     find = partial(generation.find_checkpoint, os.fspath(model), step)
-    loaded, ending = open_checkpoint(find, read, lambda text: warnings.warn(text, RunWarning, stacklevel=2))
+    with said_as(names):
+        loaded, ending = open_checkpoint(find, read, lambda text: warnings.warn(text, RunWarning, stacklevel=2))
     with ending:
         yield loaded
+
+
+@contextlib.contextmanager
+def said_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors call keys by the names that the user knows."""
+    try:
+        yield
+    except UserError as error:
+        keys_in_text = rf"(?<![\w./])({'|'.join(map(re.escape, names))})(?!\w)"
+        error.args = (re.sub(keys_in_text, lambda found: names[found[0]], str(error)),)
+        raise
+
+
+def without_effect(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Keywords with keys that generation does not obey, and what is wrong with each."""
+    found = {}
+    for name, value in settings.items():
+        if name in sections():
+            meant = [f"{name}.{key}" for key in (value if isinstance(value, Mapping) else [NATURAL.get(name)])]
+        else:
+            meant = meanings(name) or knobs.elsewhere(name)
+        unused = [key for key in meant if key in keys() and key not in OBEYED]
+        if value is None or not unused:
+            continue
+        if instead := [f"{ARGUMENTS[key]}=" for key in unused if key in ARGUMENTS]:
+            found[name] = f"{name}: not a keyword of fulltilt.generate. Write {either(list(dict.fromkeys(instead)))}"
+        else:
+            found[name] = f"{name}: {joined(unused, 'and')} {'has' if len(unused) == 1 else 'have'} no effect on generation. Remove it"
+    return found
 
 
 # ---- the configuration -----------------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def configured(who: str, run: Source, keywords: Mapping[str, Any], overrides: Sequence[str], *, logged: bool) -> Iterator[Config]:
+def configured(
+    who: str, run: Source, keywords: Mapping[str, Any], overrides: Sequence[str], *, logged: bool, wrong: Iterable[str] = ()
+) -> Iterator[Config]:
     """The configuration, while its functions have names, and a process that is left as it was. `who`: names tables without a file in
-    errors. `logged`: the run's loggers are used, so they must be able to start."""
+    errors. `logged`: the run's loggers are used, so they must be able to start. `wrong`: mistakes that were found before."""
     if not isinstance(run, str | os.PathLike | Mapping | None):
         raise UserError(f"{who}: its first argument is of type {type(run).__name__}. Give the path of a run file, or its tables")
+    overrides = [overrides] if isinstance(overrides, str) else [] if overrides is None else overrides
+    if not isinstance(overrides, list | tuple) or not all(isinstance(each, str) for each in overrides):
+        raise UserError('overrides: give a list of texts, for example ["run.steps=100"]')
     functions = Callables()
     tables = dict(run or {}) if isinstance(run, Mapping | None) else configuration.read_toml(Path(run))
-    mistakes = [*add_keywords(tables, keywords, functions), *name_rows(tables)]
-    tables = plain(tables, functions)
+    mistakes = [*wrong, *add_keywords(tables, keywords, functions), *name_rows(tables)]
+    try:
+        tables = {str(name): plain(table, functions if name in TAKE_FUNCTIONS else None) for name, table in tables.items()}
+    except RecursionError:
+        raise UserError(f"{who}: a table or list holds itself, or is nested too deep. No key takes such a value: remove it") from None
     rules = [ConfigRule((), lambda _: mistakes), *([ConfigRule(("log.to",), lambda given: loggers.check(given.log))] if logged else [])]
     with known_functions(functions.codes), contextlib.ExitStack() as ending:
         for name in (name for name in as_table(tables.get("data")).values() if isinstance(name, str)):
             ending.callback(forget_rows, name)
-        config = configuration.parse(tables, [overrides] if isinstance(overrides, str) else overrides, origin_of(run, who), rules)
+        config = configuration.parse(tables, overrides, origin_of(run, who), rules)
         from fulltilt.cluster.assembly import torch_as_it_was
 
         with torch_as_it_was():
@@ -273,12 +380,13 @@ def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any], functions:
     for name, value in sorted(given.items(), key=lambda entry: entry[0] not in sections()):
         meant = meanings(name)
         if name in sections():
-            if name == "reward" and isinstance(value, list | tuple):
-                value = [plain(entry, functions) for entry in value]
-                if wrong := list(mistakes_in_rewards(value)):
+            if name == "reward" and not isinstance(value, Mapping):
+                listed = isinstance(value, list | tuple)
+                entries = [plain(entry, functions) for entry in (value if listed else [value])]
+                if wrong := list(mistakes_in_rewards(entries)):
                     yield from wrong
                     continue
-                value = {"function": dict.fromkeys(value, 1.0)}
+                value = {"function": dict.fromkeys(entries, 1.0) if listed else entries[0]}
             section = {NATURAL[name]: value} if name in NATURAL and not is_section(name, value) else value
             if not isinstance(section, Mapping):
                 tables[name] = section  # reported as a value that should be a table
@@ -299,9 +407,12 @@ def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any], functions:
 
 
 def mistakes_in_rewards(entries: Sequence[Any]) -> Iterator[str]:
+    what = "Give a function, the name of a built-in one or FILE.py:NAME, or several of them in a list or with their weights"
+    if not entries:
+        yield f"reward: the list is empty. {what}"
     for entry in entries:
         if not isinstance(entry, str):
-            yield f"reward: an entry of the list is of type {type(entry).__name__}. Give functions, names of built-in ones or FILE.py:NAME"
+            yield f"reward: {shown(entry)} is of type {type(entry).__name__}. {what}"
     for entry in sorted({entry for entry in entries if isinstance(entry, str) and entries.count(entry) > 1}):
         yield f"reward: {entry} is in the list {entries.count(entry)} times. Give it once, with its weight: {{reward: weight}}"
 
@@ -328,28 +439,29 @@ def name_rows(tables: dict[str, Any]) -> Iterator[str]:
     """Replace rows by the name under which the run finds them, and say what is wrong with them."""
     for key, value in as_table(tables.get("data")).items():
         if key in ("train", "val") and is_rows(value):
+            name = "."
             try:
                 name = rows_in_memory(value)
             except UserError as error:
                 yield f"data.{key}: {error}"
-                name = "."  # reported already
             tables["data"] = {**tables["data"], key: name}
 
 
 def is_rows(value: Any) -> bool:
     if isinstance(value, str | os.PathLike | Mapping) or not isinstance(value, Iterable):
         return False
-    return not isinstance(value, list | tuple) or not all(isinstance(entry, str | os.PathLike) for entry in value)
+    return not isinstance(value, list | tuple) or not value or not all(isinstance(entry, str | os.PathLike) for entry in value)
 
 
-def plain(value: Any, functions: Callables) -> Any:
-    """The value in TOML's types: functions by their names, paths as text, numbers of numpy and torch as Python's."""
+def plain(value: Any, functions: Callables | None) -> Any:
+    """The value in TOML's types: functions by their names, paths as text, numbers of numpy and torch as Python's. Without `functions`, a
+    function stays what it is, and is reported as a wrong value."""
     if isinstance(value, Mapping):
-        return {functions.name(key) if callable(key) else str(key): plain(entry, functions) for key, entry in value.items()}
+        return {functions.name(key) if functions and callable(key) else str(key): plain(entry, functions) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry, functions) for entry in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if callable(value):
+    if functions is not None and callable(value):
         return functions.name(value)
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", 1) == 0 else value

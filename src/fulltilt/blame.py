@@ -6,11 +6,13 @@ imported.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import traceback
 
 # Libraries that do what their caller asks: an error inside one is the caller's.
 SERVING = frozenset({"torch", "triton", "numpy", *sys.stdlib_module_names})
+COMPILERS = ("triton.", "torch._dynamo.", "torch._inductor.")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,6 +27,13 @@ def is_ours(error: BaseException) -> bool:
         return False
     packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
     return [package for package in packages if package not in SERVING][-1:] == [__name__.partition(".")[0]]
+
+
+def is_of_compiler(error: BaseException) -> bool:
+    """Whether a compiler failed, which may lack a tool of this machine or not know its device, on code that is right elsewhere."""
+    modules = [str(frame.f_globals.get("__name__", "")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    after_ours = itertools.takewhile(lambda module: not module.startswith("fulltilt."), reversed(modules))
+    return any(module.startswith(COMPILERS) for module in after_ours)
 
 
 def says_nothing(error: BaseException) -> bool:

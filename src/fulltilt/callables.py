@@ -247,7 +247,9 @@ def by_value(function: Function) -> Iterator[None]:
 def used_by(function: Function) -> list[tuple[str, Any]]:
     """What the function takes from outside, by name."""
     found = getattr(written(function), "__func__", written(function))
-    return [*captured(found), *looked_up(found)] if isinstance(found, FunctionType) else []
+    held = getattr(function, "__self__", function)  # an object whose method it is, or which is called
+    attributes = [] if isinstance(held, FunctionType | type) else getattr(held, "__dict__", {}).items()
+    return [*attributes, *captured(found), *looked_up(found)] if isinstance(found, FunctionType) else [*attributes]
 
 
 def captured(function: FunctionType) -> Iterator[tuple[str, Any]]:

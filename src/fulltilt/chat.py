@@ -23,6 +23,11 @@ from fulltilt.words import many, printable
 MOST_TOKENS = 8192  # the longest conversation: the KV cache has room for this many, even if the model has more positions
 USUAL_ANSWER = 512  # tokens
 HELP = "/reset begins a new conversation, /exit or the end of the input ends, Ctrl-C ends an answer"
+# Keys of a run file, and the arguments that stand for them here.
+OPTIONS = {
+    "model.path": "MODEL", "eval.temperature": "--temperature", "eval.max_new_tokens": "--max-new-tokens", "run.seed": "--seed",
+    "data.system": "--system",
+}  # fmt: skip
 UNFINISHED = "\ufffd"  # what the first bytes of a character decode to
 
 
@@ -39,8 +44,10 @@ class ChatOptions:
 
 def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable[[str], None]) -> None:
     """Answer every line until they end or one says so."""
-    sampled = {"temperature": options.temperature, "max_new_tokens": options.max_new_tokens or USUAL_ANSWER}
-    settings = {"system": options.system, "seed": options.seed, **({"apply_template": "never"} if options.plain else {})}
+    given = {
+        "eval.temperature": options.temperature, "eval.max_new_tokens": options.max_new_tokens, "run.seed": options.seed,
+        "data.system": options.system, "data.apply_template": "never" if options.plain else None,
+    }  # fmt: skip
     if options.plain and options.system is not None:
         raise UserError("--system: --plain uses no chat template to write it with. Leave one of them out")
 
@@ -49,23 +56,22 @@ def chat(options: ChatOptions, lines: Iterable[str], out: TextIO, note: Callable
         if options.plain and (config.data.system is not None or config.data.template_args):
             note("--plain: data.system and data.template_args of the run are left out, as there is no chat template to write them with")
             config = config.model_copy(update={"data": config.data.model_copy(update={"system": None, "template_args": {}})})
-        texts = TextCodec.of(config)
+        texts = TextCodec.of(config, "Use --plain to talk without it.")
         templated = texts.tokenizer.chat_template is not None and config.data.apply_template != "never"
         if not templated and options.system is not None:
             raise UserError("--system: there is no chat template to write it with. Leave it out")
         room = min(texts.limit or MOST_TOKENS, MOST_TOKENS)
         answer = options.max_new_tokens or min(USUAL_ANSWER, room // 2)
-        config = config.model_copy(update={"eval": config.eval.model_copy(update={"max_new_tokens": answer})})
         longest = room - answer
         if longest < 1:
             raise UserError(f"--max-new-tokens: the model has {texts.limit} positions, which leaves none for a prompt. Lower it")
-        with open_generation(config, texts, longest, found) as generation:
+        with open_generation(config, texts, longest, answer, found) as generation:
             step = f", step {found.step}" if found else ""
             how = "each line is a turn of the conversation" if templated else "no chat template: each line is continued on its own"
             note(f"{config.model.path}{step}; {how}. {HELP}")
             yield Conversation(generation, texts, templated, longest, options.seed, out, note)
 
-    with api.opened_model("fulltilt chat", options.model, options.step, settings, sampled, 1, load) as conversation:
+    with api.opened_model("fulltilt chat", options.model, options.step, given, OPTIONS, 1, load) as conversation:
         conversation.run(lines)
 
 

@@ -30,6 +30,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
+from fulltilt.interrupts import interrupts_repeated
 from fulltilt.observe import streams
 from fulltilt.records import UserError
 from fulltilt.words import many, printable
@@ -84,7 +85,7 @@ class Commands(CommandGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with printable_errors():
+            with printable_errors(), interrupts_repeated():
                 return super().invoke(ctx)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)

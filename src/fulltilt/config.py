@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import errno
 import json
 import os
 import re
@@ -94,10 +95,18 @@ def parse(
     config = _with_stand_ins(tables, {key for mistake in wrong_values for key in mistake.about})
     reported = {key for mistake in mistakes for key in mistake.about}
     found = [mistake.text for mistake in mistakes]
-    found += [text for rule in (*RULES, *rules) if reported.isdisjoint(rule.keys) for text in rule.check(config)]
+    found += [text for rule in (*RULES, *rules) if reported.isdisjoint(rule.keys) for text in _broken(rule, config)]
     if found:
         raise UserError(report(origin, found))
     return config
+
+
+def _broken(rule: ConfigRule, config: Config) -> Iterator[str]:
+    """What a rule finds wrong; that the system does not let it look at a path is a mistake too."""
+    try:
+        yield from rule.check(config)
+    except OSError as error:
+        yield f"{rule.keys[0]}: {shown(str(error.filename))}: {error.strerror}. Give a path that you may read"
 
 
 def report(origin: str, mistakes: Sequence[str]) -> str:
@@ -236,7 +245,7 @@ def instead_of_option(option: str, following: str | None) -> str | None:
 
 
 def _key_named(name: str) -> str | None:
-    """The key that a user calls so: by its whole name, by its last part, or by verl's or TRL's name for it."""
+    """The key that a user calls so: by its whole name, by its last part, or by another system's name for it."""
     by_end = [key for key in keys() if name in (key, key.partition(".")[2])]
     return next(iter([*by_end, *knobs.elsewhere(name)]), None)
 
@@ -295,7 +304,7 @@ def _unknown(key: str, value: Any) -> Iterator[Mistake]:
     elif found:
         yield Mistake(f"{said}: {_known_elsewhere(found, key, value)}", tuple(knob.name for knob, _ in found))
     elif ours := knobs.elsewhere(key):
-        yield Mistake(f"{said}: unknown key; verl's or TRL's name for {' and '.join(ours)}: {_carried_over(key, ours, value)}", tuple(ours))
+        yield Mistake(f"{said}: unknown key; other systems' name for {' and '.join(ours)}: {_carried_over(key, ours, value)}", tuple(ours))
     elif (near := nearest(key, [*keys(), *(knob.name for knob in knobs.LEDGER if knob.legal)])) is None:
         yield Mistake(f"{said}: unknown key; no known key is similar: remove it. docs/reference.md lists every key")
     else:
@@ -320,7 +329,7 @@ def _known_elsewhere(found: Sequence[tuple[knobs.Knob, knobs.Source]], key: str,
 
 
 def _carried_over(theirs: str, ours: Sequence[str], value: Any) -> str:
-    """What to write for a key of verl or TRL that is no knob; where its value means something else or is not legal here, what ours mean."""
+    """What to write for a key of another system that is no knob; where its value has another meaning or is not legal, what ours mean."""
     split = [key.split(".") for key in ours]
     illegal = any(mistake.about for key in split for mistake in _wrong_values({key[0]: {key[1]: value}}) if ".".join(key) in mistake.about)
     if illegal or knobs.has_another_meaning(theirs):
@@ -431,7 +440,13 @@ def _best_has_values(config: Config) -> Iterator[str]:
     run = config.run
     if run.keep_best is None:
         return
-    if run.keep_best.removeprefix("-").startswith(schema.VALIDATION_METRICS):
+    name, groups = run.keep_best.removeprefix("-"), (*schema.VALIDATION_METRICS, *schema.METRICS)
+    validated = schema.VALIDATED_REWARDS if PRESETS[config.algorithm.name].rollout else schema.VALIDATED_LOSS
+    if not name.startswith(groups):
+        yield f"run.keep_best: no metric is called {shown(name)}. Use one that begins with {either(groups)} (docs/metrics.md)"
+    elif name.startswith("val/") and name not in validated:
+        yield f"run.keep_best: validations of this run have no metric {shown(name)}. Use {either(validated)}, or one of a data source"
+    elif name.startswith(schema.VALIDATION_METRICS):
         if not run.eval_every:
             yield f"run.keep_best: {shown(run.keep_best)} is a metric of validation, and run.eval_every is 0. Set run.eval_every"
     elif not run.save_every:
@@ -576,7 +591,7 @@ def _offline() -> bool:
 
 def _model_exists(key: str, path: str) -> Iterator[str]:
     folder, given = Path(path), f"{key}: {shown(path)}"
-    if os.path.isdir(folder):
+    if _there(folder) and os.path.isdir(folder):
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             yield f"{given} holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path"
         elif not (folder / "config.json").is_file():
@@ -590,6 +605,19 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
             f"{key}: no such folder: {shown(path)}; it is not in the hub's cache and HF_HUB_OFFLINE forbids asking the hub for it. "
             "Give the folder of a Hugging Face model, or unset HF_HUB_OFFLINE"
         )
+
+
+def _there(path: str | Path) -> bool:
+    """Whether something is there. Raises OSError where the system does not say: a folder above it cannot be read, for example."""
+    try:
+        os.stat(path)
+    except ValueError:  # a path with a NUL character
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+        return False
+    return True
 
 
 def _cached(name: str) -> bool:
@@ -610,17 +638,17 @@ def _data_exists(key: str, given: str | list[str]) -> Iterator[str]:
         on_hub = schema.hub_dataset(path)
         if on_hub is not None and on_hub.split is None and key == "data.val":
             yield f"{key}: {shown(path)} on the hub has several splits. Name one, for example {path}:test"
-        if on_hub is None and not path.startswith(schema.MEMORY) and not os.path.exists(path):
+        if on_hub is None and not path.startswith(schema.MEMORY) and not _there(path):
             yield f"{key}: no such file or folder: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 
 def _file_exists(key: str, path: str) -> Iterator[str]:
-    if not os.path.isfile(path):
+    if not (_there(path) and os.path.isfile(path)):
         yield f"{key}: no such file: {shown(path)}{_tilde(path)}. Paths are relative to the current directory"
 
 
 def _adapter_exists(key: str, path: str) -> Iterator[str]:
-    if not os.path.isfile(Path(path) / "adapter_config.json"):
+    if not _there(Path(path) / "adapter_config.json"):
         yield f"{key}: {shown(path)}{_tilde(path)} has no adapter_config.json. Give the folder of an adapter that peft saved"
 
 
@@ -646,7 +674,7 @@ _NUMBERS = (
 RULES: tuple[ConfigRule, ...] = (
     *(ConfigRule((key,), partial(_exists, key, row_of(field).names)) for key, field in keys().items() if row_of(field).names in _EXISTS),
     ConfigRule(("data.val", "run.eval_every", "run.eval_before"), _validation_data),
-    ConfigRule(("run.keep_best", "run.eval_every", "run.save_every"), _best_has_values),
+    ConfigRule(("run.keep_best", "run.eval_every", "run.save_every", "algorithm.name"), _best_has_values),
     ConfigRule(("algorithm.minibatches_per_step", "algorithm.prompts_per_step"), _enough_prompts),
     *(ConfigRule((f"{section}.temperature",), partial(_temperature, section)) for section in ("rollout", "eval")),
     ConfigRule(("reward.function", "reward.sources"), _rewards_exist),

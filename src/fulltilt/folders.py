@@ -1,4 +1,4 @@
-"""Folders and files that commands write to: only their own, empty ones and new ones.
+"""Folders and files that commands write to: only their own, empty ones and new ones. Files that are read: what may lie in their place.
 
 Enters: a path that a user gave, before anything is written there. Leaves: nothing, or a UserError that says what is there. Guaranteed:
 nothing of another program's is written over or deleted. A folder belongs to a command if it holds that command's marker.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
     except FileNotFoundError:
         inside = []
         parent = next(parent for parent in folder.absolute().parents if os.path.lexists(parent))
-        if not (parent.is_dir() and os.access(parent, os.W_OK | os.X_OK)):
-            raise UserError(f"{key}: {folder} cannot be made: {parent} is not a folder that can be written. Use another folder") from None
+        try:
+            os.rmdir(tempfile.mkdtemp(prefix=marker, dir=parent))  # modes say nothing about /proc, nor about a file system without room
+        except OSError as error:
+            why = f"{parent} is not a folder that can be written ({error.strerror})"
+            raise UserError(f"{key}: {folder} cannot be made: {why}. Use another folder") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         raise UserError(f"{key}: {folder} cannot be used: {getattr(error, 'strerror', error)}. Use another folder") from None
     if marker == RUN_MARKER and marker not in inside and any(folder.glob("checkpoints/step-*/manifest.json")):
@@ -49,6 +53,16 @@ def without_waiting(path: str, flags: int) -> int:
 def read_file(path: Path) -> bytes:
     with open(path, "rb", opener=without_waiting) as stream:
         return stream.read()
+
+
+def substitute_in(start: bytes) -> tuple[str, str] | None:
+    """What lies in place of a file that was never downloaded, by its first bytes, and the remedy; None: it may be the file itself."""
+    begins = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
+    if begins.startswith(b"version https://git-lfs"):
+        return "it is a Git LFS pointer, not the file itself", "Run `git lfs pull` in that folder"
+    if begins.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+        return "it is a web page, not the file itself", "Download or copy it again"
+    return None
 
 
 def refuse_foreign_json(file: Path, key: str, option: str) -> None:

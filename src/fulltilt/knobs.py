@@ -227,7 +227,7 @@ all others are taken as they are."""
 ELSEWHERE: Mapping[str, tuple[str, ...]] = {
     key: tuple(name.lstrip("~") for name in row_of(field).elsewhere.split()) for key, field in keys().items()
 }
-"""Names in verl and TRL of keys, beyond the ledger's aliases."""
+"""Names of keys in verl, TRL, transformers and vLLM, beyond the ledger's aliases."""
 
 
 def _index() -> dict[str, list[tuple[Knob, Source]]]:
@@ -245,12 +245,13 @@ _BY_NAME = _index()
 
 def find(key: str) -> list[tuple[Knob, Source]]:
     """Every knob that `key` names, with the system whose name it is; more than one only for `SHARED` aliases. The name may lack its
-    beginning (`rollout.n`), and one that a guide writes without a section (`use_liger_kernel`) may stand in any."""
+    beginning (`rollout.n`, `n`), and one that a guide writes without a section (`use_liger_kernel`) may stand in any."""
     parts = key.split(".")
     below = (".".join(parts[:length]) + ".*" for length in range(len(parts) - 1, 0, -1))
-    by_end = [name for name in _BY_NAME if name.endswith(f".{key}")] if "." in key else []
+    by_end = [name for name, found in _BY_NAME.items() if name.endswith(f".{key}") and found[0][1] != "native"]
+    same = len({tuple(knob.name for knob, _ in _BY_NAME[name]) for name in by_end}) == 1
     alone = [parts[-1]] if parts[-1] not in SHARED else []
-    known = (name for name in (key, *below, *(by_end if len(by_end) == 1 else []), *alone) if name in _BY_NAME)
+    known = (name for name in (key, *below, *(by_end if same else []), *alone) if name in _BY_NAME)
     return [] if key.endswith(".*") else _BY_NAME.get(next(known, ""), [])
 
 
@@ -261,7 +262,7 @@ def translate(alias: str, value: Any) -> Any:
 
 
 def elsewhere(key: str) -> list[str]:
-    """Our keys for what verl or TRL calls `key`, beyond the ledger's aliases: by its last two parts, else by its last one."""
+    """Our keys for what other systems call `key`, beyond the ledger's aliases: by its last two parts, else by its last one."""
     parts = key.split(".")
     found = ([ours for ours, names in ELSEWHERE.items() if end in names] for end in (".".join(parts[-2:]), parts[-1]))
     return next(filter(None, found), [])
@@ -323,7 +324,7 @@ def _of_key(key: str) -> ListedKey:
         "to have an effect": "; ".join(dict.fromkeys(each.remedy.format(section=key.partition(".")[0]) for each in conditions(key))),
         "verl": ", ".join(own.verl),
         "ChatLearn": ", ".join(own.chatlearn),
-        "verl or TRL": ", ".join(ELSEWHERE[key]),
+        "other systems": ", ".join(ELSEWHERE[key]),
         "note": " ".join(filter(None, (said.note, f"verl's spellings are accepted: {spellings}." if spellings else ""))),
     }
     document = {

@@ -24,12 +24,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from fulltilt.presets import NORMALISED_SUM, PRESETS, VERL_NAMES
 from fulltilt.records import EngineName
-from fulltilt.words import either, printable, shortened
+from fulltilt.words import either, first_line, printable, shortened
 
 MOST = 2**31 - 1  # of what is counted: kernels, indices and other systems' settings hold it in 32 bits
 Positive = Annotated[int, Field(ge=1, le=MOST)]
@@ -60,6 +60,12 @@ BATCHES = "Batches"
 TRAINING = "Training memory and speed"
 
 VALIDATION_METRICS = ("val/", "val-core/", "val-aux/")  # how the names of metrics begin that only a validation has
+METRICS = (  # how the others begin
+    "actor/", "critic/", "memory_gib/", "perf/", "prompt_length/", "ref/", "response_length/", "reward/", "reward_model/", "rollout/",
+    "rollout_corr/", "timing_per_token_ms/", "timing_s/", "train/",
+)  # fmt: skip
+VALIDATED_REWARDS = ("val/reward/mean", "val/prompts", "val/response_length/mean", "val/reward_errors")  # for data of any source
+VALIDATED_LOSS = ("val/loss",)  # for SFT
 REWARD_MODEL = "reward_model"
 # Each file in reward/rules is a built-in reward: its name is known without importing it.
 REWARDS = (*sorted(file.stem for file in (Path(__file__).parent / "reward" / "rules").glob("[!_]*.py")), REWARD_MODEL)
@@ -103,7 +109,7 @@ class KeyRow:
     chatlearn: tuple[str, ...] = ()
     values: Mapping[str, Mapping[Any, Any]] = field(default_factory=dict)  # last part of an alias -> our values for its, if they differ
     section: str = ""  # section of the ledger
-    elsewhere: str = ""  # names in verl and TRL of a key that is not a knob: the last part, or the last two; `~` as for aliases
+    elsewhere: str = ""  # names in other systems of a key that is no knob: the last part, or the last two; `~` as for aliases
     spellings: Mapping[str, str] = field(default_factory=dict)  # verl's spellings of a value, which are accepted, and ours
     used_if: tuple[UsedIf, ...] = ()  # all of them
     names: Names = ""  # what the value is the path of
@@ -141,6 +147,14 @@ def row_of(key: FieldInfo) -> KeyRow:
     extra = key.json_schema_extra
     found = extra.get("row") if isinstance(extra, dict) else None
     return found if isinstance(found, KeyRow) else KeyRow()
+
+
+def why_invalid(error: Exception) -> str:
+    """What is wrong with a document that someone else has written, in one line. Example: `cursor.epoch: Field required`."""
+    if not isinstance(error, ValidationError):
+        return first_line(error)
+    first = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 class Section(BaseModel):
@@ -217,6 +231,7 @@ _kl_estimator = partial(
 
 _if_sampled = UsedIf(("algorithm.name",), lambda name: PRESETS[name].rollout, "choose an algorithm that samples responses and scores them")
 _if_supervised = UsedIf(("algorithm.name",), lambda name: not PRESETS[name].rollout, 'set algorithm.name = "sft": others read prompts only')
+_if_long_row = replace(_if_supervised, remedy='set algorithm.name = "sft". The length of sampled responses is rollout.max_new_tokens')
 _if_critic = UsedIf(("algorithm.name",), lambda name: PRESETS[name].critic != "", 'set algorithm.name = "ppo", which has a critic')
 _if_recomputed = UsedIf(
     ("train.recompute", "critic.recompute"),
@@ -255,7 +270,7 @@ def _if_not_greedy(key: str, neutral: float) -> UsedIf:
 
 
 class ModelConfig(Section):
-    path: str = row(names="model", elsewhere="model.name model_name_or_path", min_length=1)
+    path: str = row(names="model", elsewhere="model.name model_name model_name_or_path", min_length=1)
     """Folder of a Hugging Face causal language model (safetensors), or a hub name when online."""
     revision: str | None = row(
         None, used_if=UsedIf(("path",), lambda path: not os.path.isdir(path), "give a hub name as model.path: a folder has no revisions")
@@ -299,14 +314,14 @@ def hub_dataset(name: str) -> HubDataset | None:
 
 
 class DataConfig(Section):
-    train: str | list[str] = row(names="data", elsewhere="train_files", min_length=1)
+    train: str | list[str] = row(names="data", elsewhere="train_files train_dataset dataset", min_length=1)
     """Data file (parquet in verl's layout, JSON lines, a JSON list, CSV; also with .gz), Hugging Face dataset folder, or a name on the hub:
     `owner/name[/config][@revision][:split]`. A list is read in order as one data set."""
-    val: str | list[str] | None = row(None, names="data", elsewhere="val_files")
+    val: str | list[str] | None = row(None, names="data", elsewhere="val_files eval_dataset data.test data.validation")
     """Validation data, in the same formats. A name on the hub must say its split."""
     max_prompt_tokens: Positive = row(1024, elsewhere="max_prompt_length")
     """Prompts with more tokens than this are skipped; the number skipped is reported. Counted on the final token ids."""
-    max_tokens: Positive | None = row(None, used_if=_if_supervised)
+    max_tokens: Positive | None = row(None, used_if=_if_long_row, elsewhere="~max_length ~max_seq_length")
     """SFT rows with more tokens than this, prompt and response together, are skipped; the number skipped is reported. Left out: a row may
     have as many tokens as the model has positions, and a longer one is an error."""
     prompt_key: str = "prompt"
@@ -319,7 +334,7 @@ class DataConfig(Section):
     """Which of the assistant's turns in a conversation SFT trains on."""
     apply_template: Literal["auto", "always", "never"] = "auto"
     """Put string prompts through the chat template as a user message. `auto`: messages always, strings never."""
-    system: str | None = None
+    system: str | None = row(None, elsewhere="system_prompt")
     """System message put before every prompt that has none."""
     template_args: dict[str, Any] = Field(default_factory=dict)
     """Extra arguments of the chat template, e.g. `{ enable_thinking = false }`."""
@@ -332,12 +347,14 @@ class AlgorithmConfig(Section):
     """The algorithm: a preset of values for those keys of this section that are left out. Note: verl's grpo_passk, opo, gpg, gdpo and
     optimal_token_baseline have no equivalent here."""
     prompts_per_step: Positive = _batch_number(
-        64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="~per_device_train_batch_size"
+        64, aliases="data.train_batch_size | ~runtime_args.sample_per_episode", elsewhere="~per_device_train_batch_size ~batch_size"
     )
     """Prompts per step, over all devices. For SFT: rows per step. Note: Counted in prompts, over all devices. ChatLearn counts samples:
     divide sample_per_episode by num_inference_per_prompt."""
     samples_per_prompt: GroupSize = _batch_number(
-        8, aliases="ARR.rollout.n | {runtime_args,models.policy}.num_inference_per_prompt", elsewhere="num_generations"
+        8,
+        aliases="ARR.rollout.n | {runtime_args,models.policy}.num_inference_per_prompt",
+        elsewhere="num_generations num_samples num_return_sequences group_size",
     )
     """Samples per prompt: the size of a group. SFT has none, and setting it there is an error."""
     minibatches_per_step: Positive = _batch_number(
@@ -407,15 +424,15 @@ class AlgorithmConfig(Section):
 class RolloutConfig(Section):
     used_if = (_if_sampled,)
 
-    max_new_tokens: Positive = row(256, elsewhere="max_completion_length max_response_length")
+    max_new_tokens: Positive = row(256, elsewhere="max_completion_length max_response_length ~max_length")
     """Largest number of tokens in a response."""
-    temperature: float = Field(default=1.0, ge=0)
+    temperature: float = row(1.0, elsewhere="temp ~do_sample", ge=0)
     """Sampling temperature, also of the trainer's log-probs: 0.0001 to 10000, or 0 (greedy), which is refused for training."""
     top_p: Share = 1.0
     """Nucleus sampling. The trainer does not apply it: below 1 the run warns."""
     top_k: NotNegative = 0
     """Sample among the k most likely tokens; 0: all. The trainer does not apply it: above 0 the run warns."""
-    stop: list[NotEmpty] = Field(default_factory=list)
+    stop: list[NotEmpty] = row([], elsewhere="stop_strings stop_sequences")
     """Strings that end a response, also across token borders. The tokens that complete one stay in the sample; its text ends before it."""
     engine: EngineName = _rollout("native", "the engine that generates", "~ARR.rollout.name | ~runtime_args.rollout_backend")
     """The engine that generates: `native`, or `hf`, transformers' own `generate`, which is slow, keeps a second copy of the model and runs
@@ -468,7 +485,7 @@ class RewardConfig(Section):
     used_if = (_if_sampled,)
 
     function: str | dict[str, Signed] = row(
-        "gsm8k", names="function", elsewhere="~custom_reward_function.name ~custom_reward_function.path ~reward_funcs"
+        "gsm8k", names="function", elsewhere="~custom_reward_function.name ~custom_reward_function.path ~reward_funcs ~reward_fn"
     )
     """A built-in reward (docs/rewards.md), such as `gsm8k` or `math`; `reward_model`; or `FILE.py:NAME` for your own, which scores one
     sample or a batch; verl's signature is accepted. A table of names and weights is their weighted sum:
@@ -502,7 +519,7 @@ class TrainConfig(Section):
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = row("constant", elsewhere="lr_scheduler_type")
     """Learning rate after the warm-up: constant, or falling to `min_lr_ratio` of the peak at the run's last step."""
-    warmup_steps: NotNegative = 0
+    warmup_steps: NotNegative = row(0, elsewhere="~warmup_ratio")
     """Optimizer steps over which the learning rate rises from 0."""
     min_lr_ratio: float = row(0.0, used_if=when("schedule", "linear", "cosine"), ge=0, le=1)
     """Final learning rate of the linear and cosine schedules, as a share of `lr`."""
@@ -711,7 +728,7 @@ class RewardModelConfig(Section):
 class LoraConfig(Section):
     used_if = (UsedIf(("rank",), lambda rank: rank > 0, "set lora.rank, for example to 16"),)
 
-    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    rank: Annotated[int, Field(ge=0, le=4096)] = row(0, elsewhere="lora_r lora.r")
     """Rank of the adapters. 0: no adapters, all parameters are trained."""
     alpha: AboveZero | None = None
     """The adapters' output is scaled by alpha / rank. Left out: twice the rank."""
@@ -790,19 +807,19 @@ class RunConfig(Section):
     """Folder of checkpoints, metrics and rollouts."""
     steps: Positive | None = row(None, free=True, elsewhere="max_steps total_training_steps", used_if=when("epochs", None, required=True))
     """Steps to run. Set either `steps` or `epochs`."""
-    epochs: Positive | None = row(None, free=True, elsewhere="num_train_epochs total_epochs")
+    epochs: Positive | None = row(None, free=True, elsewhere="num_train_epochs num_epochs total_epochs")
     """Passes over the training data. Set either `steps` or `epochs`."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed of shuffling and sampling."""
     save_every: NotNegative = row(10, free=True, elsewhere="save_freq save_steps")
     """Steps between checkpoints; the last step is always saved. 0: only the last."""
-    keep: Positive = row(2, free=True)
+    keep: Positive = row(2, free=True, elsewhere="save_total_limit")
     """Number of checkpoints kept, the newest ones."""
     keep_best: NotEmpty | None = row(None, free=True, elsewhere="metric_for_best_model")
     """Metric of docs/metrics.md, for example `val/reward/mean`: the checkpoint with its highest value is kept too, and `checkpoints/best`
     links to it. With a minus in front, as in `-val/loss`, the lowest. A validation that is the best so far saves a checkpoint at once;
     other metrics are compared where a checkpoint is saved anyway. Left out: only the newest are kept."""
-    eval_every: NotNegative = row(0, free=True, elsewhere="test_freq")
+    eval_every: NotNegative = row(0, free=True, elsewhere="test_freq eval_steps")
     """Steps between validations; 0: none."""
     eval_before: bool = row(False, free=True, elsewhere="val_before_train")
     """Validate before the first step."""
@@ -825,6 +842,8 @@ class ClusterConfig(Section):
     workers: Annotated[int, Field(ge=1, le=1024)] | Auto = row("auto", elsewhere="n_gpus_per_node num_processes")
     """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
     the program's own process. `auto`: one for each GPU that torch sees; one on a CPU."""
+    processes: bool = False
+    """Run a single worker in a process of its own too, as several always do: to measure what that costs."""
     stall_s: Seconds = 45.0
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
     deadline_s: Seconds = 1800.0

@@ -272,7 +272,7 @@ def be_the_command(
     code = 99
     try:
         os.setsid()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # here no part of the command runs
         os.chdir(root)
         stuck = _out_of_the_way(os.open(record / "stuck", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644))
         crash = _out_of_the_way(crash)
@@ -304,6 +304,7 @@ def _exit_code_of_main(crash: int) -> int:
     from fulltilt import cli
 
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         cli.main()
         code = 0
     except SystemExit as ended:
@@ -313,6 +314,7 @@ def _exit_code_of_main(crash: int) -> int:
         os.write(crash, traceback.format_exc().encode(errors="backslashreplace")[-CRASH_BYTES:])
         with contextlib.suppress(OSError, ValueError, AttributeError):
             traceback.print_exc()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:

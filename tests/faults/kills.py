@@ -55,8 +55,7 @@ KILLED: dict[str, Tables] = {
     "lora": SAMPLED | {"lora": {"rank": 2}},
     "sft": {name: section for name, section in runs.SFT.items() if name != "run"} | {"run": RUN | {"eval_before": False}},
 }  # fmt: skip
-# Not SIGINT: while a run opens, Python raises it wherever it is, also inside of a destructor, which prints and drops it.
-GRACEFUL = (signal.SIGTERM, signal.SIGHUP)
+GRACEFUL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LIFE_S = 240.0
 # What a clock decides, and the memory of the process. The memory of its parts is the same for the same run.
 VARIES = (*(name for name in runs.CLOCK if name != "memory_gib/"), "memory_gib/process")

@@ -164,7 +164,8 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
 def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) -> Crew:
     """The workers that the configuration asks for, each with its models loaded."""
     config, size = order.config, count_workers(order.config, device.type)
-    hosts = start_processes(order, device, size) if size > 1 else Local(load_worker(order, algorithm, device))
+    apart = size > 1 or config.cluster.processes
+    hosts = start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))
     try:
         return Crew(config, algorithm, hosts)
     except BaseException:

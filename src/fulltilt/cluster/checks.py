@@ -19,7 +19,7 @@ from fulltilt.algo.build import build
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
-from fulltilt.data.template import PromptEncoder
+from fulltilt.data.template import TEMPLATE_REMEDY, PromptEncoder
 from fulltilt.folders import RUN_MARKER, refuse_foreign
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
@@ -70,9 +70,9 @@ class TextCodec:
     limit: int | None  # positions that the model was made for
 
     @classmethod
-    def of(cls, config: Config) -> TextCodec:
+    def of(cls, config: Config, remedy: str = TEMPLATE_REMEDY) -> TextCodec:
         tokenizer = load.load_tokenizer(config.model)
-        return cls(tokenizer, PromptEncoder(tokenizer, config.data), load.context_limit(load.read_config(config.model)))
+        return cls(tokenizer, PromptEncoder(tokenizer, config.data, remedy), load.context_limit(load.read_config(config.model)))
 
 
 def choose_device(name: str) -> torch.device:

@@ -146,7 +146,7 @@ class Crew:
         dealt = [distribute(each, self.hosts.size, self.config.train.balance) for each in costs]
         parts = [[plan.part(places[rank]) for plan, places in zip(plans, dealt, strict=True)] for rank in range(self.hosts.size)]
         epochs = self.config.algorithm.epochs
-        if self._several:  # workers do not wait for the reader of their progress
+        if not isinstance(self.hosts, Local):  # other processes do not wait for the reader of their progress
             report(0, epochs * len(plans))
         args = [
             (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)

@@ -39,8 +39,8 @@ from fulltilt.records import UserError
 LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
-REAP_S = 5.0
-STACK_S = 1.0
+REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
+STACK_S = 1.0  # how long workers may take to write their stacks
 OUTPUT_LINES = 10  # of a dead worker's output that are shown
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
@@ -61,15 +61,18 @@ class Child:
     stacks: IO[bytes]
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
+    over: bool = False  # whether the process has ended, and its group was killed
 
     @property
     def name(self) -> str:
         return f"worker {self.rank} (process {self.process.pid})"
 
     def kill(self) -> None:
-        """End the process with everything that it has started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End the process with everything that it has started. Does nothing once it is gone: another may have its number."""
+        if not self.over:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.over = self.process.poll() is not None
 
     def wait(self, seconds: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -190,8 +193,9 @@ class Processes:
                 self._children.append(start_child(rank, environment or {}))
             for child in self._children:
                 for target in (self._receive, self._send):
-                    self._threads.append(threading.Thread(target=target, args=(child,), name=f"worker-{child.rank}", daemon=True))
-                    self._threads[-1].start()
+                    thread = threading.Thread(target=target, args=(child,), name=f"worker-{child.rank}", daemon=True)
+                    thread.start()
+                    self._threads.append(thread)
             self.start(make, [(order,) for order in orders], what=what).results()
         except BaseException:
             self.close()
@@ -213,7 +217,6 @@ class Processes:
         call = ProcessCall(self, next(self._numbers), method, what)
         messages: list[Envelope] = [(pack(Start(call.number, method, own, aside)), call) for own in args]
         assert len(messages) == self.size
-        self._calls[call.number] = call
         try:
             self._post(messages)
             self.wait(call, lambda: all(call.sent))  # until then the caller must not change its arrays
@@ -290,6 +293,8 @@ class Processes:
     def _send(self, child: Child) -> None:
         while packed := child.outbox.get():
             parts, call = packed
+            if call:  # not yet in `start`, which may be interrupted before the call is on its way
+                self._calls[call.number] = call
             try:
                 child.connection.send(parts)
             except OSError:  # the thread that receives notices the death

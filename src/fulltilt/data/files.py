@@ -103,7 +103,7 @@ def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
     have the same name, so that a run can resume with them. `rows`: a list of dictionaries, a `datasets.Dataset`, or another iterable."""
     accepted = "Give a list of dictionaries, one split of a data set, or frame.to_dict('records') of a pandas table."
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
-        raise UserError(f"data: found {type(rows).__name__}, not rows. {accepted}")
+        raise UserError(f"found {type(rows).__name__}, not rows. {accepted}")
     kept, found = [], hashlib.sha256()
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -111,7 +111,7 @@ def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
         kept.append(plain_row(row, _memory_place(number)))
         found.update(json.dumps(kept[-1], default=lambda value: [type(value).__name__, str(value)]).encode() + b"\n")
     if not kept:
-        raise UserError("data: holds no rows. Give at least one.")
+        raise UserError("holds no rows. Give at least one row, or a path.")
     name = MEMORY + found.hexdigest()[:32]
     _in_memory[name] = tuple(kept)
     return name

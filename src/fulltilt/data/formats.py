@@ -3,8 +3,9 @@
 Enters: a file whose name says its format. Leaves: its rows as plain dictionaries, in order, each with its place for messages. Guaranteed:
 whatever the file holds, what cannot be read is a `UserError` that names the file, the row and the remedy; a name that disagrees with the
 content is reported before the first row is read; a key or column that a row has twice is never chosen from; a row is text that can be
-encoded, and never nested deeper than MOST_DEPTH; a file that would unpack to far more than its size is refused. A JSON list is held in
-memory as a whole; other files are read line by line or in batches of rows. A `MemoryError` is passed on: it does not mean a bad file.
+encoded, and never nested deeper than MOST_DEPTH; a file that unpacks to far more than its size is refused as soon as that is known. A JSON
+list is held in memory as a whole; other files are read line by line or in batches of rows, of a parquet file in batches of bounded size. A
+`MemoryError` is passed on: it does not mean a bad file.
 
 Places: `train.jsonl:17` is line 17, the first being 1, as editors count; `train.parquet row 17` counts from 0, as pandas and pyarrow do.
 """
@@ -26,6 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from fulltilt.folders import substitute_in
 from fulltilt.records import UserError
 from fulltilt.words import first_line, in_bytes
 
@@ -35,7 +37,7 @@ Reader = Callable[[Path], Iterator[PlacedRow]]
 MOST_DEPTH = 64
 _MOST_LINE_BYTES = 2**28
 _UNPACKED_BYTES, _UNPACKED_RATIO = 2**30, 200  # a file that exceeds both is refused; text packs to a tenth, seldom to a hundredth
-_BATCH_ROWS = 1024
+_BATCH_ROWS = 64  # fewer take longer, more do not take less
 _SCALARS = (int, float, bytes, decimal.Decimal, datetime.date, datetime.time, datetime.timedelta, type(None))
 _HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 _CELLS_WITH_OBJECTS = frozenset({"extra_info", "reward_model"})
@@ -47,9 +49,6 @@ _MAGIC = {  # how files begin that are not text, in lower case
     b"arrow1": "an arrow file of the random-access format, of which only streams are read",
     b"pk\x03\x04": "a zip archive",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"version https://git-lfs": "the pointer of a file in Git LFS, which `git lfs pull` replaces with the file",
-    b"<!doctype html": "a web page",
-    b"<html": "a web page",
 }
 
 
@@ -113,10 +112,12 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 def _refuse_other_content(file: Path) -> None:
     with file.open("rb") as opened:
-        head = opened.read(32).lower()
+        head = opened.read(64)
+    if substitute := substitute_in(head):
+        raise UserError(f"{file}: {'. '.join(substitute)}.")
     suffix = suffix_of(file)
     expected = _GZIP if suffix.endswith(".gz") else {".parquet": _PARQUET, ".arrow": _ARROW}.get(suffix)
-    found = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
+    found = next((kind for magic, kind in _MAGIC.items() if head.lower().startswith(magic)), None)
     if found and found != expected:
         raise UserError(f"{file}: its name ends in {suffix}, but its content is {found}. Rename it, or write the file again.")
 
@@ -254,16 +255,25 @@ def _cell(name: str, text: str, place: str) -> Any:
 
 def _read_parquet(file: Path) -> Iterator[PlacedRow]:
     with pq.ParquetFile(file) as parquet:
-        size, unpacked = file.stat().st_size, _unpacked_bytes(parquet.metadata)
-        _refuse_bomb(file, size, unpacked)
-        # A value that is stored once can stand in many rows: where little stands for much, one row is read at a time.
-        rows = 1 if unpacked > _UNPACKED_RATIO * size else _BATCH_ROWS
-        yield from _placed(file, parquet.schema_arrow.names, parquet.iter_batches(batch_size=rows))
+        yield from _placed(file, parquet.schema_arrow.names, _parquet_batches(file, parquet))
 
 
-def _unpacked_bytes(metadata: pq.FileMetaData) -> int:
-    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
-    columns = (group.column(number) for group in groups for number in range(group.num_columns))
+def _parquet_batches(file: Path, parquet: pq.ParquetFile) -> Iterator[pa.RecordBatch]:
+    """Batches of rows that take at most about _UNPACKED_BYTES, unless a single row takes more."""
+    groups = [_stored_bytes(parquet.metadata.row_group(number)) for number in range(parquet.num_row_groups)]
+    size, read = file.stat().st_size, 0
+    _refuse_bomb(file, size, sum(groups))
+    for number, stored in enumerate(groups):
+        # A value that is stored once can stand in many rows, and no value is larger than all that its group of rows stores.
+        rows = min(_BATCH_ROWS, max(1, _UNPACKED_BYTES // max(1, stored)))
+        for batch in parquet.iter_batches(batch_size=rows, row_groups=[number]):
+            read += batch.nbytes
+            _refuse_bomb(file, size, read)
+            yield batch
+
+
+def _stored_bytes(group: pq.RowGroupMetaData) -> int:
+    columns = (group.column(number) for number in range(group.num_columns))
     # Equal values in a row are stored as one with their count, and take 8 bytes each when read.
     return sum(max(column.total_uncompressed_size, 8 * column.num_values) for column in columns)
 

@@ -2,9 +2,9 @@
 
 Enters: a name such as `openai/gsm8k/main:train`, in its parts. Leaves: the files of that split in the hub's cache, and the commit that they
 come from. Guaranteed: without a revision, the hub's own conversion to parquet is read, which every public data set has whatever its
-format, and the repository's own files where there is no conversion; only the files of the split are downloaded; what was downloaded before
-is found without a network; whatever the hub answers, a failure is a `UserError` in one line with the remedy. `HF_ENDPOINT`, `HF_HOME` and
-`HF_TOKEN` are respected.
+format, and the repository's own files where there is no conversion, chosen as its README.md says, else by their names; only the README.md
+and the files of the split are downloaded; what was downloaded before is found without a network; whatever the hub answers, a failure is a
+`UserError` in one line with the remedy. `HF_ENDPOINT`, `HF_HOME` and `HF_TOKEN` are respected.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from fsspec.utils import glob_translate
 from httpx import HTTPError
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, constants, metadata_load
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -30,12 +31,15 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.utils import disable_progress_bars
+from pydantic import BaseModel
+from yaml import YAMLError
 
-from fulltilt.data.shards import choose_files
+from fulltilt.data.shards import choose_files, is_data
 from fulltilt.records import UserError
-from fulltilt.schema import HubDataset
+from fulltilt.schema import HubDataset, why_invalid
 from fulltilt.words import first_line, listed
 
+_README = PurePosixPath("README.md")
 _CONVERTED = "refs/convert/parquet"  # a branch that the hub itself writes: config/split/0000.parquet
 _UNREACHABLE = (OfflineModeIsEnabled, HTTPError, ConnectionError, TimeoutError)
 
@@ -54,7 +58,7 @@ def fetch(dataset: HubDataset) -> HubFiles:
     with _reporting(dataset):
         listing = _list_files(api, dataset)
         of_split = _of_conversion if listing.revision == _CONVERTED else _of_repository
-        chosen = of_split(dataset, listing.names)
+        chosen = of_split(api, dataset, listing)
         patterns = sorted({_shards_like(name) if listing.cached else glob.escape(str(name)) for name in chosen})
         folder = _download(api, dataset.repo, listing.revision, patterns, listing.cached)
     return HubFiles(tuple(folder / name for name in chosen), f"{dataset.repo} at commit {folder.name}")
@@ -104,13 +108,70 @@ def _listing(api: HfApi, repo: str, revision: str) -> _Listing:
     return _Listing(revision, sorted(PurePosixPath(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()), cached=True)
 
 
-def _of_conversion(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[PurePath]:
-    parquet = [name for name in names if len(name.parts) == 3 and name.suffix == ".parquet"]
-    configs = sorted({name.parts[0] for name in parquet})
-    config, split = dataset.config or ("default" if "default" in configs else configs[0]), dataset.split or "train"
-    if config not in configs or (dataset.config is None and len(configs) > 1 and config != "default"):
-        example = f"{dataset.repo}/{configs[0]}:{split}"
-        raise UserError(f"{dataset.repo}: name one of its configurations, which are {listed(configs)}. For example {example}.")
+# ---- the files of a split --------------------------------------------------------------------------------------------------------------
+
+
+class _FilesOfSplit(BaseModel):
+    split: str
+    path: str | list[str]
+
+
+class _CardConfig(BaseModel, coerce_numbers_to_str=True):
+    """A configuration that the README.md of a repository defines in the YAML block at its beginning."""
+
+    config_name: str = "default"
+    default: bool = False
+    data_dir: str = ""
+    data_files: str | list[str] | list[_FilesOfSplit] | None = None  # patterns, relative to data_dir. Without a split, it is `train`
+
+    def splits(self) -> dict[str, list[str]]:
+        """The patterns of each split; none where files are to be chosen by their names."""
+        found: dict[str, list[str]] = {}
+        for entry in [self.data_files] if isinstance(self.data_files, str) else self.data_files or []:
+            files = entry if isinstance(entry, _FilesOfSplit) else _FilesOfSplit(split="train", path=entry)
+            found.setdefault(files.split, []).extend([files.path] if isinstance(files.path, str) else files.path)
+        return found
+
+
+class _Card(BaseModel):
+    configs: list[_CardConfig] = []
+
+
+def _read_card(api: HfApi, repo: str, listing: _Listing) -> dict[str, _CardConfig]:
+    """The configurations that the README.md of a repository defines, by their names."""
+    if _README not in listing.names:
+        return {}
+    folder = _download(api, repo, listing.revision, [str(_README)], listing.cached)
+    try:
+        return {config.config_name: config for config in _Card.model_validate(metadata_load(folder / _README) or {}).configs}
+    except (ValueError, YAMLError, RecursionError) as error:
+        what = f"the YAML at the beginning of its {_README} cannot be used ({why_invalid(error)})"
+        raise UserError(f"{repo}: {what}. Correct it, or download the data set and give the files.") from error
+
+
+def _default_config(dataset: HubDataset, names: Sequence[str], configs: dict[str, _CardConfig]) -> str:
+    """The configuration of a name without one. `names`: those that there are."""
+    marked = [name for name in names if name in configs and configs[name].default]
+    found = marked or [name for name in names if name == "default"] or names
+    if len(found) > 1:
+        raise _unknown_config(dataset, names)
+    return found[0]
+
+
+def _unknown_config(dataset: HubDataset, names: Sequence[str]) -> UserError:
+    example = f"{dataset.repo}/{names[0]}{f'@{dataset.revision}' if dataset.revision else ''}:{dataset.split or 'train'}"
+    return UserError(f"{dataset.repo}: name one of its configurations, which are {listed(names)}. For example {example}.")
+
+
+def _of_conversion(api: HfApi, dataset: HubDataset, listing: _Listing) -> list[PurePath]:
+    parquet = [name for name in listing.names if len(name.parts) == 3 and name.suffix == ".parquet"]
+    configs, split, card = sorted({name.parts[0] for name in parquet}), dataset.split or "train", dict[str, _CardConfig]()
+    if dataset.config is None and len(configs) > 1:
+        with contextlib.suppress(RevisionNotFoundError, LocalEntryNotFoundError):
+            card = _read_card(api, dataset.repo, _listing(api, dataset.repo, "main"))
+    config = dataset.config or _default_config(dataset, configs, card)
+    if config not in configs:
+        raise _unknown_config(dataset, configs)
     splits = sorted({name.parts[1] for name in parquet if name.parts[0] == config})
     if f"partial-{split}" in splits:
         remedy = f"Name a revision to read the repository's own files, for example {dataset.repo}@main:{split}."
@@ -120,11 +181,35 @@ def _of_conversion(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[
     return [name for name in parquet if name.parts[:2] == (config, split)]
 
 
-def _of_repository(dataset: HubDataset, names: Sequence[PurePosixPath]) -> list[PurePath]:
-    if dataset.config is not None and not any(dataset.config in name.parts for name in names):
-        raise UserError(f"{dataset.repo}: no folder {dataset.config!r} in it; its files are {listed(names)}. Correct or remove the folder.")
-    inside = [name for name in names if dataset.config is None or dataset.config in name.parts]
-    return choose_files(inside, dataset.repo, dataset.split or "train")
+def _of_repository(api: HfApi, dataset: HubDataset, listing: _Listing) -> list[PurePath]:
+    """Files that a configuration of the README.md names; where it defines none of this name, those of a folder of this name."""
+    configs, names, split = _read_card(api, dataset.repo, listing), listing.names, dataset.split or "train"
+    name = dataset.config or (_default_config(dataset, list(configs), configs) if configs else None)
+    if name in configs:
+        config, folder = configs[name], PurePosixPath(configs[name].data_dir)
+        if splits := config.splits():
+            return _matching(dataset, names, split, {key: [str(folder / pattern) for pattern in splits[key]] for key in splits})
+        inside = [file for file in names if file.is_relative_to(folder)]
+    elif name is not None and not any(name in file.parts for file in names):
+        if configs:
+            raise _unknown_config(dataset, list(configs))
+        raise UserError(f"{dataset.repo}: no folder {name!r} in it; its files are {listed(names)}. Correct or remove the folder.")
+    else:
+        inside = [file for file in names if name is None or name in file.parts]
+    return choose_files(inside, dataset.repo, split)
+
+
+def _matching(dataset: HubDataset, names: Sequence[PurePosixPath], split: str, patterns: dict[str, list[str]]) -> list[PurePath]:
+    """The data files of a split by its patterns, in the order of the patterns, and of their names within one."""
+    if split not in patterns:
+        raise UserError(f"{dataset.repo}: no split {split!r}, but {listed(list(patterns))}. Name one of these after a colon.")
+    found: dict[PurePath, None] = {}
+    for pattern in patterns[split]:
+        matching = [name for name in names if is_data(name) and re.match(glob_translate(pattern), str(name))]
+        if not matching:
+            raise UserError(f"{dataset.repo}: its {_README} names {pattern} for the split {split!r}, but no data file has such a name.")
+        found |= dict.fromkeys(matching)
+    return list(found)
 
 
 @contextlib.contextmanager

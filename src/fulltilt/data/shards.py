@@ -26,7 +26,7 @@ _DESCRIPTIONS = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_d
 
 def choose_files(found: Sequence[PurePath], where: str, split: str = "train") -> list[PurePath]:
     """The data files of a split among all files of a data set, in the order of its shards. `where` is the data set's name, for messages."""
-    data = [file for file in found if _is_data(file)]
+    data = [file for file in found if is_data(file)]
     if not data:
         raise UserError(f"{where}: no data files inside ({', '.join(SUFFIXES)}). Give a data file, or a folder that holds some.")
     names = _SPLITS.get(split, frozenset({split.lower()}))
@@ -41,7 +41,8 @@ def choose_files(found: Sequence[PurePath], where: str, split: str = "train") ->
     return sorted(chosen, key=lambda file: [int(digits) for digits in re.findall(r"\d+", file.name)])
 
 
-def _is_data(file: PurePath) -> bool:
+def is_data(file: PurePath) -> bool:
+    """Whether a file of a data set holds rows, by its name."""
     return bool(suffix_of(file)) and file.name not in _DESCRIPTIONS and not any(part.startswith(".") for part in file.parts)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fulltilt.schema import DataConfig
 
 Message = dict[str, Any]
+TEMPLATE_REMEDY = "Change the messages, or set model.chat_template."
 _MOST_CHARACTERS = 2**24  # the longest text that is tokenised where no limit in tokens is set: no model reads more
 
 # Arguments of apply_chat_template that say how ids are made, not what the template writes; fulltilt sets these itself.
@@ -52,8 +53,9 @@ class OverLong(Exception):
 class PromptEncoder:
     """Encodes the prompts of a data set, all in the same way, for rollout and for SFT alike."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig, remedy: str = TEMPLATE_REMEDY) -> None:
+        """`remedy`: what to do where the chat template fails."""
+        self._tokenizer, self._remedy = tokenizer, remedy
         self._system = config.system
         self._template_args = config.template_args
         self._limits = {"data.max_prompt_tokens": config.max_prompt_tokens, "data.max_tokens": config.max_tokens}
@@ -100,7 +102,7 @@ class PromptEncoder:
                 self._tokenizer, template, messages, add_generation_prompt=add_generation_prompt, **self._template_args
             )
         except UserError as error:
-            raise UserError(f"{error} Change the messages, or set model.chat_template.") from error
+            raise UserError(f"{error} {self._remedy}") from error
         # The template writes its own special tokens.
         return self._without_double_bos(self.encode_text(text, limit))
 

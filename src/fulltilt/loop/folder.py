@@ -2,7 +2,8 @@
 
 Enters: `run.dir`. Leaves: a `RunFolder`, locked until its context ends. Guaranteed: only a new, an empty or a run's own folder is opened;
 two processes never have the same one; metrics and rollouts whose checkpoints were deleted are moved to `before-1/`, `before-2/`, ... and
-never written over; a folder that is removed or renamed while the run has it is noticed before more is written.
+never written over; a folder that is removed or renamed while the run has it is noticed before more is written; one whose modes no longer
+let its owner write gets them back.
 
 The marker `.fulltilt` is also the lock. Its first line says what it is; a second one says that the run has had a checkpoint: without one,
 what a killed run has written is computed again. A marker that a user has made says nothing: it counts as that of a run with a checkpoint.
@@ -14,13 +15,16 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import TextIO
 
 from fulltilt.folders import RUN_MARKER, refuse_foreign
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
+from fulltilt.words import listed
 
 SNAPSHOT, PLAN, METRICS, ROLLOUTS, VALIDATION = "snapshot.toml", "plan.json", "metrics.jsonl", "rollouts", "validation"
 MARKER_TEXT = "The folder of a fulltilt run. While this file is here, fulltilt writes and deletes files in the folder.\n"
@@ -74,7 +78,8 @@ class RunFolder:
             raise UserError(f"run.dir: {self.path} cannot be written: {error.strerror}. Use another folder") from error
 
     def require_in_place(self) -> None:
-        """Raise UserError if the folder is no longer the one that the run opened."""
+        """Raise UserError if the folder is no longer the one that the run opened. What its owner may no longer write is made writable."""
+        self._restore_modes()
         held = os.fstat(self._marker.fileno())
         with contextlib.suppress(OSError):
             if os.path.samestat(os.stat(self.path / RUN_MARKER), held):
@@ -89,6 +94,28 @@ class RunFolder:
             f"run.dir: {self.path}, or the file {RUN_MARKER} in it, was deleted during the run, which has stopped since nothing can be "
             "saved there. Repeat the command to start the run again"
         )
+
+    def _restore_modes(self) -> None:
+        """No sandbox keeps a reward function from changing modes."""
+        if lost := [str(path) for path in self._written() if made_writable(path)]:
+            warnings.warn(f"the mode of {listed(lost)} was changed during the run and has been restored", RunWarning, stacklevel=2)
+
+    def _written(self) -> Iterator[Path]:
+        """What a run must be able to write, outermost first."""
+        yield self.path
+        yield from map(self.path.joinpath, (RUN_MARKER, SNAPSHOT, PLAN, METRICS, ROLLOUTS, VALIDATION, "checkpoints"))
+        yield from self.path.glob("checkpoints/*/")
+
+
+def made_writable(path: Path) -> bool:
+    """Whether the owner could not use the path, and now can."""
+    with contextlib.suppress(OSError):
+        mode = path.stat().st_mode
+        needed = 0o700 if stat.S_ISDIR(mode) else 0o600
+        if mode & needed != needed:
+            path.chmod(stat.S_IMODE(mode) | needed)
+            return True
+    return False
 
 
 def has_content(path: Path) -> bool:

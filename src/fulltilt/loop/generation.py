@@ -7,6 +7,7 @@ the run says about its model, its adapters and the form of its prompts, so that 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ PROMPT_KEYS = ("system", "template_args", "apply_template")  # keys of [data] th
 def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
     """The checkpoint that a path names: the newest one of a run folder, or that of `step`, or the one whose folder or model it is. None for
     any other path, which is a model's."""
-    folder = Path(path).expanduser()
-    if (folder / "checkpoints").is_dir() or (folder / "metrics.jsonl").is_file():
+    folder = Path(os.path.expanduser(path))
+    if os.path.isdir(folder / "checkpoints") or os.path.isfile(folder / "metrics.jsonl"):
         store = CheckpointStore(folder / "checkpoints", keep=1)
         found = store.latest() if step is None else store.at(step)
         for text in store.skipped if found else ():
@@ -44,8 +45,10 @@ def find_checkpoint(path: str, step: int | None) -> Checkpoint | None:
         raise UserError(
             f"{path} is not the folder of a run, so it has no checkpoint of step {step}. Give a run folder, or leave the step out"
         )
+    if not os.path.isdir(folder):
+        return None
     for candidate in (folder.resolve(), folder.resolve().parent):  # the link `best` is a checkpoint too
-        if (named := FINISHED.fullmatch(candidate.name)) and (candidate / STATE).is_file():
+        if (named := FINISHED.fullmatch(candidate.name)) and os.path.isfile(candidate / STATE):
             return CheckpointStore(candidate.parent, keep=1).at(int(named[1]))
     return None
 
@@ -86,8 +89,9 @@ class Generation:
 
 
 @contextlib.contextmanager
-def open_generation(config: Config, texts: TextCodec, longest: int, found: Checkpoint | None) -> Iterator[Generation]:
+def open_generation(config: Config, texts: TextCodec, longest: int, max_new_tokens: int, found: Checkpoint | None) -> Iterator[Generation]:
     """Load the model for prompts of at most `longest` tokens."""
+    config = config.model_copy(update={"eval": config.eval.model_copy(update={"max_new_tokens": max_new_tokens})})
     resume = found if found and needs_base(found) else None
     with enough_memory("set-up"):
         crew = assemble_generation(config, texts.tokenizer, longest, resume)

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt, ValidationError
+from pydantic import BaseModel, NonNegativeInt
 
 from fulltilt import config as configuration
 from fulltilt import user_code
@@ -26,9 +26,9 @@ from fulltilt.cluster.worker import SURPLUS_TENSORS, Reading, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
+from fulltilt.interrupts import hangup_restored
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
-from fulltilt.loop.interrupts import hangup_restored
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
@@ -38,7 +38,7 @@ from fulltilt.plan import Budgets
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
-from fulltilt.schema import Config, keys, rewards_named, row_of, to_toml, value_of
+from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, to_toml, value_of, why_invalid
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
 from fulltilt.words import joined
@@ -75,9 +75,7 @@ def read_state(found: Checkpoint) -> SavedState:
     try:
         return SavedState.model_validate(found.state())
     except (ValueError, RecursionError) as error:
-        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
-        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else str(error)
-        raise edited(found, why) from None
+        raise edited(found, why_invalid(error)) from None
 
 
 def edited(found: Checkpoint, why: object) -> UserError:
@@ -158,7 +156,7 @@ def find_checkpoint(
     state = read_state(found)
     saved, now = state.config, configuration.snapshot(config)
     changed = configuration.differences(saved, now)
-    values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key])})" for key in changed)
+    values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key], 'other rows given from Python')})" for key in changed)
     if changed:
         remedy = "Use another run.dir for a new run, give the old values to resume, or set run.resume = force to resume with the new ones"
         require_force(config, console, f"{where} that was started with other values of {values}. {remedy}", f"these keys changed: {values}")
@@ -197,8 +195,9 @@ def file_digests(config: Config) -> dict[str, str]:
     return dict(sorted((found | {code.name: code.digest for code in functions if code.source}).items()))
 
 
-def shown(value: Any) -> str:
-    return "left out" if value is None else json.dumps(value)
+def shown(value: Any, rows: str = "rows given from Python") -> str:
+    """A key's value; `rows`: what to call those that are in memory."""
+    return "left out" if value is None else rows if isinstance(value, str) and value.startswith(MEMORY) else json.dumps(value)
 
 
 def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: list[str], console: Console) -> dict[str, int] | None:

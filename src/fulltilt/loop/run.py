@@ -25,9 +25,9 @@ from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
+from fulltilt.interrupts import Interrupted, Interrupts
 from fulltilt.loop.experience import make_rows, sample_groups, score_groups, shaped_reward, training_sampling, validate
 from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
-from fulltilt.loop.interrupts import Interrupted, Interrupts
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
@@ -145,6 +145,8 @@ class Run:
         reward_stats = parts.reward.stats().since(before)
         if reward_stats.failed:
             self.console.warn(f"step {step}: {reward_stats}")
+        for note in parts.reward.take_notes():
+            self.console.warn(note)
         groups, scores = [entry.group for entry in filled.sampled], [entry.scores for entry in filled.sampled]
         response, total = measure.count_tokens(groups)
         excluded = sum(len(entry.group.samples) for entry in filled.kept) - len(rows)
@@ -219,6 +221,7 @@ class Run:
         with self._phase("reward"):
             judge = partial(self._annotate, "reward_model", "values")
             scores = score_groups(self.parts, self.console, self.config, groups, judge)
+        self._require_folder()  # reward functions can change its modes
         return list(zip(groups, scores, strict=True))
 
     def _baselines(self, kept: Sequence[ScoredGroup]) -> list[Score]:

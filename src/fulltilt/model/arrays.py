@@ -40,5 +40,5 @@ def is_shard(tensor: torch.Tensor) -> bool:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This worker's part of a tensor that is shared out; another tensor itself."""
-    found: torch.Tensor = tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[operator]
+    found: torch.Tensor = tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
     return found

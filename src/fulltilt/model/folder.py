@@ -14,13 +14,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from fulltilt.folders import substitute_in
 from fulltilt.records import UserError
 from fulltilt.words import first_line, shortened
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 AGAIN = "Download or copy it again"
-POINTER, PAGE = b"version https://git-lfs", b"<"
 
 
 def inspect_model(source: str, key: str) -> None:
@@ -119,15 +119,10 @@ def refuse_substitute(file: Path, key: str) -> None:
             start = opened.read(64)
     except OSError as error:
         raise broken(key, file, f"it cannot be read ({first_line(error)})", "Correct its permissions") from error
-    if start[8:9] == b"{" and file.suffix == ".safetensors":  # behind the length of its header, whose bytes may be those of any text
-        return
-    start = start.lstrip()
-    if not start:
+    if not start.strip():
         raise broken(key, file, "it is empty", AGAIN)
-    if start.startswith(POINTER):
-        raise broken(key, file, "it is a Git LFS pointer, not the file itself", "Run `git lfs pull` in that folder")
-    if start.startswith(PAGE):
-        raise broken(key, file, "it is a web page (HTML), not the file itself", AGAIN)
+    if found := substitute_in(start):
+        raise broken(key, file, *found)
 
 
 def check_end_tokens(file: Path, given: Any, key: str) -> None:

@@ -62,6 +62,7 @@ class HealthRule:
     remedy: str
     stops: bool = True  # False: it only warns
     at_once: bool = False  # stops the run in the first step that it holds for, the last one included, whatever `health.patience` says
+    covers: tuple[str, ...] = ()  # rules that do not warn while this one holds, because it says more about the same
 
 
 def _no_variance(metrics: Metrics, health: Health) -> str | None:
@@ -190,6 +191,7 @@ RULES: tuple[HealthRule, ...] = (
         cause="the reward function, or a service that it calls, does not work",
         remedy=f"{FAILED_REWARDS}; `fulltilt train --check` calls it once",
         at_once=True,
+        covers=("reward-errors",),
     ),
     HealthRule(
         "logprob-gap",
@@ -248,8 +250,10 @@ class Health:
         self._follow(metrics)
         warnings, notes, stops, failed = [], [], [], False
         before, self._streaks = self._streaks, {}
+        found = {rule.name: rule.holds(metrics, self) for rule in self._rules}
+        covered = {name for rule in self._rules if found[rule.name] is not None for name in rule.covers}
         for rule in self._rules:
-            measured, streak = rule.holds(metrics, self), before.get(rule.name, 0)
+            measured, streak = found[rule.name], before.get(rule.name, 0)
             if measured is None:
                 if streak:
                     notes.append(f"step {step}: {rule.name} no longer holds, after {many(streak, 'step')}")
@@ -260,13 +264,11 @@ class Health:
                 failed |= rule.at_once
                 lasted = f" for {many(streak, 'step')} in a row" if streak > 1 else ""
                 stops.append(f"  {rule.name}{lasted}: {measured}; {rule.cause}. Remedy: {rule.remedy}.")
-            elif rule.name not in self._told:
+            elif rule.name not in self._told | covered:
+                self._told.add(rule.name)
                 outlook = self._outlook(streak) if rule.stops else "This rule only warns"
                 warnings.append(f"step {step}: {rule.name}: {measured}. {outlook}: see {PAGE}#{rule.name}")
-            self._told.add(rule.name)
         stop = "\n".join([f"the run stopped itself after step {step}", *stops]) if stops else None
-        if failed:
-            warnings.clear()  # they say when the run would stop
         return Verdict(tuple(self._streaks), tuple(warnings), stop, may_save=self.may_save, notes=tuple(notes), failed=failed)
 
     def failed(self, metrics: Metrics) -> str | None:

@@ -9,6 +9,7 @@ workers must make the same number of passes, each through the whole model and in
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,8 +97,9 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     for unit in units:
         sum_gradients(unit, sharing)
     if sharing.forward_prefetch:
-        for unit, following in zip([model, *layers[:-1]], layers, strict=True):
-            unit.set_modules_to_forward_prefetch([following])  # type: ignore[operator]
+        for module, following in itertools.pairwise((model, *layers)):
+            assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
+            module.set_modules_to_forward_prefetch([following])
     setattr(model, ONE_PASS, call)
     register_fsdp_forward_method(model, ONE_PASS)
     model.computing_type = computing

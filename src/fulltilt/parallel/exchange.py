@@ -6,33 +6,24 @@ allocated after the exchange was made; numbers are rounded to the type of the bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
 from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.shard import RowLayout
 
 EXCHANGE_BYTES = 64 << 20  # size of the buffer
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 
 
-class Pieces(Protocol):
-    """A layout, as far as an exchange reads it."""
-
-    @property
-    def stretch(self) -> int: ...
-
-    def pieces(self, begin: int, width: int) -> Iterator[tuple[int, str, slice, int]]: ...
-
-
 class Exchange:
-    """`given`: this worker's numbers of a parameter, by name and range. `wanted`: where a range of numbers goes; None: not needed here.
-    `own`: this worker's own numbers are wanted too."""
+    """A gather that can be repeated. `given`: this worker's numbers of a parameter, by name and range. `wanted`: where a range of numbers
+    goes; None: not needed here."""
 
     def __init__(
-        self, layout: Pieces, ranks: Ranks, dtype: torch.dtype, device: torch.device,
-        given: Callable[[str, slice], torch.Tensor], wanted: Callable[[str, slice], torch.Tensor] | None, *, own: bool,
+        self, layout: RowLayout, ranks: Ranks, dtype: torch.dtype, device: torch.device,
+        given: Callable[[str, slice], torch.Tensor], wanted: Callable[[str, slice], torch.Tensor] | None,
     ) -> None:  # fmt: skip
         self.ranks, width = ranks, max(1, min(layout.stretch, EXCHANGE_BYTES // dtype.itemsize // ranks.size))
         self.buffer = torch.zeros(ranks.size * width, dtype=dtype, device=device)
@@ -44,7 +35,7 @@ class Exchange:
                 part = rows[rank, place : place + length_of(numbers)]
                 if rank == ranks.rank:
                     into.append((part, given(name, numbers)))
-                if wanted is not None and (own or rank != ranks.rank):
+                if wanted is not None:
                     out.append((wanted(name, numbers), part))
             self.rounds.append((into, out))
 

@@ -1,8 +1,8 @@
 """The workers that train one model together, as one of them sees the others.
 
-Enters: tensors of this worker. Leaves: sums over all workers and parts gathered from all, in the same memory. Guaranteed: with one worker
-nothing is called and nothing changes; every collective call adds its bytes to `moved`, by kind; all workers must make the same calls in the
-same order, with tensors of the same size.
+Enters: tensors of this worker. Leaves: sums over all workers and parts gathered from all, in the same memory. Guaranteed: a worker that is
+alone calls nothing and changes nothing; every collective call adds its bytes to `moved`, by kind. All workers must make the same calls in
+the same order, with tensors of the same size.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 class Ranks:
     rank: int = 0
     size: int = 1
-    group: dist.ProcessGroup | None = None  # None: the default group
+    group: dist.ProcessGroup | None = None  # None: this worker is alone
     beside: int = 1  # workers on this machine, this one included
     sharing: int = 1  # of them, workers that use this worker's device
     moved: Counter[str] = field(default_factory=Counter)  # bytes of this worker's tensors in collectives, by kind
+
+    @property
+    def alone(self) -> bool:
+        return self.group is None
 
     def own(self, flat: torch.Tensor) -> torch.Tensor:
         """This worker's stretch of memory that is cut into one for each."""
@@ -36,25 +40,25 @@ class Ranks:
 
     def reduce(self, flat: torch.Tensor) -> None:
         """Sum over all workers, of which each gets its own stretch; what the others hold of `flat` means nothing afterwards."""
-        if self.size > 1:
+        if not self.alone:
             self._count("reduce-scatter", flat)
             reduce_into(self.own(flat), flat, group=self.group)
 
     def gather(self, flat: torch.Tensor) -> None:
         """Fill `flat` with every worker's own stretch."""
-        if self.size > 1:
+        if not self.alone:
             self._count("all-gather", flat)
             gather_into(flat, self.own(flat), group=self.group)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum over all workers, in place."""
-        if self.size > 1:
+        if not self.alone:
             self._count("all-reduce", tensor)
             dist.all_reduce(tensor, group=self.group)
 
     def norm(self, own: torch.Tensor) -> float:
         """The norm of numbers of which each worker has a part, from the norms of the parts; not finite on any worker: not finite on all."""
-        if self.size == 1:
+        if self.alone:
             return float(own)
         square = own.double().square()
         self.sum(square)
@@ -62,7 +66,7 @@ class Ranks:
 
     def least(self, number: int, device: torch.device) -> int:
         """The smallest of all workers' numbers."""
-        if self.size == 1:
+        if self.alone:
             return number
         found = torch.tensor(number, dtype=torch.int64, device=device)
         self._count("all-reduce", found)

@@ -1,4 +1,4 @@
-"""Which numbers of a model's parameters belong to which worker.
+"""Which numbers of a model's parameters belong to which worker, and the memory in which they lie.
 
 Enters: parameters, and how many workers share them out. Leaves: for each type of number, a `Layout`: one memory with all parameters of that
 type one after another, cut into as many equal stretches as there are workers. Guaranteed: every number belongs to exactly one worker;
@@ -41,16 +41,6 @@ class Layout:
         start = min(count, max(0, begin - place))
         return slice(start, max(start, min(count, end - place)))
 
-    def pieces(self, begin: int, width: int) -> Iterator[tuple[int, str, slice, int]]:
-        """What every worker has in the same `width` numbers of its stretch, `begin` numbers after its start: worker, parameter, range of
-        its numbers, and where they are in the `width` numbers."""
-        for rank in range(self.workers):
-            first = rank * self.stretch + begin
-            for name, place in self.places.items():
-                found = self.inside(name, first, min(first + width, (rank + 1) * self.stretch))
-                if found.start < found.stop:
-                    yield rank, name, found, place + found.start - first
-
 
 @dataclass(frozen=True)
 class RowLayout:
@@ -78,7 +68,8 @@ class RowLayout:
         return slice(min(count, rank * width), min(count, (rank + 1) * width))
 
     def pieces(self, begin: int, width: int) -> Iterator[tuple[int, str, slice, int]]:
-        """As `Layout.pieces`."""
+        """What every worker has in the same `width` numbers of its stretch, `begin` numbers after its start: worker, parameter, range of
+        its numbers, and where they are in the `width` numbers."""
         for rank in range(self.workers):
             place = -begin
             for name in self.shapes:
@@ -93,16 +84,46 @@ def lay_out(parameters: Mapping[str, torch.Tensor], workers: int) -> dict[torch.
     found: dict[torch.dtype, Layout] = {}
     for dtype in dict.fromkeys(parameter.dtype for parameter in parameters.values()):
         own = {name: parameter for name, parameter in parameters.items() if parameter.dtype == dtype}
-        first: dict[int, int] = {}
-        for place, parameter in enumerate(own.values()):
-            first.setdefault(parameter.untyped_storage().data_ptr(), place)
-        order = sorted(own, key=lambda name: (first[own[name].untyped_storage().data_ptr()], own[name].storage_offset()))
-        places, end = {}, 0
-        for name in order:
-            places[name] = end
-            end += padded(own[name].numel(), ALIGN)
-        found[dtype] = Layout(places, {name: own[name].numel() for name in order}, padded(end, ALIGN * workers), workers)
+        places, end = dict[str, int](), 0
+        for run in neighbours(own):
+            end = padded(end, ALIGN)
+            for name in run:
+                places[name] = end
+                end += own[name].numel()
+        found[dtype] = Layout(places, {name: own[name].numel() for name in places}, padded(end, ALIGN * workers), workers)
     return found
+
+
+def neighbours(parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """Parameters that follow one another in one storage without a gap, in runs, in the order of the first of each storage. All workers
+    find the same runs: addresses of different storages are never compared."""
+    storages: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        storages.setdefault(parameter.untyped_storage().data_ptr(), []).append(name)
+    runs: list[list[str]] = []
+    for names in storages.values():
+        end = -1
+        for name in sorted(names, key=lambda name: parameters[name].storage_offset()):
+            begin = int(parameters[name].storage_offset())
+            if begin == end:
+                runs[-1].append(name)
+            else:
+                runs.append([name])
+            end = begin + parameters[name].numel()
+    return runs
+
+
+@torch.no_grad()
+def move_into(layout: Layout, parameters: Mapping[str, torch.nn.Parameter]) -> torch.Tensor:
+    """Move parameters into one memory as the layout says, each the same parameter as before. Call it before anything keeps an address."""
+    sample = parameters[next(iter(layout.places))]
+    memory = torch.zeros(layout.total, dtype=sample.dtype, device=sample.device)
+    for name, place in layout.places.items():
+        parameter = parameters[name]
+        assert parameter.is_contiguous(), f"{name} does not lie in the order of its shape, in which workers share it out"
+        part = memory[place : place + layout.counts[name]].view(parameter.shape)
+        parameter.data = part.copy_(parameter)
+    return memory
 
 
 def padded(count: int, unit: int) -> int:

@@ -89,5 +89,5 @@ def exchanges(shards: Shards, wanted: Mapping[str, torch.Tensor], targets: Mappi
             return flat(targets[name])[numbers]
 
         device = next(iter(own.values())).device
-        found.append(Exchange(layout, group, dtype, device, given, taken if targets is not None else None, own=True))
+        found.append(Exchange(layout, group, dtype, device, given, taken if targets is not None else None))
     return found

@@ -44,6 +44,10 @@ ERRORS_FILE = "reward_errors.jsonl"
 MOST_ERRORS_WRITTEN = 1000
 TEXT_SHOWN = 80
 NO_TOKENS, NO_LOGPROBS = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+BLOCKS_TOLD = 2  # a first call may import something
+BLOCKING = (
+    "the reward function {} blocks its event loop, so that its calls run one after another: use an async client, or make it a plain def"
+)
 FAILURES = {"error": "errors", "timeout": "timeouts", "crash": "crashes"}  # an outcome's failure, and the count in RewardStats
 
 
@@ -102,6 +106,8 @@ class RewardPool:
         self._next_id = 0
         self._counts: Counter[str] = Counter()
         self._last = ""
+        self._blocking: Counter[str] = Counter()  # calls that blocked the event loop, by function
+        self._notes: list[str] = []
         self._error: BaseException | None = None
         self._trainer = os.getpid()
         self._sums = Sums(config)
@@ -200,6 +206,12 @@ class RewardPool:
         with self._changed:
             return RewardStats(**self._counts, last=self._last)
 
+    def take_notes(self) -> list[str]:
+        """What a person should know about the functions, each sentence once."""
+        with self._changed:
+            taken, self._notes = self._notes, []
+            return taken
+
     def close(self) -> None:
         """Kills all processes. Scores not collected are lost. Does nothing in a fork of the trainer."""
         if os.getpid() != self._trainer:
@@ -233,6 +245,9 @@ class RewardPool:
         with self._changed:
             self._counts["calls"] += 1
             self._counts["retries"] += call.repeats
+            self._blocking[name] += outcome.blocks
+            if outcome.blocks and self._blocking[name] == BLOCKS_TOLD:
+                self._notes.append(BLOCKING.format(name))
             if outcome.failure is not None:
                 self._counts[FAILURES[outcome.failure]] += 1
                 self._last = message

@@ -2,10 +2,11 @@
 
 Linux only. Landlock (a set of rules that a process takes on for good, and its children with it) allows writing everywhere except below the
 run folder, keeps a process out of the memory of those that are not confined with it, and since Linux 6.12 from signalling them. seccomp (a
-filter of system calls) refuses signals to the processes named here, for older kernels, and changing their limits, which would end them as
-surely, or their scheduling. File modes, owners and times are not covered. `confinement` runs in the trainer and opens the rules,
-`Confinement.take_on` runs in the reward process, before any code of the user's. Where the kernel lacks something, `lacking` says what.
-Imports only the standard library: reward processes start from here.
+filter of system calls) refuses signals to the processes named here, for older kernels, and changing their scheduling; it refuses the
+limits of any other process, which would end the trainer as surely, and leases of files, which would make its writing wait. No rule can
+cover modes, owners and times of files, since a filter does not see which file a call names: the run itself repairs the modes that it needs
+(`loop.folder`). `confinement` runs in the trainer and opens the rules, `Confinement.take_on` runs in the reward process, before any code of
+the user's. Where the kernel lacks something, `lacking` says what. Imports only the standard library: reward processes start from here.
 
 Landlock rules hold for a folder and all below it, so writing is allowed for what lies beside the path to the run folder: a new file can be
 made anywhere, except directly in a folder that contains the run folder. Temporary files go into a folder that exists already (`dispatch`).
@@ -25,18 +26,23 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-# Numbers of system calls. Those of Landlock are the same everywhere.
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_BY_PID = {  # calls whose first argument is the number of a process or thread
-    "x86_64": (62, 200, 234, 129, 297, 434, 311, 302, 203, 142, 144, 314),
-    "aarch64": (129, 130, 131, 138, 240, 434, 271, 261, 122, 118, 119, 274),
-}  # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_open, process_vm_writev, prlimit64, sched_setaffinity, _setparam,
-#    _setscheduler, _setattr
-_SECCOMP = {"x86_64": 317, "aarch64": 277}
-_PIDFD_SEND_SIGNAL = 424
-_OWNER_CALLS = {"x86_64": {72: (8, 15), 16: (0x8901, 0x8902)}, "aarch64": {25: (8, 15), 29: (0x8901, 0x8902)}}
-# fcntl (F_SETOWN, F_SETOWN_EX) and ioctl (FIOSETOWN, SIOCSPGRP) choose who gets the signals of a descriptor.
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # numbers of Landlock's system calls, the same everywhere
+NUMBERS = {  # of other system calls, for x86_64 and aarch64
+    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_open": (434, 434), "pidfd_send_signal": (424, 424), "process_vm_writev": (311, 271), "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setattr": (314, 274),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "fcntl": (72, 25), "ioctl": (16, 29), "seccomp": (317, 277),
+}  # fmt: skip
+_ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # as a filter sees them, in the order of NUMBERS
+BY_PROCESS = {  # calls that name a process, thread or group, and which argument does
+    **dict.fromkeys(("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_open", "process_vm_writev"), 0),
+    **dict.fromkeys(("sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr"), 0),
+    **dict.fromkeys(("setpriority", "ioprio_set"), 1),
+}
+_OF_ALL = {"setpriority": 2, "ioprio_set": 3}  # first arguments with which they concern every process of the user
+_COMMANDS = {"fcntl": (1024,)}  # second arguments that are refused. F_SETLEASE: who opens the file waits until the lease is given back
+# F_SETOWN, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP choose who gets the signals of a descriptor.
+_COMMANDS_WITH_SIGNALS = {"fcntl": (1024, 8, 15), "ioctl": (0x8901, 0x8902)}
 
 # Landlock's rights: writing, removing, making; later versions add moving between folders and truncating.
 _WRITE_FILE, _TRUNCATE = 1 << 1, 1 << 14
@@ -46,7 +52,7 @@ _SCOPE_SIGNAL = 1 << 1
 _SIGNALS_SINCE, _TRUNCATE_SINCE, _REFER_SINCE = 6, 3, 2  # versions of Landlock
 
 _PR_SET_NO_NEW_PRIVS = 38
-_CAPABILITIES = (1 << 19 | 1 << 21, 1 << 38 - 32)  # CAP_SYS_PTRACE, CAP_SYS_ADMIN; CAP_PERFMON
+_CAPABILITIES = (1 << 9 | 1 << 19 | 1 << 21, 1 << 38 - 32)  # CAP_LINUX_IMMUTABLE, CAP_SYS_PTRACE, CAP_SYS_ADMIN; CAP_PERFMON
 _LOAD, _EQUAL, _AT_LEAST, _JUMP, _RETURN = 0x20, 0x15, 0x35, 0x05, 0x06  # instructions of the filter
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 _MOST_THREADS = 1500  # a filter has at most 4,096 instructions
@@ -58,8 +64,8 @@ def landlock_version() -> int:
 
 
 def has_seccomp() -> bool:
-    number = _SECCOMP.get(platform.machine()) if sys.platform == "linux" else None
-    return number is not None and _syscall(number, 2, 0, ctypes.byref(ctypes.c_uint32(_REFUSE & 0xFFFF0000))) == 0
+    known = sys.platform == "linux" and platform.machine() in _ARCHITECTURES
+    return known and _syscall(number_of("seccomp"), 2, 0, ctypes.byref(ctypes.c_uint32(_REFUSE & 0xFFFF0000))) == 0
 
 
 def lacking(landlock: int, seccomp: bool) -> tuple[str, ...]:
@@ -69,6 +75,7 @@ def lacking(landlock: int, seccomp: bool) -> tuple[str, ...]:
         "truncate files in run.dir": 0 < landlock < _TRUNCATE_SINCE,
         "signal the trainer": landlock < _SIGNALS_SINCE and not seccomp,
         "signal threads that the trainer starts later": landlock < _SIGNALS_SINCE and seccomp,
+        "change the trainer's limits and priority": not seccomp,
     }
     return tuple(words for words, holds in found.items() if holds)
 
@@ -97,8 +104,12 @@ class Confinement:
 
     def _protected(self) -> list[int]:
         """Arguments that name the processes: their threads, their process groups, and everyone."""
-        threads = [int(name) for pid in self.pids for name in os.listdir(f"/proc/{pid}/task")]
-        return [*threads[:_MOST_THREADS], *{-os.getpgid(pid) for pid in self.pids}, -1]
+        found = [-1]
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # the guard may have been killed
+                group = os.getpgid(pid)
+                found += [group, -group, *map(int, os.listdir(f"/proc/{pid}/task"))]  # `setpriority` has groups as positive numbers
+        return found[:_MOST_THREADS]
 
     def explain(self, error: BaseException) -> str:
         """What to add to the message of a call that was refused a file, or may have been."""
@@ -178,27 +189,37 @@ def _beside(run_dir: str) -> Iterator[os.DirEntry[str]]:
 
 def _filter(protected: Iterable[int], *, signals: bool) -> bytes:
     """`signals`: the calls too that choose their target otherwise than by a number, which Landlock does not cover in old kernels."""
-    machine = platform.machine()
-    check = [
-        _step(_LOAD, 16),
-        *(step for number in protected for step in (_step(_EQUAL, number & 0xFFFFFFFF, 0, 1), _step(_RETURN, _REFUSE))),
-    ]
-    check.append(_step(_RETURN, _ALLOW))
-    rest: list[bytes] = []
-    for call, commands in _OWNER_CALLS[machine].items() if signals else ():
-        choices = [step for command in commands for step in (_step(_EQUAL, command, 0, 1), _step(_RETURN, _REFUSE))]
-        rest += [_step(_EQUAL, call, 0, len(choices) + 2), _step(_LOAD, 24), *choices, _step(_RETURN, _ALLOW)]
+    steps = [_step(_RETURN, _ALLOW)]  # for a call that no rule is about
+
+    def rule(name: str, *checks: bytes) -> None:
+        steps[:0] = [_step(_EQUAL, number_of(name), 0, len(checks) + 1), *checks, _step(_RETURN, _ALLOW)]
+
+    for name, place in BY_PROCESS.items():
+        of_all = [_argument(0), *_refuse(_OF_ALL[name])] if name in _OF_ALL else []
+        rule(name, *of_all, _argument(place), _step(_JUMP, len(steps) + 1))  # behind `steps`, where the processes are
+    own = (_step(_EQUAL, 0, 1, 0), _step(_EQUAL, os.getpid(), 0, 1), _step(_RETURN, _ALLOW), _step(_RETURN, _REFUSE))
+    rule("prlimit64", _argument(0), *own)
+    for name, commands in (_COMMANDS_WITH_SIGNALS if signals else _COMMANDS).items():
+        rule(name, _argument(1), *_refuse(*commands))
     if signals:
-        rest += [_step(_EQUAL, _PIDFD_SEND_SIGNAL, 0, 1), _step(_RETURN, _REFUSE)]
-    rest.append(_step(_RETURN, _ALLOW))
-    calls = _BY_PID[machine]
+        rule("pidfd_send_signal", _step(_RETURN, _REFUSE))
     # Another architecture has other numbers, and so has x32 on x86_64: neither is allowed.
     begin = [
-        *(_step(_LOAD, 4), _step(_EQUAL, _ARCHITECTURES[machine], 1, 0), _step(_RETURN, _REFUSE)),
+        *(_step(_LOAD, 4), _step(_EQUAL, _ARCHITECTURES[platform.machine()], 1, 0), _step(_RETURN, _REFUSE)),
         *(_step(_LOAD, 0), _step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _REFUSE)),
     ]
-    jumps = [_step(_EQUAL, call, len(calls) - place, 0) for place, call in enumerate(calls)]
-    return b"".join([*begin, *jumps, _step(_JUMP, 1), _step(_JUMP, len(rest)), *rest, *check])
+    return b"".join([*begin, *steps, *_refuse(*protected), _step(_RETURN, _ALLOW)])
+
+
+def _argument(place: int) -> bytes:
+    """Loads the lower half of an argument, all that the kernel reads of these."""
+    return _step(_LOAD, 16 + 8 * place)
+
+
+def _refuse(*values: int) -> Iterator[bytes]:
+    """Refuses the call if what was loaded last is one of the values."""
+    for value in values:
+        yield from (_step(_EQUAL, value & 0xFFFFFFFF, 0, 1), _step(_RETURN, _REFUSE))
 
 
 def _drop_capabilities() -> None:
@@ -217,7 +238,7 @@ def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 def _install(program: bytes) -> None:
     steps = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(steps))
-    _required(_syscall(_SECCOMP[platform.machine()], 1, 0, header))
+    _required(_syscall(number_of("seccomp"), 1, 0, header))
 
 
 def _required(result: int) -> None:
@@ -228,6 +249,10 @@ def _required(result: int) -> None:
 @cache
 def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
+
+
+def number_of(name: str) -> int:
+    return NUMBERS[name][list(_ARCHITECTURES).index(platform.machine())]
 
 
 def _syscall(number: int, *arguments: object) -> int:

@@ -6,7 +6,7 @@ Calls enter by `put`, from any thread; each leaves exactly once through `done`, 
   its outcome does not depend on those others;
 - a failed call is tried again `reward.retries` times, after a while;
 - there are never more processes than calls have been waiting, beyond one per core; asynchronous functions have one process (`overlap`);
-- if processes fail to start three times in a row and none is alive, the error says why.
+- if processes fail to start three times in a row and none is alive, or twenty times while a call waits for a new one, the error says why.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from fulltilt.schema import RewardConfig
 from fulltilt.user_code import UserCode, UserCodeError
 
 START_TRIES = 3
+NEEDED_START_TRIES = 20  # while other processes live, which cannot take the call that waits
 MOST_CALLS_AT_ONCE = 32
 ASYNC_CALLS_AT_ONCE = 32  # the value that `reward.concurrency = "auto"` stands for
+GRACE_S = 5.0  # from its deadline until an asynchronous call that was cancelled must have ended
 # How much work a worker gets at once, estimated by the mean time of a call so far. With less, the threads are busy; with more, cores idle
 # at the end.
 HANDOUT_S = 0.02
@@ -98,7 +100,8 @@ class Dispatcher:
                 if self.confinement.ruleset is not None:
                     held.callback(os.close, self.confinement.ruleset)
             memory = int(self._config.memory_gb * 2**30)
-            self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), memory, self._config.timeout_s, self.confinement))
+            limits = (memory, self._config.timeout_s, GRACE_S)
+            self._setup = pickle.dumps(Setup(self._located, dict(self._config.args), *limits, self.confinement))
             self._held = held.pop_all()
 
     @property
@@ -163,7 +166,7 @@ class Dispatcher:
                         else:
                             again = self._use(process, again)
                 except StartFailed as failure:
-                    self._wait_after(failure)
+                    self._wait_after(failure, needed=bool(again) or (first and any(self.asynchronous)))
         except BaseException as error:
             self._stop()
             self._failed(error)
@@ -196,12 +199,13 @@ class Dispatcher:
         except UserError as error:
             raise UserError(f"{error}{self.note_on(str(error), *range(len(self._located)))}") from None
 
-    def _wait_after(self, failure: StartFailed) -> None:
+    def _wait_after(self, failure: StartFailed, *, needed: bool) -> None:
         if self._closing.is_set():
             return
         with self._changed:
             self._failed_starts += 1
-            if self._failed_starts >= START_TRIES and not any(process.loaded for process in self._processes):
+            others = any(process.loaded for process in self._processes)
+            if self._failed_starts >= (START_TRIES if not others else NEEDED_START_TRIES if needed else math.inf):
                 raise failure
         self._closing.wait(min(5.0, 0.1 * 2 ** min(self._failed_starts, 6)))
 
@@ -224,7 +228,7 @@ class Dispatcher:
 
     def _use_at_once(self, process: WorkerProcess) -> None:
         limit = ASYNC_CALLS_AT_ONCE if self._config.concurrency == "auto" else self._config.concurrency
-        Overlap(process, self._async_calls, limit, self._config.timeout_s, self._end).run()
+        Overlap(process, self._async_calls, limit, self._config.timeout_s, GRACE_S, self._end).run()
 
     def _end(self, call: RewardCall, outcome: Outcome) -> None:
         """One try of a call has ended."""

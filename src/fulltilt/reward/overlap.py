@@ -1,14 +1,14 @@
 """Calls of asynchronous functions: many in flight at once, in one process with one event loop.
 
 Enters: a process that has loaded the functions, and the queue of their calls. Each call leaves through `end` with its `Outcome`, in the
-order in which they end. Guaranteed: at most `limit` calls are in flight. A call past its deadline is cancelled in the process, which
-continues; if it ignores that for `GRACE_S`, the process is killed, and the others' calls are handed out again. Where several calls may be
-the cause of a process's end, or of its not answering, each of them is tried again alone: what one call does is not held against another.
+order in which they end. Guaranteed: at most `limit` calls are in flight. A call's deadline counts from the moment the process begins it.
+Past it, the process cancels the call and continues; if the call ignores that for `grace_s`, the process is replaced once the others have
+ended; if it blocks the event loop, at once, and the others are handed out again. Where several calls may be the cause of a process's end,
+or of its not answering, each of them is tried again alone: what one call does is not held against another.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,26 +17,36 @@ from itertools import islice, takewhile
 from fulltilt.reward.calls import CallQueue, RewardCall
 from fulltilt.reward.process import FORGED, Outcome, ProcessLost, WorkerProcess, late
 
-GRACE_S = 5.0  # from the deadline until a call that was cancelled must have ended
 LOOK_S = 0.05  # how often new calls are looked for while others are in flight
 
 
 @dataclass(frozen=True)
 class CallInFlight:
     call: RewardCall
-    deadline: float
+    begun: float | None = None  # when the process began it
+
+    def again(self, *, alone: bool) -> RewardCall:
+        return replace(self.call, alone=alone, repeats=self.call.repeats + 1) if self.begun or alone else self.call
 
 
 class Overlap:
     def __init__(
-        self, process: WorkerProcess, queue: CallQueue, limit: int, timeout_s: float, end: Callable[[RewardCall, Outcome], None]
+        self,
+        process: WorkerProcess,
+        queue: CallQueue,
+        limit: int,
+        timeout_s: float,
+        grace_s: float,
+        end: Callable[[RewardCall, Outcome], None],
     ) -> None:
         self._process = process
         self._queue = queue
         self._limit = limit
         self._timeout_s = timeout_s
+        self._patience_s = timeout_s + 2 * grace_s  # past a call's deadline, the process itself should have answered for it
         self._end = end
         self._flying: dict[int, CallInFlight] = {}  # by the request's id
+        self._heard = 0.0  # when the process last got calls or began one: it should begin those that wait in it soon after
         self._draining = False  # no more calls for this process
 
     def run(self) -> None:
@@ -46,16 +56,17 @@ class Overlap:
                 if not self._receive():
                     return
         except ProcessLost as lost:
-            self._lost(*lost.args)
-        except TimeoutError:  # it takes no more calls
-            self._blame(list(self._flying.values()))
+            did, wrote = lost.args
+            self._blame(Outcome(failure="crash", message=did, detail=wrote))
+        except TimeoutError:
+            self._blame(late(self._timeout_s))
 
     def _send(self) -> bool:
         calls = [] if self._draining else self._queue.take(self._count, wait=not self._flying)
-        deadline = time.monotonic() + self._timeout_s + GRACE_S
-        self._flying |= {call.request.id: CallInFlight(call, deadline) for call in calls}
+        self._flying |= {call.request.id: CallInFlight(call) for call in calls}
         if calls:
-            self._process.give([call.request for call in calls], self._timeout_s + GRACE_S)
+            self._heard = time.monotonic()
+            self._process.give([call.request for call in calls], self._patience_s)
         return bool(calls)
 
     def _count(self, ready: Sequence[RewardCall]) -> int:
@@ -67,45 +78,52 @@ class Overlap:
         return sum(1 for _ in takewhile(lambda call: not call.alone, islice(ready, self._limit - len(self._flying))))
 
     def _receive(self) -> bool:
-        """Waits for an answer, a while if more calls could be given. False: the process does not answer and must be killed."""
-        due = min(flight.deadline for flight in self._flying.values()) - time.monotonic()
+        """Waits for a call to begin or end, a while if more calls could be given. False: the process must be killed. TimeoutError if it
+        does not answer."""
+        due = min(flight.begun or self._heard for flight in self._flying.values()) + self._patience_s - time.monotonic()
+        look = due > LOOK_S and len(self._flying) < self._limit
         try:
-            outcome = self._process.outcome(max(0.001, min(due, LOOK_S if len(self._flying) < self._limit else math.inf)))
+            event = self._process.event(LOOK_S if look else max(0.001, due))
         except TimeoutError:
-            return not self._give_up()
+            if look:
+                return True
+            raise
+        if isinstance(event, int):
+            self._begin(event)
+            return True
+        return self._finish(event)
+
+    def _begin(self, request: int) -> None:
+        flight = self._flying.get(request)
+        if flight is None or flight.begun:
+            raise ProcessLost(*FORGED)
+        self._heard = time.monotonic()
+        self._flying[request] = replace(flight, begun=self._heard)
+
+    def _finish(self, outcome: Outcome) -> bool:
+        """Whether the process continues."""
         flight = self._flying.pop(outcome.id, None)
         if flight is None or not outcome.answers(flight.call.request):
             raise ProcessLost(*FORGED)
         self._process.used = True
         self._draining |= outcome.ends_process
         if outcome.try_again:
-            self._again_alone([flight])
+            self._queue.put_back([flight.again(alone=True)])
         else:
             self._end(flight.call, outcome)
-        return True
+        if not (outcome.blocks and outcome.ends_process):
+            return True
+        # The others share no blame: together once more, and alone only if that happens to them again.
+        self._queue.put_back([other.again(alone=other.call.repeats > 0) for other in self._flying.values()])
+        return False
 
-    def _give_up(self) -> bool:
-        """Whether calls have ignored that they were cancelled, or the event loop is blocked."""
-        now = time.monotonic()
-        overdue = [flight for flight in self._flying.values() if flight.deadline <= now]
-        if not overdue:
-            return False
-        self._queue.put_back([flight.call for flight in self._flying.values() if flight.deadline > now])
-        self._blame(overdue)
-        return True
-
-    def _blame(self, overdue: Sequence[CallInFlight]) -> None:
-        if len(overdue) == 1:
-            self._end(overdue[0].call, late(self._timeout_s))
+    def _blame(self, outcome: Outcome) -> None:
+        """The process has ended or hangs. The calls that it has begun may be the cause, or, if there are none, all."""
+        begun = [flight for flight in self._flying.values() if flight.begun]
+        suspects = begun or list(self._flying.values())
+        self._queue.put_back([flight.call for flight in self._flying.values() if flight not in suspects])
+        certain = len(suspects) == 1 and (suspects[0].call.alone or begun)
+        if certain and (outcome.failure == "timeout" or not self._process.used):
+            self._end(suspects[0].call, outcome)
         else:
-            self._again_alone(overdue)
-
-    def _lost(self, did: str, wrote: str) -> None:
-        flights = list(self._flying.values())
-        if len(flights) == 1 and not self._process.used:
-            self._end(flights[0].call, Outcome(failure="crash", message=did, detail=wrote))
-        else:
-            self._again_alone(flights)
-
-    def _again_alone(self, flights: Sequence[CallInFlight]) -> None:
-        self._queue.put_back([replace(flight.call, alone=True, repeats=flight.call.repeats + 1) for flight in flights])
+            self._queue.put_back([flight.again(alone=True) for flight in suspects])

@@ -72,6 +72,7 @@ class Outcome:
     ends_process: bool = False  # the process must be replaced
     try_again: bool = False  # what ran before in the process may have caused the failure: a fresh process should try once more
     final: bool = False  # another try would end like this one
+    blocks: bool = False  # an asynchronous call kept its event loop from running for a second or more
 
     def answers(self, request: Request) -> bool:
         complete = bool(self.failure) or len(self.scores) == len(request.texts)
@@ -89,10 +90,11 @@ class Loaded(NamedTuple):
 
 
 # What a worker sends, in this order: what it has loaded, or why it cannot; then, for each handful of requests, that it begins, and the
-# outcomes.
+# outcomes; of calls at once, the id of one that begins, or an outcome.
 LOADED: TypeAdapter[Loaded | str] = TypeAdapter(Loaded | str)
 BEGIN: TypeAdapter[Literal["begin"]] = TypeAdapter(Literal["begin"])
 OUTCOME = TypeAdapter(Outcome)
+EVENT: TypeAdapter[int | Outcome] = TypeAdapter(int | Outcome)
 
 
 class Guard:
@@ -176,7 +178,7 @@ class WorkerProcess:
                 if not begun:
                     self.give(requests, timeout_s)
                     begun = bool(self._receive(BEGIN, timeout_s))
-                outcome = self.outcome(timeout_s)
+                outcome = self._receive(OUTCOME, timeout_s)
                 if not outcome.answers(request):
                     raise ProcessLost(*FORGED)
             except TimeoutError:
@@ -191,14 +193,14 @@ class WorkerProcess:
         """Hands requests over. TimeoutError if the process does not take them in time."""
         self._send(pickle.dumps(requests), seconds)
 
-    def outcome(self, seconds: float) -> Outcome:
-        """The next outcome. TimeoutError if there is none in time, ProcessLost if there can be none."""
-        return self._receive(OUTCOME, seconds)
+    def event(self, seconds: float) -> int | Outcome:
+        """Of calls at once, the next that begins or ends. TimeoutError if there is none in time, ProcessLost if there can be none."""
+        return self._receive(EVENT, seconds)
 
     def interrupt(self) -> None:
-        """Called from another thread: the thread that waits for this process finds the connection closed."""
+        """Called from another thread: the thread that waits for this process, or hands it calls, finds the connection closed."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
         """Ends the process, its group and what left its group."""

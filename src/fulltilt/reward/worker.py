@@ -2,7 +2,8 @@
 
 Messages to a worker are pickles, each after its size, since ground truths may hold any plain or numpy value. Its answers are lines of
 JSON: a process that runs a user's code must not be able to make the trainer unpickle anything. A worker answers calls one after the other
-or, from the first call of an asynchronous function on, all at once, on one event loop that lives as long as the process.
+or, from the first call of an asynchronous function on, all at once, on one event loop that lives as long as the process. Then it says of
+each call when it begins. The loop answers for a call that ignores being cancelled, and a thread for one that blocks the loop.
 
 Guaranteed: what the function prints goes nowhere and takes no memory (its last two kilobytes are kept for error reports); memory is
 limited; a fork of the function never answers in its parent's place; the process ends with the trainer. What one call leaves behind
@@ -26,8 +27,10 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -44,6 +47,8 @@ MOST_CHILDREN = 32  # processes that calls left behind before the worker asks to
 SIZE_BYTES = 8  # before each message to a worker
 OUTPUT_TAIL = 2048
 DETAIL_LENGTH = 8000
+WATCH_S = 0.2  # how often the event loop is looked at
+BLOCKED_S = 1.0  # a call blocks the event loop if it is seen running for so long
 
 _write_json = json.JSONEncoder(ensure_ascii=False).encode
 
@@ -59,6 +64,7 @@ class Setup:
     args: dict[str, Any]
     memory_bytes: int
     timeout_s: float  # deadline of an asynchronous call; the trainer enforces the deadlines of all others
+    grace_s: float  # from its deadline until an asynchronous call that was cancelled must have ended
     confinement: Confinement | None
 
 
@@ -71,6 +77,16 @@ class Request:
     prompt: bytes  # pickle of data_source, ground_truth, extra_info, prompt_str
     texts: tuple[str, ...]
     seed: int
+
+
+@dataclass(eq=False)
+class RunningCall:
+    """A call on the event loop."""
+
+    request: Request
+    began: float
+    blocks: bool = False
+    answered: bool = False  # although it, or a task that it started, may continue
 
 
 class _Tail(io.RawIOBase):
@@ -106,6 +122,7 @@ class RewardWorker:
         self._setup: Setup
         self._finished = 0  # calls
         self._answers: asyncio.StreamWriter | None = None  # writes answers from the event loop, once it runs
+        self._running: weakref.WeakKeyDictionary[asyncio.Task[Any], RunningCall] = weakref.WeakKeyDictionary()
 
     def serve(self) -> None:
         """Answers until the trainer is gone, then kills everything that the functions started, and itself."""
@@ -177,7 +194,51 @@ class RewardWorker:
         import asyncio
 
         # Not `asyncio.run`: at the end it would wait for calls that ignore being cancelled.
-        asyncio.new_event_loop().run_until_complete(self._converse(requests))
+        loop = asyncio.new_event_loop()
+        loop.set_task_factory(self._make_task)
+        with contextlib.suppress(RuntimeError):  # the system allows no thread: then the trainer's deadlines must do
+            threading.Thread(target=self._watch, args=(loop,), daemon=True).start()
+        loop.run_until_complete(self._converse(requests))
+
+    def _make_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+        """A task that a call starts belongs to that call."""
+        import asyncio
+
+        task = asyncio.Task(coroutine, loop=loop, **options)
+        if call := self._on(loop):
+            self._running[task] = call
+        return task
+
+    def _on(self, loop: asyncio.AbstractEventLoop) -> RunningCall | None:
+        """The call that runs on the event loop at this moment."""
+        import asyncio
+
+        task = asyncio.current_task(loop)
+        return self._running.get(task) if task else None
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        last, seen = None, 0
+        while True:
+            time.sleep(WATCH_S)
+            call = self._on(loop)
+            last, seen = call, seen + 1 if call and call is last else 0
+            if call is None or seen * WATCH_S < BLOCKED_S:
+                continue
+            call.blocks = True
+            if not call.answered and time.perf_counter() - call.began > self._setup.timeout_s:
+                stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident or 0], limit=-20)
+                message = f"blocked its event loop and {past_deadline(self._setup.timeout_s)}. Use an async client, or make it a plain def"
+                self._answer_for(call, blocks=True, message=message, detail="".join(stack)[-DETAIL_LENGTH:])
+                return
+
+    def _answer_for(self, call: RunningCall, **said: Any) -> None:
+        """Past its deadline, for a call that does not end: it ignored being cancelled, or does not let the event loop cancel it."""
+        call.answered = True
+        answer = self._timeout() | said | {"id": call.request.id, "seconds": time.perf_counter() - call.began, "ends_process": True}
+        self._send(answer)
+
+    def _timeout(self) -> dict[str, Any]:
+        return {"failure": "timeout", "message": past_deadline(self._setup.timeout_s)}
 
     async def _converse(self, requests: Sequence[Request]) -> None:
         import asyncio
@@ -194,7 +255,11 @@ class RewardWorker:
     async def _answer(self, request: Request) -> None:
         import asyncio
 
-        began = time.perf_counter()
+        task = asyncio.current_task()
+        assert task
+        call = self._running[task] = RunningCall(request, time.perf_counter())
+        deaf = asyncio.get_running_loop().call_later(self._setup.timeout_s + self._setup.grace_s, self._answer_for, call)
+        self._send(request.id)
         output = self._prepare(request)
         try:
             async with asyncio.timeout(self._setup.timeout_s) as limit:
@@ -204,8 +269,11 @@ class RewardWorker:
         except BaseException as error:
             answer = self._failure(error, request, output)
         if limit.expired():  # whatever the call made of being cancelled
-            answer = {"failure": "timeout", "message": past_deadline(self._setup.timeout_s)}
-        self._finish(request, answer, began)
+            answer = self._timeout()
+        deaf.cancel()
+        if not call.answered:
+            call.answered = True
+            self._finish(request, answer | {"blocks": call.blocks}, call.began)
 
     def _finish(self, request: Request, answer: dict[str, Any], began: float) -> bool:
         """Sends the answer, with the fields of an `Outcome` (`process`). Whether the process must be replaced."""

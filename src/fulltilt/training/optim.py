@@ -83,7 +83,7 @@ class Optimizer:
         self.updates = 0  # position in the schedule: updates tried, and updates left out in steps with too few samples
         self.skipped = 0
         self._parameters = trained(model)
-        self._held: Held = ParameterShards(self._parameters, shards) if shards else WholeParameters(self._parameters, ranks)
+        self._held: Held = ParameterShards(self._parameters, shards) if shards else WholeParameters(model, self._parameters, ranks)
         self._device, kinds = device_of(self._parameters), MOMENTS
         self._fused = self._device.type == "cuda"  # no temporaries of the size of the masters, so no step runs out of memory
         self._entries = [
@@ -103,9 +103,9 @@ class Optimizer:
 
     @torch.no_grad()
     def _share(self, part: Part, step: torch.Tensor) -> Share:
-        own = self._held.numbers(part.name)
+        own = self._held.numbers(part.name)[part.numbers]
         first, second = (part.states[moment] for moment in MOMENTS)
-        return Share(part.name, part.numbers, own[part.numbers], part.states.get(MASTER, own[part.numbers]), (first, second), step)
+        return Share(part.name, part.numbers, own, part.states.get(MASTER, own), (first, second), step)
 
     def begin(self, update: int) -> None:
         """Begin a step whose first update is the run's `update`-th (from 0). Earlier steps may have left updates out: the schedule follows
@@ -185,7 +185,7 @@ class Optimizer:
     def restore(self, saved: SavedTensors, updates: int, skipped: int) -> None:
         self._require_presence()
         self._states.settle()
-        refuse_misfits(self._sizes(), saved)
+        refuse_misfits(self._shapes(), saved)
         for entry in self._entries:
             for kind, numbers in self._saved(entry).items():
                 own, parameter = self._held.own[entry.name], self._parameters[entry.name]
@@ -213,18 +213,17 @@ class Optimizer:
             return MASTER
         return "parameter" if self.keeps_parameters else None
 
-    def _sizes(self) -> dict[str, int]:
-        """How many numbers all workers together save under each name."""
-        sizes: dict[str, int] = {}
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of what all workers together save under each name."""
+        shapes: dict[str, tuple[int, ...]] = {}
         for name, parameter in self._parameters.items():
             kinds = [kind for kind in (self._saved_as(name), *MOMENTS) if kind]
-            sizes |= {f"{kind}/{name}": parameter.numel() for kind in kinds} | {f"step/{name}": 1}
-        return sizes
+            shapes |= {f"{kind}/{name}": tuple(parameter.shape) for kind in kinds} | {f"step/{name}": ()}
+        return shapes
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""
         yield from self._states.memory()
-        yield from self._held.memory()
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -247,15 +246,15 @@ def restore_parameters(model: torch.nn.Module, saved: SavedTensors) -> None:
             flat(parameter).copy_(saved.numbers(found, 0, parameter.numel()))
 
 
-def refuse_misfits(own: Mapping[str, int], saved: SavedTensors) -> None:
-    """`own`: how many numbers are expected under each name."""
+def refuse_misfits(own: Mapping[str, tuple[int, ...]], saved: SavedTensors) -> None:
+    """`own`: the shapes that are expected. A tensor in pieces is flat."""
     names = set(saved.names())
     misfits = [f"{name} is not in the checkpoint" for name in own if name not in names]
     misfits += [f"{name} is in the checkpoint only" for name in sorted(names) if name not in own]
     misfits += [
-        f"{name} has {saved.size(name):,} numbers in the checkpoint and {count:,} now"
-        for name, count in own.items()
-        if name in names and count != saved.size(name)
+        f"{name} has the shape {list(saved.shape(name))} in the checkpoint and {list(shape)} now"
+        for name, shape in own.items()
+        if name in names and saved.shape(name) not in (shape, (math.prod(shape),))
     ]
     if misfits:
         raise UserError(

@@ -11,16 +11,17 @@ of each group, where groups hold the same); after `changed` every worker compute
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from fulltilt.model.arrays import local
+from fulltilt.model.fuse import rejoin
 from fulltilt.parallel.apply import Shards
-from fulltilt.parallel.exchange import Exchange, copy_all, flat, length_of
+from fulltilt.parallel.exchange import copy_all, flat, length_of
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.shard import lay_out
+from fulltilt.parallel.shard import lay_out, move_into
 
 Parameters = Mapping[str, torch.nn.Parameter]
 
@@ -52,29 +53,22 @@ class Held(Protocol):
     def changed(self) -> None:
         """The numbers have been updated: let all workers compute with them."""
 
-    def memory(self) -> Iterator[torch.Tensor]:
-        """All memory beside parameters and gradients."""
-
 
 class WholeParameters:
-    saves = True
+    saves: bool = True
+    own: Mapping[str, slice]
 
-    def __init__(self, parameters: Parameters, ranks: Ranks) -> None:
-        turned = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
-        assert ranks.size == 1 or not turned, f"{turned[0]} does not lie in the order of its shape, in which workers share it out"
+    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks) -> None:
         self.parameters, self.ranks = parameters, ranks
         self.layouts = lay_out(parameters, ranks.size)
+        self.memories: list[torch.Tensor] = []
+        if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
+            self.memories = [move_into(layout, parameters) for layout in self.layouts.values()]
+            rejoin(model)
         self.own = {name: layout.own(name, ranks.rank) for layout in self.layouts.values() for name in layout.places}
         self.gradients: dict[torch.dtype, torch.Tensor] = {}  # accumulators, one memory for each type of parameter
         for parameter in filter(is_low, parameters.values()):
             parameter.register_post_accumulate_grad_hook(accumulate)
-        self.exchanges = [self._exchange(dtype) for dtype in self.layouts if ranks.size > 1]
-
-    def _exchange(self, dtype: torch.dtype) -> Exchange:
-        def numbers(name: str, chosen: slice) -> torch.Tensor:
-            return flat(self.parameters[name])[chosen]
-
-        return Exchange(self.layouts[dtype], self.ranks, dtype, device_of(self.parameters), numbers, numbers, own=False)
 
     def numbers(self, name: str) -> torch.Tensor:
         return flat(self.parameters[name])[self.own[name]]
@@ -90,7 +84,7 @@ class WholeParameters:
         if self.gradients:
             return
         for dtype, layout in self.layouts.items():
-            if low(dtype) or self.ranks.size > 1:
+            if low(dtype) or not self.ranks.alone:
                 wide = torch.float32 if low(dtype) else dtype
                 self.gradients[dtype] = memory = torch.zeros(layout.total, dtype=wide, device=device_of(self.parameters))
                 for name, place in layout.places.items() if low(dtype) else ():
@@ -111,7 +105,7 @@ class WholeParameters:
     def reduced(self) -> dict[str, torch.Tensor]:
         found = {name: p.main_grad if is_low(p) else p.grad for name, p in self.parameters.items()}  # type: ignore[attr-defined]
         flats = {name: flat(like_parameter(gradient, self.parameters[name])) for name, gradient in found.items() if gradient is not None}
-        if self.ranks.size == 1:
+        if self.ranks.alone:
             return flats
         given = torch.tensor([name in flats for name in self.parameters], dtype=torch.float32, device=device_of(self.parameters))
         self.ranks.sum(given)
@@ -131,14 +125,13 @@ class WholeParameters:
         }
 
     def changed(self) -> None:
-        for exchange in self.exchanges:
-            exchange.gather()
-
-    def memory(self) -> Iterator[torch.Tensor]:
-        yield from (exchange.buffer for exchange in self.exchanges)
+        for memory in self.memories:
+            self.ranks.gather(memory)
 
 
 class ParameterShards:
+    own: Mapping[str, slice]
+
     def __init__(self, parameters: Parameters, shards: Shards) -> None:
         self.parameters, self.shards, self.ranks, self.saves = parameters, shards, shards.sharing.group, shards.sharing.first
         layout = shards.layout(list(parameters))
@@ -167,9 +160,6 @@ class ParameterShards:
 
     def changed(self) -> None:
         self.shards.version += 1
-
-    def memory(self) -> Iterator[torch.Tensor]:
-        yield from ()
 
 
 def device_of(parameters: Parameters) -> torch.device:

@@ -1,6 +1,7 @@
 """Ctrl-C, a termination and a closed terminal, made safe.
 
-Enters: SIGINT, SIGTERM and SIGHUP, at any moment. Leaves: `Interrupted`, raised only where the step in progress can be dropped.
+Enters: SIGINT, SIGTERM and SIGHUP, at any moment. Leaves: in a run's steps `Interrupted`, raised only where the step in progress can be
+dropped; in any other part of a command `KeyboardInterrupt`, wherever Python was when Ctrl-C came. Guaranteed: torch is not imported.
 """
 
 from __future__ import annotations
@@ -8,13 +9,38 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
+
+REPEAT_S = 0.02
 
 
 class Interrupted(Exception):
     """A signal to stop, at a moment when the step in progress can be dropped."""
+
+
+@contextlib.contextmanager
+def interrupts_repeated() -> Iterator[None]:
+    """Send Ctrl-C again that came inside a destructor or a callback, where Python only prints an exception and continues without it."""
+    before = sys.unraisablehook
+
+    def hook(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt):
+            # Later, because here an exception would be dropped as well.
+            repeat = threading.Timer(REPEAT_S, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+            repeat.daemon = True
+            repeat.start()
+        elif not issubclass(dropped.exc_type, Interrupted):  # which the end of the step raises again
+            before(dropped)
+
+    sys.unraisablehook = hook
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextlib.contextmanager
