@@ -16,12 +16,13 @@ BIN = .venv/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
 USABLE = import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 
-.PHONY: help demo test check faults reference clean
+.PHONY: help demo test check check-all faults reference clean
 
 help:
 	@echo "make demo       train a small model on this computer and print what it learned"
 	@echo "make test       the tests, one process per core; WORKERS=0 runs them in one, PYTEST_ARGS=\"-k resume\" chooses some"
 	@echo "make check      lint, types, the long tests (rare variants, runs that learn) and a proof of every performance knob"
+	@echo "make check-all  make check, and every combination of workers: 20 kills of workers and drivers, resumes on other numbers of workers"
 	@echo "make faults     1,000 hostile inputs and 100 kills: docs/faults.md; make check runs a part of them"
 	@echo "make reference  write docs/reference.md anew from the code"
 	@echo "make clean      delete .venv, caches and build folders; runs/ stays"
@@ -31,15 +32,18 @@ demo: .venv/ready
 	$(BIN)/fulltilt demo
 
 test: .venv/dev
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not matrix"
 
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -m long
+	$(PYTEST) -m "long and not matrix"
 	$(BIN)/fulltilt prove --quiet --device cpu
 	$(BIN)/python tests/faults --cases 300
+
+check-all: check
+	FULLTILT_KILLS=20 $(PYTEST) -m "matrix or long" tests/test_devices.py
 
 faults: .venv/dev
 	$(BIN)/python tests/faults $(FAULTS)

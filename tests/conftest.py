@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("FULLTILT_SHARE_DEVICES", "1")  # four workers on two cores
 # Triton looks at it when a kernel is defined. The driver's own file, on Linux and under Windows, answers without importing torch.
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -25,14 +26,17 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, those with a time limit of their own, dealt out among the test processes: at the end, all cores but one
-    would wait for them. Tests that share the demo come last, when one process has run it."""
+    would wait for them. Tests that share the demo come last, when one process has run it; those that share a pool of workers come first,
+    all in one process of tests, so that there is one pool."""
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         return "warm" in getattr(item, "fixturenames", ()), item.get_closest_marker("timeout") is None
 
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.sort(key=place)
-    items[:] = [item for number in range(processes) for item in items[number::processes]]
+    together = [item for item in items if "pool_of_devices" in getattr(item, "fixturenames", ())]
+    others = [item for item in items if item not in together]
+    items[:] = together + [item for number in range(processes) for item in others[number::processes]]
 
 
 def device_of_kernels() -> str | None:
@@ -115,3 +119,13 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory):
         return made[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def pool_of_devices():
+    """Processes in which tests make real workers."""
+    import devices
+
+    pool = devices.Pool()
+    yield pool
+    pool.close()

@@ -101,7 +101,7 @@ SFT = {
 # What a clock decides, and memory, of which a process has its own: all else in the metrics is the same for the same run.
 CLOCK = (
     "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "rollout/time_", "rollout/prefill_tokens_per_s",
-    "rollout/decode_tokens_per_s", "memory_gib/",
+    "rollout/decode_tokens_per_s", "memory_gib/", "memory_spread_gib/", "sync/",
 )  # fmt: skip
 
 
@@ -339,9 +339,16 @@ def assert_equal_checkpoints(one: Path, other: Path) -> None:
 
 def assert_equal_tensors(one: Path, other: Path) -> None:
     assert contents(one / "model") == contents(other / "model")
-    tensors, expected = load_file(one / "trainer.safetensors"), load_file(other / "trainer.safetensors")
-    assert tensors.keys() == expected.keys()
-    assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
+    assert [file.name for file in trainer_files(one)] == [file.name for file in trainer_files(other)]
+    for found, wanted in zip(trainer_files(one), trainer_files(other), strict=True):
+        tensors, expected = load_file(found), load_file(wanted)
+        assert tensors.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(tensors[name], expected[name])] == []
+
+
+def trainer_files(checkpoint: Path) -> list[Path]:
+    """One file, or one for each worker."""
+    return sorted(checkpoint.glob("trainer*.safetensors"))
 
 
 def state(checkpoint: Path) -> dict[str, Any]:

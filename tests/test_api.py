@@ -516,7 +516,7 @@ def writes(solution_str: str) -> float:
 )
 def test_a_function_that_cannot_travel_is_refused_by_name(small: dict[str, Any], function: Callable[..., float], words: list[str]) -> None:
     with pytest.raises(
-        fulltilt.UserError, match=f"reward function '{callables.plain_name(function)}' cannot be sent to the reward processes"
+        fulltilt.UserError, match=f"the function '{callables.plain_name(function)}' cannot be sent to other processes"
     ) as refused:
         fulltilt.check(**{key: value for key, value in small.items() if key != "quiet"} | {"reward": function})
     assert [word for word in (*words, "FILE.py:NAME") if word not in str(refused.value)] == []

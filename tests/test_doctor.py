@@ -19,7 +19,7 @@ import torch
 
 from fulltilt import doctor
 from fulltilt.doctor import Finding, Report, examine, in_range
-from fulltilt.memory.host import free_host_bytes
+from fulltilt.memory.host import free_host_bytes, usable_cores
 from fulltilt.observe import health
 from fulltilt.reward import confine
 from fulltilt.words import in_bytes
@@ -76,6 +76,8 @@ def test_devices_as_torch_sees_them(report: Report) -> None:
         assert "CPU" in devices[0].detail
         assert finding(report, "varlen_attn").status == "ok"
     assert finding(report, "bfloat16").detail
+    most = torch.cuda.device_count() or usable_cores()
+    assert f"at most {most}: one for each {'GPU' if torch.cuda.is_available() else 'core'}" in finding(report, "workers").detail
 
 
 def test_how_much_can_be_pinned(report: Report) -> None:

@@ -48,6 +48,7 @@ OF_TRAIN = {
     "head_recompute": {"actor", "sft"},
     "fused_layers": ALL_ROLES,
     "compile": ALL_ROLES,
+    "balance": {"sft"},
 }
 
 
@@ -55,6 +56,8 @@ def roles_of(knob: str) -> set[str]:
     section, _, key = knob.partition(".")
     if section == "train":
         return OF_TRAIN[key]
+    if section == "cluster":
+        return {"sft"}
     learns_from_rows = section == "actor" and key != "forward_token_budget"
     return {section} | ({"sft"} if learns_from_rows else set())
 

@@ -25,7 +25,7 @@ from fulltilt.model.verify import packed_logprobs, verify
 from fulltilt.records import Group, Prompt, UserError
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.decode import Decoder
-from fulltilt.rollout.engine import EngineContext, EngineLimits
+from fulltilt.rollout.engine import EngineContext, EngineLimits, FreeSeats
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import bytes_per_token
@@ -189,6 +189,67 @@ def test_passes_launched_ahead_give_the_same_samples(model_folders, monkeypatch)
         # All but the first token of a sample, and the first after it was preempted, which come from prefill.
         assert 0 <= sum(lengths.values()) - len(lengths) - ahead.stats().decode_tokens <= ahead.stats().preemptions
         assert starts["launch"] > starts["start"] > 0, "no pass was launched ahead"
+
+
+class SlowFeed:
+    """Answers every request with what is left of some prompts, at most as many as there are seats, after it was polled a few times."""
+
+    def __init__(self, prompts: Sequence[Prompt], polls: int) -> None:
+        self.left, self.polls, self.asked, self._left_to_poll = list(prompts), polls, list[int](), 0
+        self.longest = max(len(prompt.ids) for prompt in prompts)
+
+    def ask(self, seats: FreeSeats) -> None:
+        self.asked.append(seats.groups)
+        self._left_to_poll = self.polls
+
+    def take(self, *, wait: bool) -> list[Prompt] | None:
+        if self._left_to_poll and not wait:
+            self._left_to_poll -= 1
+            return None
+        taken, self.left = self.left[: self.asked[-1]], self.left[self.asked[-1] :]
+        return taken
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    blocks=st.integers(13, 60), max_seqs=st.integers(1, 12), tokens=st.integers(4, 60), samples=st.integers(1, 4), first=st.integers(0, 3),
+    polls=st.integers(0, 3), ahead=st.booleans(), sharing=st.booleans(),
+)  # fmt: skip
+def test_prompts_that_come_while_others_run_get_the_same_samples(
+    model_folders, blocks, max_seqs, tokens, samples, first, polls, ahead, sharing
+) -> None:
+    engine = one_engine(model_folders("qwen2"))
+    prompts, sampling = random_prompts(9), Sampling(samples=samples, max_new_tokens=20)
+    fed = with_limits(engine, EngineLimits(blocks, 4, max_seqs, tokens, prefix_sharing=sharing))
+    fed.decoder.overlaps = ahead
+    feed, found = SlowFeed(prompts[first:], polls), list[Group]()
+    for item in fed.generate_fed(prompts[:first], sampling, 5, feed):
+        if isinstance(item, FreeSeats):
+            assert 0 < item.groups <= max(1, max_seqs // samples)
+            feed.ask(item)
+        else:
+            assert item.prompt is prompts[item.place]
+            found.append(item)
+    check_same(generate(engine, prompts, sampling), sorted(found, key=lambda group: group.place))
+    assert not feed.left and len(feed.asked) >= 2
+    assert fed.stats().first_token.total == len(prompts) * samples and fed.recorder._unfinished == 0
+
+
+def test_an_engine_asks_for_no_more_than_it_can_start(model_folders) -> None:
+    """By seats and by blocks, and not at all while prompts wait."""
+    prompts, sampling = random_prompts(12), Sampling(samples=2, max_new_tokens=8)
+    for limits, most in (
+        (replace(ROOMY, max_seqs=6), 3),
+        (EngineLimits(blocks=24, block_tokens=4, max_seqs=50, max_batched_tokens=64), 25),
+    ):
+        engine = with_limits(one_engine(model_folders("qwen2")), limits)
+        feed = SlowFeed(prompts[3:], 0)
+        for item in engine.generate_fed(prompts[:3], sampling, 5, feed):
+            if isinstance(item, FreeSeats):
+                feed.ask(item)
+        assert max(feed.asked) <= most
+        assert engine.stats().preemptions == 0 or limits.blocks < 30
+    assert list(engine.generate([], sampling, 5)) == [] and engine.stats().passes == 0, "statistics are those of this call"
 
 
 def test_the_host_looks_sooner_where_steps_take_longer(model_folders) -> None:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from fulltilt import config as configuration
 from fulltilt import knobs
 from fulltilt.callables import Callables
+from fulltilt.cluster.hosts import WorkerError
 from fulltilt.config import ConfigRule
 from fulltilt.data.files import forget_rows, rows_in_memory
 from fulltilt.observe import loggers
@@ -108,6 +109,8 @@ def freeing_memory(function: Callable[Given, Result]) -> Callable[Given, Result]
                 error.add_note("".join(traceback.format_exception(error.__cause__ or error.__context__ or error)).rstrip())
             error.__context__ = None
             raise error.with_traceback(None) from None
+        except WorkerError as error:  # the traceback inside the worker is its cause, as text
+            raise error.with_traceback(None) from error.__cause__
         finally:
             if torch := sys.modules.get("torch"):
                 gc.collect()

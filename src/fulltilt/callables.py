@@ -215,8 +215,8 @@ def travelling(code: UserCode) -> UserCode:
     except Exception as error:  # an object's own method may raise anything
         holder = next((f" (it uses {name!r})" for name, value in used_by(code.given) if not travels(value)), "")
         raise UserCodeError(
-            f"reward function {code.attribute!r} cannot be sent to the reward processes: {first_line(error)}{holder}. Make the object "
-            "inside the function, or write the function into a file and give FILE.py:NAME"
+            f"the function {code.attribute!r} cannot be sent to other processes: {first_line(error)}{holder}. Make the object inside the "
+            "function, or write the function into a file and give FILE.py:NAME"
         ) from None
     folders = [str(Path(folder).absolute()) for folder in sys.path]
     return replace(code, given=None, pickled=pickle.dumps((folders, function)))

@@ -1,8 +1,8 @@
 """The command line.
 
 Enters: arguments. Leaves: an exit code: 0 for success, 2 for an error that the user can fix (reported without a traceback, unless
-FULLTILT_TRACEBACK=1 asks for it), 1 for any other failure, 130 after Ctrl-C, SIGTERM or SIGHUP, where a run saves first. Guaranteed: torch
-is imported only by commands that need it, so help and configuration errors are quick.
+FULLTILT_TRACEBACK=1 asks for it), 1 for any other failure, such as the loss of a worker, 130 after Ctrl-C, SIGTERM or SIGHUP, where a run
+saves first. Guaranteed: torch is imported only by commands that need it, so help and configuration errors are quick.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typer.core import TyperCommand, TyperGroup
 
 import fulltilt
 from fulltilt.bench.options import BenchOptions, DeviceName, RunFile, argument, option
+from fulltilt.cluster.hosts import WorkerError
 from fulltilt.interrupts import interrupts_repeated
 from fulltilt.observe import streams
 from fulltilt.records import UserError
@@ -116,6 +117,11 @@ def main() -> None:
     streams.quiet_libraries()
     try:
         app()
+    except WorkerError as error:
+        if error.worker_traceback:
+            tell(error.worker_traceback.rstrip(), sys.stderr)
+        tell(f"error: {error}", sys.stderr)
+        sys.exit(1)
     except UserError as error:
         refuse(str(error))
     except SystemExit as ended:

@@ -126,7 +126,7 @@ class Report:
 def examine(run: Path | None = None) -> Report:
     """Examine this computer and, if `run` is the folder of a run, show the memory that its newest step has measured."""
     core = tuple(examine_package(package) for package in PACKAGES if not package.extra)
-    devices = tuple(examine_devices()) if imports("torch") is None else ()
+    devices = (*examine_devices(), examine_workers()) if imports("torch") is None else ()
     extras = needed_on(devices, tuple(examine_package(package) for package in PACKAGES if package.extra))
     measured = examine_memory_of(run) if run else ()
     return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *measured))
@@ -215,6 +215,26 @@ def examine_devices() -> Iterator[Finding]:
     if not torch.cuda.is_bf16_supported():
         fault = "this GPU does not support bfloat16"
     yield judged("bfloat16", "works on CUDA; model.dtype = auto chooses it", fault, remedy, status="missing")
+
+
+def examine_workers() -> Finding:
+    """What several workers would have on this computer (cluster.workers)."""
+    import torch
+    import torch.distributed as dist
+
+    gpus, cores = torch.cuda.device_count(), usable_cores()
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Finding("workers", "missing", "1: this torch has no gloo, which several workers need", "install another build of torch")
+    nccl = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if gpus and dist.is_nccl_available() else "no NCCL"  # type: ignore[no-untyped-call]
+    if gpus:
+        try:
+            default, most, memory = gpus, gpus, min(torch.cuda.mem_get_info(index)[0] for index in range(gpus))
+        except Exception as error:
+            return Finding("workers", "broken", f"the memory of the GPUs is not known: {first_line(error)}", "see the GPUs above")
+    else:
+        default, most, memory = 1, cores, free_host_bytes() // cores
+    each = f"one for each {'GPU' if gpus else 'core'} with {in_bytes(memory)} of memory"
+    return Finding("workers", "ok", f"{default} by default, at most {most}: {each}; {nccl}, gloo")
 
 
 def no_cuda() -> Finding:

@@ -94,9 +94,6 @@ _PLANNED = (
         "always on",
         note="It takes no value: the engine does it by itself.",
     ),
-    _planned(
-        "train.balance", BATCHES, _SWITCH, "spread of token cost across ranks and pipeline micro-batches", "on", "trainer.balance_batch"
-    ),
     _sequence_parallel(
         "train",
         "ARR.actor.{,fsdp_config.}ULYSSES training.{sequence_parallel,ulysses_degree} ulysses_degree | {models.policy_trainer.,}ULYSSES",

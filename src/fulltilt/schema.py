@@ -61,8 +61,8 @@ TRAINING = "Training memory and speed"
 
 VALIDATION_METRICS = ("val/", "val-core/", "val-aux/")  # how the names of metrics begin that only a validation has
 METRICS = (  # how the others begin
-    "actor/", "critic/", "memory_gib/", "perf/", "prompt_length/", "ref/", "response_length/", "reward/", "reward_model/", "rollout/",
-    "rollout_corr/", "timing_per_token_ms/", "timing_s/", "train/",
+    "actor/", "communication/", "critic/", "memory_gib/", "memory_spread_gib/", "perf/", "prompt_length/", "ref/", "response_length/",
+    "reward/", "reward_model/", "rollout/", "rollout_corr/", "sync/", "timing_per_token_ms/", "timing_s/", "train/",
 )  # fmt: skip
 VALIDATED_REWARDS = ("val/reward/mean", "val/prompts", "val/response_length/mean", "val/reward_errors")  # for data of any source
 VALIDATED_LOSS = ("val/loss",)  # for SFT
@@ -239,6 +239,10 @@ _if_recomputed = UsedIf(
     lambda *recompute: not {"selective", "full"}.isdisjoint(recompute),
     'set train.recompute to "selective" or "full"',
 )
+
+
+_if_several = UsedIf(("cluster.workers",), lambda workers: workers != 1, "set cluster.workers above 1")
+_if_apart = replace(_if_several, reads=("cluster.workers", "cluster.processes"), holds=lambda workers, apart: workers != 1 or apart)
 
 
 def reward_weights(function: str | Mapping[str, float]) -> dict[str, float]:
@@ -541,7 +545,9 @@ class TrainConfig(Section):
     rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
     family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
     our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
-    balance: bool = row(True, elsewhere="balance_batch", free=True)
+    balance: bool = row(
+        True, "spread of token cost across workers", "trainer.balance_batch", section=BATCHES, free=True, used_if=_if_several
+    )
     """Deal micro-batches to workers by what they cost, so that all take about as long. Off: in turn."""
     shard: Literal["auto", "optimizer", "full", "hybrid"] = row("auto", elsewhere="~actor.strategy ~critic.strategy", free=True)
     """What several workers share out among themselves. "optimizer": master weights and moments; each worker has all parameters, and its
@@ -834,15 +840,21 @@ class RunConfig(Section):
 class ClusterConfig(Section):
     free: ClassVar[bool] = True  # a run may go on with another number of workers
 
-    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = row("auto", elsewhere="n_gpus_per_node num_processes")
+    workers: Annotated[int, Field(ge=1, le=1024)] | Auto = _training(
+        "auto", "workers started", "trainer.n_gpus_per_node", elsewhere="num_processes"
+    )
     """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
-    the program's own process. `auto`: one for each GPU that torch sees; one on a CPU."""
-    processes: bool = False
+    the program's own process. More workers than GPUs, or on a CPU than cores, are refused, unless FULLTILT_SHARE_DEVICES=1 is set, for
+    tests. `auto`: one for each GPU that torch sees; one on a CPU."""
+    processes: bool = row(False, used_if=UsedIf(("workers",), lambda workers: workers in (1, "auto"), "set cluster.workers = 1"))
     """Run a single worker in a process of its own too, as several always do: to measure what that costs."""
-    stall_s: Seconds = 45.0
+    stall_s: Seconds = row(45.0, used_if=_if_apart)
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
-    deadline_s: Seconds = 1800.0
+    deadline_s: Seconds = row(1800.0, used_if=_if_apart)
     """Seconds without a sign of progress after which a worker is given up, and the run ends."""
+    restarts: NotNegative = row(0, used_if=_if_apart)
+    """How often a run that has lost a worker, because its process died or it was given up, starts its workers again and resumes from its
+    last checkpoint by itself. A step that fails twice in a row ends the run in any case."""
 
 
 class Config(Section):

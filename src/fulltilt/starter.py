@@ -53,7 +53,7 @@ _SAMPLED: Mapping[str, Any] = {
     "run.steps": 100,
     "run.save_every": 10,
 }
-_EXAMPLES: Mapping[str, Any] = {"data.val": "path/to/val.jsonl", "run.eval_every": 10}
+_EXAMPLES: Mapping[str, Any] = {"data.val": "path/to/val.jsonl", "run.eval_every": 10, "cluster.workers": "auto"}
 _SUPERVISED: Mapping[str, Any] = {
     "algorithm.name": "sft",
     "algorithm.prompts_per_step": 16,

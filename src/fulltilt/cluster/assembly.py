@@ -32,6 +32,7 @@ from fulltilt.cluster.checks import (
     wrong_models,
     wrong_rollout,
     wrong_settings,
+    wrong_workers,
 )
 from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.loading import load_models
@@ -102,7 +103,8 @@ def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
     """The parts that validation needs: no role learns, and settings that only training would refuse are notes."""
     algorithm = build(config)
-    device = open_device(config, wrong_rollout(config, choose_device(config.run.device).type))
+    kind = choose_device(config.run.device).type
+    device = open_device(config, [*wrong_rollout(config, kind), *wrong_workers(config, algorithm, kind)])
     parts = put_together(config, algorithm, device, read_validation_data, (), resume, None)
     refused = (f"a training run would be refused: {text}" for text in settings_without_effect(config, algorithm, device.type))
     return replace(parts, notes=(*parts.notes, *refused))

@@ -6,6 +6,7 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -16,11 +17,13 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBas
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
+from fulltilt.callables import travelling
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.data.prompts import PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.data.template import TEMPLATE_REMEDY, PromptEncoder
 from fulltilt.folders import RUN_MARKER, refuse_foreign
+from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
@@ -28,10 +31,13 @@ from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_d
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.rollout.engine import engine_mistakes
-from fulltilt.schema import Config, shares_parameters, uses_reward_model
+from fulltilt.rollout.engine import engine_mistakes, why_one_worker
+from fulltilt.schema import Config, conditions, keys, shares_parameters, shown, uses_reward_model, value_of
+from fulltilt.settings import holds, is_set, own_functions
+from fulltilt.user_code import UserCodeError
 from fulltilt.words import either
 
+SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {
     "train.fused_layers": "fused layers read parameters that are joined in one memory",
@@ -148,14 +154,17 @@ def wrong_models(config: Config, paths: Mapping[str, str]) -> Iterator[str]:
 
 
 def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[str]:
-    return [*wrong_rollout(config, device), *settings_without_effect(config, algorithm, device), *wrong_sharing(config, device)]
+    return [
+        *wrong_rollout(config, device),
+        *wrong_workers(config, algorithm, device),
+        *settings_without_effect(config, algorithm, device),
+        *wrong_sharing(config, device),
+    ]
 
 
 def count_workers(config: Config, device: str) -> int:
     given = config.cluster.workers
-    if given != "auto":
-        return given
-    return torch.cuda.device_count() if device == "cuda" else 1
+    return given if given != "auto" else torch.cuda.device_count() if device == "cuda" else 1
 
 
 def wrong_sharing(config: Config, device: str) -> Iterator[str]:
@@ -172,6 +181,43 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) is True:
             yield f'{key}: true is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
+
+
+def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """Workers that there are no devices for, or that the engine or a function of the user does not run on, and keys that only several
+    workers obey."""
+    workers, most = count_workers(config, device), torch.cuda.device_count() if device == "cuda" else usable_cores()
+    if workers > most and os.environ.get(SHARE_DEVICES) != "1":
+        each = "a GPU" if device == "cuda" else "a core"
+        has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
+        remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
+        yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
+    yield from unused_by(config, workers)
+    if workers > 1:
+        yield from wrong_on_several(config, algorithm)
+
+
+def unused_by(config: Config, workers: int) -> Iterator[str]:
+    """Keys that this number of workers does not obey. Where it is given, they are refused with the configuration."""
+    if config.cluster.workers != "auto":
+        return
+    found = config.model_copy(update={"cluster": config.cluster.model_copy(update={"workers": workers})})
+    for key in (key for key in keys() if is_set(config, key)):
+        for each in conditions(key):
+            if "cluster.workers" in each.reads and not holds(found, each):
+                why = f"cluster.workers is auto, which is {workers} here"
+                yield f"{key}: {shown(value_of(config, key))} has no effect while {why}. Remove it, or {each.remedy}"
+
+
+def wrong_on_several(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    engine = config.rollout.engine
+    if "rollout" in algorithm.needs and (reason := why_one_worker(engine)):
+        yield f'rollout.engine: "{engine}" runs on one worker only: {reason}. Set cluster.workers = 1, or use the native engine'
+    for function in own_functions(config).values():
+        try:
+            travelling(function.code)
+        except UserCodeError as error:
+            yield str(function.wrong(error))
 
 
 def wrong_rollout(config: Config, device: str) -> Iterator[str]:

@@ -9,6 +9,7 @@ call is a plain call in this process. Only records that pickle, numbers and path
 from __future__ import annotations
 
 import contextlib
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
@@ -24,14 +25,17 @@ from fulltilt.batching.schedule import distribute, in_order, split_minibatches, 
 from fulltilt.cluster.hosts import Hosts, WorkerError
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.cluster.worker import Annotated, Metrics, UpdateSums, Worker, WorkerFacts, enough_memory
+from fulltilt.cluster.worker import Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
+from fulltilt.observe.health import MEMORY
 from fulltilt.plan import Plan
-from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row
+from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row, UserError
+from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests
+from fulltilt.words import joined, many
 
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
@@ -49,6 +53,8 @@ class Crew:
         self.plan: Plan = facts[0].plan
         self.notes = facts[0].notes
         self._sizes = facts[0].sizes
+        self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
+        self._version = 0  # of the weights that engines sample from
         self.checkpoint_bytes = sum(each.checkpoint_bytes for each in facts)
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
@@ -85,10 +91,19 @@ class Crew:
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
-        """One group for each prompt, each as soon as it is complete."""
-        dealt = [dict(list(enumerate(prompts))[rank :: self.hosts.size]) for rank in range(self.hosts.size)]
-        call = self.hosts.start("generate", [(own, sampling, seed) for own in dealt], what="rollout")
-        yield from (group for _, group in call.items())
+        """One group for each prompt, each as soon as it is complete. Prompts are dealt in turn: all of them, or with a queue as many as the
+        engines have seats for; the others go to whichever engine has free seats first."""
+        size, numbered = self.hosts.size, list(enumerate(prompts))
+        seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
+        queue = deque(numbered[seats:])
+        longest = max((len(prompt.ids) for _, prompt in queue), default=0)
+        args = [(dict(numbered[:seats][rank::size]), sampling, seed, self._version, longest) for rank in range(size)]
+        call = self.hosts.start("generate", args, what="rollout")
+        for rank, item in call.items():
+            if isinstance(item, FreeSeats):
+                call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
+            else:
+                yield item
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
@@ -100,9 +115,14 @@ class Crew:
         if isinstance(self.hosts, Local):
             self.worker.report_rollout(say, interval)
 
-    def sync(self, version: int) -> None:
-        """Bring the engines to the trainer's weights, which have changed."""
-        self._all("sync", version, what="sync")
+    def sync(self, version: int) -> Metrics:
+        """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
+        found: list[SyncReport] = self._all("sync", version, what="sync")
+        self._version = version
+        require_same([each.checksum for each in found], version)
+        seconds, moved = max(each.seconds for each in found), max(each.moved_bytes for each in found)
+        speed = {"sync/gb_per_s": moved / 1e9 / seconds} if moved else {}
+        return {"sync/seconds": seconds, **speed} if moved or self._several else {}
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
@@ -170,7 +190,13 @@ class Crew:
         }
         if self._several and plans:
             counts["load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
-        return mean_of(found) | {f"{role}/{name}": count for name, count in counts.items()}
+        seconds = [each.seconds for each in results]
+        of_workers = {"max": max(seconds), "mean": float(np.mean(seconds))} if self._several else {}
+        return {
+            **mean_of(found),
+            **{f"{role}/{name}": count for name, count in counts.items()},
+            **{f"timing_s/workers/update_{role}/{name}": count for name, count in of_workers.items()},
+        }
 
     def _plan_minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
         if not any(row.mask.any() for row in rows):
@@ -180,10 +206,16 @@ class Crew:
         return [make(rows, part, advantage_alone=advantage_alone, workers=self.hosts.size) for part in parts]
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call: of several workers, the most."""
+        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         names = dict.fromkeys(name for metrics in found for name in metrics)
-        return {name: max(metrics[name] for metrics in found if name in metrics) for name in names}
+        seen = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
+        apart = {
+            f"memory_spread_gib/{name.removeprefix(MEMORY)}": max(each) - min(each)
+            for name, each in seen.items()
+            if self._several and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
+        }
+        return {name: max(each) for name, each in seen.items()} | apart
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
@@ -215,6 +247,20 @@ class Crew:
         with contextlib.suppress(WorkerError):
             self._all("close", what="the end")
         self.hosts.close()
+
+
+def require_same(checksums: Sequence[str | None], version: int) -> None:
+    """Refuse weights that are not the same on all workers."""
+    (usual, count), *others = Counter(checksums).most_common()
+    if not others:
+        return
+    odd = [rank for rank, each in enumerate(checksums) if each != usual] if count > 1 else range(len(checksums))
+    who = ("worker " if len(odd) == 1 else "workers ") + joined([str(rank) for rank in odd], "and")
+    compared = f"differ from those of the other {many(count, 'worker')}" if count > 1 else "differ"
+    raise UserError(
+        f"the weights of {who} {compared} after step {version}, though every worker must have the same: the memory of a device may be "
+        "faulty, or other code has changed a model. Resume from the last checkpoint, and leave out the device if this happens again"
+    )
 
 
 def chosen(rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]) -> dict[int, Row]:

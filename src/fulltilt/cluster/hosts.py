@@ -13,8 +13,6 @@ import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol
 
-from fulltilt.records import UserError
-
 
 class Hosts(Protocol):
     @property
@@ -57,8 +55,8 @@ class Inbox(Protocol):
         runs in the same thread, so that none can arrive: a method that needs one must yield."""
 
 
-class WorkerError(UserError):
-    """A worker failed. The message names the worker, the call and the error."""
+class WorkerError(Exception):
+    """A worker failed, by no mistake that the user can fix. The message names the worker, the call and the error."""
 
     def __init__(self, text: str, worker_traceback: str = "") -> None:
         super().__init__(text)

@@ -7,6 +7,7 @@ the checkpoint, and planned. Guaranteed: all workers of a run make the same plan
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.training.optim import Optimizer, restore_parameters
 from fulltilt.training.roles import Critic, Policy, Role, Scorer
 from fulltilt.training.trainer import Trainer
+from fulltilt.words import in_bytes, many
 
 
 def be_deterministic() -> None:
@@ -65,9 +67,21 @@ class WorkerOrder:
 
 
 def load_worker(order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE) -> Worker:
-    config = order.config
+    config, began = order.config, time.perf_counter()
     models = load_models(config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled)
-    return make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
+    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
+    if ranks.size > 1:
+        worker.notes = (describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began), *worker.notes)
+    return worker
+
+
+def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: float) -> str:
+    """All workers in a line: each has the same."""
+    where = f" on {ranks.size // ranks.beside} machines" if ranks.beside < ranks.size else ""
+    on_gpu = "a GPU of its own" if ranks.sharing == 1 else f"a GPU that {ranks.sharing} workers share"
+    has = on_gpu if device.type == "cuda" else many(threads, "thread")
+    memory, backend = in_bytes(free_bytes(device) / ranks.sharing), torch.distributed.get_backend()
+    return f"{ranks.size} workers{where}: models loaded in {seconds:.1f} s; each has {has} and {memory} of free memory ({backend})"
 
 
 def describe_adapters(model: PreTrainedModel) -> str:

@@ -168,7 +168,7 @@ class ProcessCall:
 
 @dataclass(frozen=True)
 class Breakdown:
-    error: UserError
+    error: UserError | WorkerError
     of_collective: bool = False  # perhaps only a consequence of another one
 
 
@@ -341,7 +341,7 @@ class Processes:
             error.__cause__ = WorkerTraceback(failure.traceback)
             return Breakdown(error)
         during = self._calls[failure.call].name if failure.call is not None else "reading a message"
-        text = f"{child.name} failed in {during}: {failure.text}. FULLTILT_TRACEBACK=1 shows its traceback"
+        text = f"{child.name} failed in {during}: {failure.text}"
         return Breakdown(WorkerError(text, failure.traceback), failure.of_collective)
 
     def _death_of(self, child: Child) -> WorkerDied:

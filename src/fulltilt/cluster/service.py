@@ -7,6 +7,7 @@ functions from Python are known here under the names that the configuration has 
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Generator, Mapping
@@ -50,9 +51,10 @@ class ServedWorker:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._worker, name)
 
-        def call(*args: Any) -> Generator[Any, None, Any]:
-            with enough_memory(self._worker.phase):
-                outcome = method(*args)
+        @functools.wraps(method)
+        def call(*args: Any, **wanted: Any) -> Generator[Any, None, Any]:
+            with enough_memory(self._worker.phase, f" on worker {self._worker.ranks.rank}"):
+                outcome = method(*args, **wanted)
                 return (yield from outcome) if isinstance(outcome, Generator) else outcome
 
         return call
@@ -69,7 +71,7 @@ def serve(service: Service) -> ServedWorker:
     store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
     dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=timedelta(seconds=service.deadline_s))
-    with enough_memory("set-up"):
+    with enough_memory("set-up", f" on worker {service.rank}"):
         ranks = Ranks(service.rank, service.size, dist.group.WORLD, service.beside, service.sharing)
         worker = load_worker(service.order, build(config), device, ranks)
     return ServedWorker(worker)

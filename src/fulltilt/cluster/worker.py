@@ -10,9 +10,11 @@ What does not pickle stays on its side: the stream of `weights` is the worker's,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,16 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
+from fulltilt.cluster.hosts import Inbox
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
-from fulltilt.rollout.engine import Engine, Listener
+from fulltilt.rollout.engine import Engine, FreeSeats, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
@@ -41,6 +45,7 @@ from fulltilt.words import first_line
 
 Metrics = dict[str, float]
 Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
+BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
 
@@ -57,6 +62,14 @@ class UpdateSums:
     steps: list[tuple[LossSums, Metrics]]
     micro_batches: int
     pad_tokens: int
+    seconds: float  # in forward and backward passes, without waiting for other workers
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    seconds: float
+    moved_bytes: int  # copied by the engine, or gathered from other workers
+    checksum: str | None  # of some of the weights that the engine samples from; None: no other worker has the same
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,22 @@ class WorkerFacts:
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     checkpoint_bytes: int  # about how many bytes `save` writes
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
+    queue: bool = False  # prompts may go to whichever worker is free
+
+
+class PromptQueue:
+    """An engine's end of the driver's queue of prompts: messages of the driver, which have prompts by the places it knows them by."""
+
+    def __init__(self, inbox: Inbox, places: list[int], longest: int) -> None:
+        self.inbox, self.places, self.longest = inbox, places, longest
+
+    def take(self, *, wait: bool) -> list[Prompt] | None:
+        answers: list[dict[int, Prompt]] = self.inbox.wait() if wait else self.inbox.poll()
+        if not answers:
+            return None
+        (more,) = answers
+        self.places += more
+        return list(more.values())
 
 
 class Residents:
@@ -122,8 +151,9 @@ class PhaseFailed(Exception):
 
 
 @contextlib.contextmanager
-def enough_memory(phase: str | None = None) -> Iterator[None]:
-    """Turn an out-of-memory error inside a phase into one that names the settings that would help."""
+def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
+    """Turn an out-of-memory error inside a phase into one that names the settings that would help. `where`: which worker it is, of
+    several."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -132,7 +162,7 @@ def enough_memory(phase: str | None = None) -> Iterator[None]:
         remedy = LESS_MEMORY.get(phase or "", "Set train.offload_optimizer = true, use a smaller model, or LoRA (lora.rank)")
         what = first_line(error)
         # Without its traceback, which would keep alive everything that filled the memory.
-        raise UserError(f"out of memory{f' in {phase}' if phase else ''}: {what} {remedy}") from error.with_traceback(None)
+        raise UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}") from error.with_traceback(None)
 
 
 def nothing() -> None:
@@ -159,17 +189,31 @@ class Worker:
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
     twin: Twin | None = None  # the whole actor for the engine, where it is shared out
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
+    version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
+    _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.sizes, self.checkpoint_bytes, self.notes)
+        return WorkerFacts(self.plan, self.sizes, self.checkpoint_bytes, self.notes, self._may_queue)
+
+    @property
+    def _may_queue(self) -> bool:
+        """Which samples run beside one another changes the last bits of their log-probs, on a CPU at least: where a run must repeat to the
+        bit, no clock may decide who samples what."""
+        repeats = self.config.run.deterministic or self.account.device.type == "cpu"
+        return self.engine is not None and self.engine.can_be_fed and not repeats
 
     def begin_phase(self, name: str) -> None:
         """Measure the memory of the calls that follow."""
         stack = contextlib.ExitStack()
         stack.enter_context(self.account.phase(name))
+        if not self._phases and name not in BETWEEN_STEPS:
+            stack.callback(partial(self._count_moved, Counter(self.ranks.moved)))
         self._phases.append((name, stack))
+
+    def _count_moved(self, before: Counter[str]) -> None:
+        self._moved += self.ranks.moved - before
 
     @property
     def phase(self) -> str | None:
@@ -184,16 +228,34 @@ class Worker:
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Mapping[int, Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
+    def generate(
+        self,
+        prompts: Mapping[int, Prompt],
+        sampling: Sampling,
+        seed: int,
+        version: int,
+        longest_queued: int = 0,
+        inbox: Inbox | None = None,
+    ) -> Generator[Group | FreeSeats, None, None]:
         """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by. The KV cache is
-        given back also where the caller stops early."""
+        given back also where the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest
+        prompt that the caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
+        if version != self.version:
+            own = "weights that were changed after the last sync" if self.version is None else f"version {self.version} of the weights"
+            raise RuntimeError(f"the engine would sample from {own}, and version {version} is asked for: sync comes after every update")
         self.residents.need("actor")
-        places = list(prompts)
+        places, given = list(prompts), list(prompts.values())
         try:
-            for group in self.engine.generate(list(prompts.values()), sampling, seed) if prompts else ():
-                yield replace(group, place=places[group.place])
+            items: Iterable[Group | FreeSeats]
+            if longest_queued:
+                assert inbox
+                items = self.engine.generate_fed(given, sampling, seed, PromptQueue(inbox, places, longest_queued))
+            else:
+                items = self.engine.generate(given, sampling, seed)
+            for item in items:
+                yield replace(item, place=places[item.place]) if isinstance(item, Group) else item
             self.account.look()  # while the KV cache still exists
         finally:
             if releases_memory(self.config):
@@ -214,12 +276,27 @@ class Worker:
         assert self.engine
         self.engine.listener = listen
 
-    def sync(self, version: int) -> None:
+    def sync(self, version: int) -> SyncReport:
         """Bring the engine to the trainer's weights, which have changed."""
         assert self.engine
+        begin, before, copied, several = time.perf_counter(), self.ranks.moved.total(), 0, self.ranks.size > 1
+
+        def counted() -> Iterator[tuple[str, torch.Tensor]]:
+            nonlocal copied
+            for name, tensor in self.weights():
+                yield name, tensor
+                copied += tensor.nbytes
+
         if self.twin:
             self.twin.sync()
-        self.engine.sync(version, self.weights())
+        self.engine.sync(version, counted())
+        self.version = version
+        if self.account.device.type == "cuda" and (several or copied):
+            torch.cuda.synchronize(self.account.device)
+        seconds, moved = time.perf_counter() - begin, copied + self.ranks.moved.total() - before
+        if several:
+            self.residents.need("actor")
+        return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
@@ -249,8 +326,9 @@ class Worker:
         return [shards for shards in self.shards if shards.model is role.model]
 
     def _passes_of_all(self, role: Role, own: int) -> int:
-        """How many passes each worker makes, of which this one needs `own`. Where parameters are shared out, all make as many."""
-        return self.ranks.most(own, role.device) if self._shards_of(role) else own
+        """How many passes every worker makes where parameters are shared out, since each gathers them; 0 elsewhere. `own`: how many
+        micro-batches this worker has."""
+        return self.ranks.most(own, role.device) if self._shards_of(role) else 0
 
     @property
     def actor(self) -> Policy:
@@ -267,23 +345,32 @@ class Worker:
         first told before any parameter changes."""
         trainer, total = self.trainers[role], self.config.algorithm.epochs * len(parts)
         self.residents.need(role, update=True)
+        self.version = None if role == "actor" else self.version
         trainer.optimizer.begin(updates_before)
         batches = [pack_plan(rows, part, packing=packing) for part in parts]
         found: list[tuple[LossSums, Metrics]] = []
+        seconds = 0.0
         for batch in batches * self.config.algorithm.epochs:
             passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
             with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
-                sums = trainer.accumulate(batch, passes if self._shards_of(trainer.role) else 0)
+                begin = time.perf_counter()
+                sums = trainer.accumulate(batch, passes)
+                seconds += time.perf_counter() - begin
             yield len(found), total
             found.append((sums, trainer.apply()))
             yield len(found), total
         micro_batches = [micro for batch in batches * self.config.algorithm.epochs for micro in batch.micro_batches]
-        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches))
+        return UpdateSums(found, len(micro_batches), sum(micro.pad_tokens for micro in micro_batches), seconds)
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call."""
-        peak = self.account.peak_bytes
-        return {**({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}), **self.account.metrics()}
+        """Memory, measured since the last call, and what collectives have moved in a step's phases."""
+        peak, moved = self.account.peak_bytes, dict(self._moved)
+        self._moved.clear()
+        return {
+            **({"perf/max_memory_allocated_gb": peak / 2**30} if peak else {}),
+            **self.account.metrics(),
+            **{f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in moved.items()},
+        }
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""

@@ -2,7 +2,8 @@
 
 Enters: a configuration. Leaves: a finished run, or the figures of an evaluation. Guaranteed: only a run's own folder, an empty or a new one
 is written, and by one process at a time; a run is resumed only with the configuration, the files and the data it was started with, unless
-the user insists; into a new folder nothing is written before configuration, reward, data and model have been checked.
+the user insists; into a new folder nothing is written before configuration, reward, data and model have been checked; a run whose worker
+was lost resumes from its last checkpoint by itself, as often as `cluster.restarts` allows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pydantic import BaseModel, NonNegativeInt
 from fulltilt import config as configuration
 from fulltilt import user_code
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
+from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.worker import SURPLUS_TENSORS, Reading, enough_memory
 from fulltilt.data.order import Cursor
 from fulltilt.data.prompts import PromptSet
@@ -41,7 +43,7 @@ from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, to_toml, value_of, why_invalid
 from fulltilt.settings import own_functions
 from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
-from fulltilt.words import joined
+from fulltilt.words import joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
@@ -87,41 +89,98 @@ def train(config: Config, console: Console, on_step: OnStep | None = None, origi
     """Run `config` to its end, from the newest intact checkpoint of its folder if there is one. `origin`: the file it was read from, which
     is never written."""
     path = Path(config.run.dir)
-    store = CheckpointStore(path / "checkpoints", config.run.keep)
     with contextlib.ExitStack() as stack:
         stack.enter_context(hangup_restored())
         refuse_foreign(path, RUN_MARKER, "run.dir")
         # A folder that holds a run is locked before it is read; into a new one nothing is written before everything has been checked.
         folder = stack.enter_context(open_run_folder(path)) if (path / RUN_MARKER).exists() else None
-        files = file_digests(config)
-        found, state, changed = find_checkpoint(config, store, files, console)
-        for text in configuration.warnings(config):
-            console.warn(text)
-        with enough_memory("set-up"):
-            parts = assemble(config, found, kept=kept_budgets(config, path, state, changed, console))
-        stack.callback(parts.close)
-        parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
-        check_data(config, parts, state, console)
-        for text in (*parts.notes, *parts.plan.words):
-            console.note(text)
-        if found and found.step >= parts.plan.steps:
-            console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
-        store.require_space(parts.crew.checkpoint_bytes)
-        folder = folder or stack.enter_context(open_run_folder(path, new=True))
-        write_set_up(config, parts, folder, state, origin, console)
-        if found and state:
-            progress = progress_of(parts, found, state, changed, console)
-            resume_store_and_memory(config, parts, folder, store, state)
-        else:
-            progress = Progress()
-        loggers = stack.enter_context(open_loggers(config.log, path, configuration.snapshot(config), progress.step, console.warn))
-        for text in loggers.hints:
-            console.note(text)
-        stack.enter_context(freeze_existing_objects())
-        with enough_memory():  # a phase's own message says more; this one is for what happens between phases
-            summary = Run(config, parts, store, progress, console, loggers, on_step, folder, files).train()
-        loggers.close(finished=not summary.interrupted)
-        return summary
+        return Attempts(config, console, on_step, origin, folder, stack).train()
+
+
+class Attempts:
+    """Attempts at a run: one, and after the loss of a worker up to `cluster.restarts` more, each from the newest checkpoint. The folder
+    stays locked from one to the next."""
+
+    def __init__(
+        self, config: Config, console: Console, on_step: OnStep | None, origin: Path | None, folder: RunFolder | None,
+        locks: contextlib.ExitStack,
+    ) -> None:  # fmt: skip
+        """`folder`: None where there is none yet; `locks`: keeps the one that is made locked."""
+        self.config, self.console, self.on_step, self.origin, self.folder, self.locks = config, console, on_step, origin, folder, locks
+        self.path = Path(config.run.dir)
+        self.restarts = 0
+        self._store = CheckpointStore(self.path / "checkpoints", config.run.keep)
+        self._run: Run | None = None  # of the attempt in progress, once its workers are loaded
+
+    def train(self) -> Summary:
+        failed_before = 0
+        while True:
+            try:
+                return self._attempt()
+            except WorkerError as error:
+                # The step in progress is lost with the workers, which had its gradients.
+                failed = (self._run.progress.step if self._run else self._store.newest) + 1
+                if (
+                    not isinstance(error, WorkerDied | WorkerStuck)
+                    or failed == failed_before
+                    or self.restarts == self.config.cluster.restarts
+                ):
+                    error.args = ("\n".join([str(error), *self._last_words(error, failed, failed_before)]),)
+                    raise
+                self.restarts += 1
+                failed_before = failed
+                where = (
+                    f"resumes from its checkpoint of step {self._store.newest}" if self._store.newest else "begins again at its first step"
+                )
+                self.console.warn(f"{error}\nRestart {self.restarts} of {self.config.cluster.restarts}: the run {where}")
+
+    def _last_words(self, error: WorkerError, failed: int, failed_before: int) -> Iterator[str]:
+        """Why there is no restart, and what the user can do."""
+        lost = isinstance(error, WorkerDied | WorkerStuck)
+        if lost and failed == failed_before:
+            yield f"Step {failed} has failed twice in a row, so the run is not restarted again"
+        elif lost and self.restarts:
+            yield f"The run was restarted {many(self.restarts, 'time')}, as often as cluster.restarts allows"
+        step = self._store.newest
+        yield (
+            f"The same command resumes the run from its checkpoint of step {step}" if step else "There is no checkpoint to resume from yet"
+        )
+
+    def _attempt(self) -> Summary:
+        config, console, path = self.config, self.console, self.path
+        self._run, self._store = None, CheckpointStore(path / "checkpoints", config.run.keep)
+        store = self._store
+        with contextlib.ExitStack() as stack:
+            files = file_digests(config)
+            found, state, changed = find_checkpoint(config, store, files, console, restarted=self.restarts > 0)
+            for text in configuration.warnings(config):
+                console.warn(text)
+            with enough_memory("set-up"):
+                parts = assemble(config, found, kept=kept_budgets(config, path, state, changed, console))
+            stack.callback(parts.close)
+            parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
+            check_data(config, parts, state, console)
+            for text in (*parts.notes, *parts.plan.words) if not self.restarts else ():
+                console.note(text)
+            if found and found.step >= parts.plan.steps:
+                console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
+            store.require_space(parts.crew.checkpoint_bytes)
+            self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
+            write_set_up(config, parts, self.folder, state, self.origin, console)
+            if found and state:
+                progress = progress_of(parts, found, state, changed, console)
+                resume_store_and_memory(config, parts, self.folder, store, state)
+            else:
+                progress = Progress()
+            loggers = stack.enter_context(open_loggers(config.log, path, configuration.snapshot(config), progress.step, console.warn))
+            for text in loggers.hints:
+                console.note(text)
+            stack.enter_context(freeze_existing_objects())
+            with enough_memory():  # a phase's own message says more; this one is for what happens between phases
+                self._run = Run(config, parts, store, progress, console, loggers, self.on_step, self.folder, files)
+                summary = self._run.train()
+            loggers.close(finished=not summary.interrupted)
+            return summary
 
 
 @contextlib.contextmanager
@@ -137,9 +196,10 @@ def freeze_existing_objects() -> Iterator[None]:
 
 
 def find_checkpoint(
-    config: Config, store: CheckpointStore, files: dict[str, str], console: Console
+    config: Config, store: CheckpointStore, files: dict[str, str], console: Console, *, restarted: bool = False
 ) -> tuple[Checkpoint | None, SavedState | None, list[str]]:
-    """The checkpoint to resume from, its state, and the keys that changed since. `files`: digests of the files that keys name."""
+    """The checkpoint to resume from, its state, and the keys that changed since. `files`: digests of the files that keys name. `restarted`:
+    this process has written the checkpoint, which no setting keeps from being resumed."""
     found = store.latest()
     for text in store.skipped if found else ():
         console.warn(f"skipped a damaged checkpoint: {text}")
@@ -151,7 +211,7 @@ def find_checkpoint(
             )
         return None, None, []
     where = f"{config.run.dir} holds a run at step {found.step}"
-    if config.run.resume == "never":
+    if config.run.resume == "never" and not restarted:
         raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to resume it")
     state = read_state(found)
     saved, now = state.config, configuration.snapshot(config)

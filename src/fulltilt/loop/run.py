@@ -67,7 +67,7 @@ class Summary:
     """What a run achieved."""
 
     steps: int
-    seconds: float  # spent by this process, set-up left out
+    seconds: float  # spent by this process since its workers were loaded
     tokens: int
     reward_first: float | None
     reward_last: float | None
@@ -136,7 +136,7 @@ class Run:
             with phase("update-actor"):
                 updated |= self._update("actor", rows, step - 1 - parts.algorithm.critic_warmup)
         with phase("sync"):
-            self.crew.sync(step)
+            synced = self.crew.sync(step)
 
         shown = filled.kept or filled.sampled
         self.rollouts.write(step, [entry.group for entry in shown], [entry.scores for entry in shown])
@@ -160,6 +160,7 @@ class Run:
             **measure.summarise_lengths(groups, config.data.max_prompt_tokens),
             **self._rounds(filled, rows),
             **self._engine_stats.metrics(full=config.rollout.log_stats),
+            **synced,
             **self._times(response, total),
         }
 

@@ -92,7 +92,7 @@ class ProofCase:
 
 def all_cases(setup: ProofSetup) -> list[ProofCase]:
     places = {knob.name: place for place, knob in enumerate(knobs.LEDGER)}
-    found = chain(rollout(setup), batches(setup), packing_and_recompute(), offload(setup), head(setup), layers(setup))
+    found = chain(rollout(setup), batches(setup), workers(setup), packing_and_recompute(), offload(setup), head(setup), layers(setup))
     return sorted(found, key=lambda case: places[case.knob])
 
 
@@ -137,6 +137,13 @@ def batches(setup: ProofSetup) -> Iterator[ProofCase]:
         yield ProofCase(budget, role, measure.MOST_TOKENS[learns], large, small, change="limit")
         if learns:
             yield ProofCase(budget, role, measure.ACTIVATIONS, large, small)
+
+
+def workers(setup: ProofSetup) -> Iterator[ProofCase]:
+    """With one row in a micro-batch, each worker gets several of different cost."""
+    each: Settings = {"actor.dynamic_batch": False, "actor.micro_batch": 1}
+    yield ProofCase("cluster.workers", "sft", measure.WORKERS, 1, 2, each, "more")
+    yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both={**each, "cluster.workers": 2})
 
 
 def packing_and_recompute() -> Iterator[ProofCase]:

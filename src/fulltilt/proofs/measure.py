@@ -62,6 +62,14 @@ PAD_TOKENS = of_passes(
 )
 
 
+# ---- workers ---------------------------------------------------------------------------------------------------------------------------
+
+WORKERS = Measurement("workers that computed the step", "workers", lambda step, role: step.parts.crew.hosts.size)
+LOAD_SPREAD = Measurement(
+    "cost of the worker with the most, over the mean", "times", lambda step, role: step.metrics[f"{role}/load_spread"]
+)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------------------------
 
 

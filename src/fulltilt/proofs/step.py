@@ -4,12 +4,14 @@ Enters: a configuration. Leaves: a `WatchedStep`: the loaded parts after the ste
 model, gradients before each optimizer step, outputs of roles without a gradient, the samples, the engine's passes, its lines in the log,
 and the metrics. Guaranteed: parts are assembled and the step is run by the code of a run; everything is watched where it happens (at the
 model, at the optimizer), so that a setting that is lost on the way shows; what is measured after the step is not counted as part of it.
-Where samples are given, the engine hands them out instead of drawing its own: two steps then differ only in their settings.
+Where samples are given, the engine hands them out instead of drawing its own: two steps then differ only in their settings. Workers in
+other processes cannot be watched: where their number is set, also to one, the step's checkpoint stands for its gradients.
 """
 
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ import numpy as np
 import torch
 
 from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.cluster.checks import SHARE_DEVICES
 from fulltilt.cluster.worker import Worker
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed
@@ -83,21 +86,49 @@ class WatchedStep:
 def watched_step(config: Config, responses: tuple[int, int] | None) -> Iterator[WatchedStep]:
     """The step; its parts stay loaded until the end of the context. `responses`: fewest and most tokens of the samples that are given;
     None: the engine draws them."""
-    parts = assemble(config)
+    with devices_shared():
+        parts = assemble(config)
     try:
         step = WatchedStep(parts)
         console = Console(stdout=step.log, stderr=step.log, terminal=False)
-        watch_roles(step)
-        if parts.worker.engine:
-            watch_engine(step, console, responses)
-        run = Run(config, parts, CheckpointStore(Path(config.run.dir, "checkpoints"), 1), Progress(), console, Loggers(console.warn))
+        counted = config.cluster.workers != "auto"
+        if not counted:
+            watch_roles(step)
+            if parts.worker.engine:
+                watch_engine(step, console, responses)
+        store = CheckpointStore(Path(config.run.dir, "checkpoints"), 1)
+        run = Run(config, parts, store, Progress(), console, Loggers(console.warn))
         console.begin_step(1)
-        step.metrics |= run.rl_step(1) if parts.worker.engine else run.sft_step(1)
+        step.metrics |= run.rl_step(1) if parts.reward else run.sft_step(1)
+        if counted:
+            run.save()
+            step.results["actor"] = first_moments(store)
         run.metrics.close()
         step.recording = False
         yield step
     finally:
         parts.close()
+
+
+@contextmanager
+def devices_shared() -> Iterator[None]:
+    """Let several workers share a device: what they compute is the same, and their speed is not measured."""
+    before = os.environ.get(SHARE_DEVICES)
+    os.environ[SHARE_DEVICES] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[SHARE_DEVICES]
+        os.environ |= {SHARE_DEVICES: before} if before is not None else {}
+
+
+def first_moments(store: CheckpointStore) -> dict[str, torch.Tensor]:
+    """The decaying sums of the step's gradients, from its checkpoint, whichever workers have written it."""
+    found = store.latest()
+    assert found is not None
+    with found.open() as saved:
+        own = saved.select("exp_avg/")
+        return {name: own.numbers(name, 0, own.size(name)).clone() for name in own.names()}
 
 
 # ---- roles -----------------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -34,8 +34,26 @@ Lengths = Mapping[tuple[int, int], int]  # (uid of the prompt, index of the samp
 Listener = Callable[[int, Sequence[int]], None]  # gets the place of a prompt and all tokens of one of its samples so far
 
 
+@dataclass(frozen=True)
+class FreeSeats:
+    """Said by an engine that is fed: it could start this many more groups now."""
+
+    groups: int
+
+
+class Feed(Protocol):
+    """More prompts for an engine that is generating. Every `FreeSeats` has one answer; an empty one means that no more will come."""
+
+    longest: int  # tokens of the longest prompt that may come
+
+    def take(self, *, wait: bool) -> Sequence[Prompt] | None:
+        """The answer to the last `FreeSeats`; None if it has not come. With `wait` it is waited for, if it can come meanwhile."""
+
+
 class Engine(ABC):
     """An engine that shares the trainer's weights and holds no memory needs no more than `generate`."""
+
+    can_be_fed = False  # whether it has `generate_fed`
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -46,8 +64,16 @@ class Engine(ABC):
         """Groups of `sampling.samples` samples, in the order in which they finish. `lengths` forces the number of tokens of the samples it
         names: neither end tokens nor stop strings end them."""
 
+    def generate_fed(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, feed: Feed) -> Iterator[Group | FreeSeats]:
+        """The same, with more prompts from `feed` as soon as there are free seats. The place of a group counts those too."""
+        raise NotImplementedError(f"{type(self).__name__} takes no prompts while it generates")
+
     def sync(self, version: int, weights: Weights) -> None:  # noqa: B027
         """The trainer's weights have changed. An engine with weights of its own copies them from the stream, which others leave unread."""
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        """The weights that it samples from, where they can be read."""
+        return ()
 
     def release(self) -> None:  # noqa: B027
         """Give memory back for the update; the next `generate` takes it again."""
@@ -105,6 +131,12 @@ def engine_mistakes(config: Config) -> Iterator[str]:
     for key in sorted((ENGINE_KNOBS - module.OBEYS) & config.rollout.model_fields_set):
         yield f'rollout.{key}: rollout.engine = "{name}" does not use it. Remove the key, or use the native engine'
     yield from module.refuses(config) if hasattr(module, "refuses") else ()
+
+
+def why_one_worker(name: str) -> str | None:
+    """Why an engine does not run on several workers, if it does not."""
+    reason: str | None = getattr(importlib.import_module(f"fulltilt.rollout.engines.{name}"), "ONE_WORKER", None)
+    return reason
 
 
 def make_engine(name: str, context: EngineContext) -> Engine:

@@ -1,6 +1,6 @@
 """The scheduler: which tokens run in the next pass. Pure Python, no tensors.
 
-Enters: groups (a prompt and how many samples), and after each pass the tokens it sampled. Leaves: passes. Guaranteed:
+Enters: groups (a prompt and how many samples) at any time, and after each pass the tokens it sampled. Leaves: passes. Guaranteed:
 - a pass prefills (prompts, and the tokens of preempted samples) or decodes, never both; no pass has more than `max_seqs` sequences, and a
   pass that prefills has at most `max_batched_tokens` tokens (unless chunking is off and a single prompt is longer);
 - while samples decode, no two prefill passes follow one another, and waiting sequences are admitted only when it is worth a pass
@@ -156,6 +156,18 @@ class Scheduler:
     def busy(self) -> bool:
         return bool(self.running or self._waiting)
 
+    def room(self, samples: int) -> int:
+        """How many more groups of that many samples could start in the next prefill pass: 0 while any sequence waits, and where so few are
+        not worth the pass. Estimated from the youngest running sequence."""
+        if self._waiting:
+            return 0
+        if not self.running:
+            return max(1, self.max_seqs // samples)
+        prompt = len(self.running[-1].family.prompt)
+        blocks = (self.pool.free - self._room_to_grow()) // (blocks_for(prompt, self.block_tokens) + samples - 1)
+        fit = min(blocks, (self.max_seqs - self._seats) // samples)
+        return fit if fit > 0 and self._worthwhile(fit * samples, fit * prompt, len(self.running)) else 0
+
     def next_pass(self, most_steps: int = 1) -> Pass:
         """Prefill where it is due, else up to `most_steps` steps of decoding, as many as there are blocks for."""
         work, steps = self._prefill() if self._prefill_is_due() else [], 0
@@ -240,11 +252,10 @@ class Scheduler:
         head = self._waiting[0][1]
         blocks = (self.pool.free - self._room_to_grow()) // self._blocks_to_enter(head)
         fit = min(blocks, (self.max_seqs - self._seats) // head.seats, len(self._waiting))
-        return fit > 0 and (
-            fit == len(self._waiting)
-            or fit * head.seats * WORTHWHILE_SHARE >= decoding
-            or fit * head.length * WORTHWHILE_TOKENS >= self.max_batched_tokens
-        )
+        return fit > 0 and (fit == len(self._waiting) or self._worthwhile(fit * head.seats, fit * head.length, decoding))
+
+    def _worthwhile(self, samples: int, tokens: int, decoding: int) -> bool:
+        return samples * WORTHWHILE_SHARE >= decoding or tokens * WORTHWHILE_TOKENS >= self.max_batched_tokens
 
     # -- prefill --------------------------------------------------------------------------------------------------------------------
 

@@ -147,6 +147,10 @@ class Recorder:
         self._unfinished = samples
         self._arrived: dict[Hashable, float] = {}  # when the newest token of each sample came
 
+    def expect(self, samples: int) -> None:
+        """The call has got more to do."""
+        self._unfinished += samples
+
     def passed(self, plan: Scheduler, step: Pass, begin: float, end: float) -> None:
         """`step` ran and its samples have their tokens; `plan` has not been told yet which of them ended."""
         counts, plan.counts = plan.counts, Counts()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,7 @@ from fulltilt.rollout.stop_strings import StopStrings
 from fulltilt.schema import Config
 
 OBEYS = frozenset({"max_seqs", "log_stats"})
+ONE_WORKER = "it draws the samples of a batch together, so that they would change with the number of workers"
 PAD = 0
 
 
@@ -101,6 +102,9 @@ class HfEngine(Engine):
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
             own[name].copy_(tensor)
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self.model.parameters()
 
     def release(self) -> None:
         if self.model.device.type == "cuda":

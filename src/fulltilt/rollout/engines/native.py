@@ -1,7 +1,7 @@
 """The native engine: generates with the trainer's own parameters.
 
-Enters: prompts and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed: besides the guarantees of the
-interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights.
+Enters: prompts, also while it runs, and how to sample. Leaves: groups, each as soon as its last sample is done. Guaranteed: besides the
+guarantees of the interface, nothing is copied: `sync` has nothing to do, and samples cannot come from old weights.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from fulltilt.model.arrays import to_device
 from fulltilt.records import Group, Prompt, Sample, UserError
 from fulltilt.rollout import scheduler as scheduling
 from fulltilt.rollout.decode import Decoder, DecodeRow
-from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineContext, Lengths
+from fulltilt.rollout.engine import ENGINE_KNOBS, Engine, EngineContext, Feed, FreeSeats, Lengths
 from fulltilt.rollout.kv_cache import blocks_for
 from fulltilt.rollout.runner import Runner
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.scheduler import Family, Pass, Scheduler
+from fulltilt.rollout.stats import Recorder
 from fulltilt.rollout.stop_strings import StopStrings
 
 # The results of a pass: the new tokens of each sample and their log-probs.
@@ -42,7 +43,40 @@ class Flight:
 OBEYS = ENGINE_KNOBS
 
 
+class Intake:
+    """The prompts of a call: those that it began with, and those that a feed adds while it runs."""
+
+    def __init__(
+        self, plan: Scheduler, sampling: Sampling, seed: int, lengths: Lengths, recorder: Recorder, feed: Feed | None
+    ) -> None:  # fmt: skip
+        self.plan, self.sampling, self.seed, self.lengths, self.recorder, self.feed = plan, sampling, seed, lengths, recorder, feed
+        self.prompts: list[Prompt] = []
+        self.open = feed is not None  # more may come
+        self._asked = False
+
+    def add(self, more: Sequence[Prompt]) -> None:
+        for place, prompt in enumerate(more, len(self.prompts)):
+            family = self.plan.add(prompt.ids.tolist(), self.sampling.samples)
+            family.place = place
+            for index, sequence in enumerate(family.members):
+                sequence.seed, sequence.forced = sample_seed(self.seed, prompt.uid, index), self.lengths.get((prompt.uid, index))
+        self.prompts.extend(more)
+        self.recorder.expect(len(more) * self.sampling.samples)
+
+    def take_more(self) -> Iterator[FreeSeats]:
+        """Ask for more where there are seats, and add what has come. An engine that has nothing else to do waits for it."""
+        assert self.feed
+        if not self._asked and (groups := self.plan.room(self.sampling.samples)):
+            self._asked = True
+            yield FreeSeats(groups)
+        if self._asked and (more := self.feed.take(wait=not self.plan.busy)) is not None:
+            self._asked, self.open = False, bool(more)
+            self.add(more)
+
+
 class NativeEngine(Engine):
+    can_be_fed = True
+
     def __init__(self, context: EngineContext) -> None:
         super().__init__()
         self.tokenizer, self.end_tokens, self.limits = context.tokenizer, context.end_tokens, context.limits
@@ -52,37 +86,48 @@ class NativeEngine(Engine):
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths | None = None) -> Iterator[Group]:
         """Nothing is planned from a forced length before it is reached."""
-        lengths = lengths or {}
-        self._check_size(prompts, sampling, lengths)
+        yield from (group for group in self._run(prompts, sampling, seed, lengths or {}) if isinstance(group, Group))
+
+    def generate_fed(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int, feed: Feed) -> Iterator[Group | FreeSeats]:
+        yield from self._run(prompts, sampling, seed, {}, feed)
+
+    def _run(
+        self, given: Sequence[Prompt], sampling: Sampling, seed: int, lengths: Lengths, feed: Feed | None = None
+    ) -> Iterator[Group | FreeSeats]:
         self._calls = call = self._calls + 1
-        self.recorder.start(time.perf_counter(), len(prompts) * sampling.samples)
+        self.recorder.start(time.perf_counter(), 0)
+        if not given and not feed:
+            return
+        longest = max([*(len(prompt.ids) for prompt in given), *([feed.longest] if feed else [])]) + sampling.max_new_tokens
+        self._check_size(longest, sampling, lengths)
         limits = self.limits
         plan = Scheduler(
             limits.blocks, limits.block_tokens, limits.max_seqs, limits.max_batched_tokens, limits.chunked_prefill, limits.prefix_sharing,
             most_tokens=sampling.max_new_tokens,
         )  # fmt: skip
         stops = StopStrings(self.tokenizer, sampling.stop)
-        for place, prompt in enumerate(prompts):
-            family = plan.add(prompt.ids.tolist(), sampling.samples)
-            family.place = place
-            for index, sequence in enumerate(family.members):
-                sequence.seed, sequence.forced = sample_seed(seed, prompt.uid, index), lengths.get((prompt.uid, index))
+        intake = Intake(plan, sampling, seed, lengths, self.recorder, feed)
+        intake.add(given)
         self.runner.acquire()
         self.decoder.use_cache(self.runner.keys, self.runner.values)
-        self.decoder.reach(max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens)
+        self.decoder.reach(longest)
         finished: list[Family] = []
         ahead: Flight | None = None
         end = time.perf_counter()
-        while plan.busy:
-            if not self.decoder.overlaps:  # the device would not work meanwhile
-                yield from self._hand_over(finished, prompts, stops, call)
+        while plan.busy or intake.open:
+            if not self.decoder.overlaps or not plan.busy:  # the device would not work meanwhile
+                yield from self._hand_over(finished, intake.prompts, stops, call)
+            if intake.open:
+                yield from intake.take_more()
+                if not plan.busy:
+                    continue
             if ahead is None:
                 end, step = time.perf_counter(), plan.next_pass(self.decoder.burst(len(plan.running)))
                 flight = (self._decode if step.decoding else self._prefill)(step, sampling)
             else:
                 flight = replace(ahead, step=plan.goes_on(ahead.step))
             ahead = self._further(plan, flight, stops)
-            yield from self._hand_over(finished, prompts, stops, call)
+            yield from self._hand_over(finished, intake.prompts, stops, call)
             for sequence, (tokens, logprobs) in flight.arrive():
                 if not sequence.finish:
                     self._take(sequence, tokens, logprobs, sampling, stops)
@@ -95,8 +140,11 @@ class NativeEngine(Engine):
             for family in families:
                 plan.settle(family)
             finished = [family for family in families if all(member.finish for member in family.members)]
-        yield from self._hand_over(finished, prompts, stops, call)
+        yield from self._hand_over(finished, intake.prompts, stops, call)
         assert plan.pool.used == 0
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self.runner.model.parameters()
 
     def release(self) -> None:
         self.runner.release()
@@ -104,7 +152,7 @@ class NativeEngine(Engine):
     def memory(self) -> Iterable[torch.Tensor]:
         return (*self.runner.keys, *self.runner.values)
 
-    def _check_size(self, prompts: Sequence[Prompt], sampling: Sampling, lengths: Lengths) -> None:
+    def _check_size(self, longest: int, sampling: Sampling, lengths: Lengths) -> None:
         for sample, length in lengths.items():
             if not 1 <= length <= sampling.max_new_tokens:
                 raise UserError(
@@ -112,7 +160,6 @@ class NativeEngine(Engine):
                     f"({sampling.max_new_tokens}): change the length or rollout.max_new_tokens"
                 )
         capacity = self.limits.blocks * self.limits.block_tokens
-        longest = max(len(prompt.ids) for prompt in prompts) + sampling.max_new_tokens
         if blocks_for(longest, self.limits.block_tokens) > self.limits.blocks:
             raise UserError(
                 f"rollout.kv_bytes: the KV cache holds {capacity} tokens but one sample may need {longest} "

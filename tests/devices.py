@@ -1,0 +1,331 @@
+"""Real workers in processes that stay, so that tests of several workers pay for the imports of a process once.
+
+A `Pool` starts four processes, which join torch.distributed with gloo. For each run, the first one to four of them make real workers
+by the code that a run uses, and drop them afterwards. The driver's side, from the configuration to the files of the run, is in the process
+of the test. Workers note the gradient of every optimizer step, as it is before it is clipped and applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import os
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+
+from fulltilt.algo.build import build
+from fulltilt.cluster import assembly
+from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.hosts import Inbox, produced
+from fulltilt.cluster.making import WorkerOrder, load_worker
+from fulltilt.cluster.processes import ProcessCall, Processes
+from fulltilt.cluster.service import ServedWorker, report_stall
+from fulltilt.cluster.worker import Worker
+from fulltilt.parallel.ranks import Ranks
+
+SIZE = 4
+SIZES = (1, 2, 3, 4)
+CPU = torch.device("cpu")
+
+Pieces = dict[str, tuple[int, np.ndarray]]  # by name: place of the first number, and numbers
+Whole = dict[str, np.ndarray]
+
+
+# -- in a process of the pool, or in that of the test for a single worker ------------------------------------------------------------------
+
+
+class Notes:
+    """What tests want to know of a worker, beside what it answers to the driver."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.gradients: dict[str, list[Pieces]] = {role: [] for role in worker.trainers}
+        self.restored = self.states()
+        for role, trainer in worker.trainers.items():
+            note_gradients(trainer.optimizer, self.gradients[role])
+
+    def states(self) -> dict[str, np.ndarray]:
+        """A copy of all that a checkpoint would hold."""
+        return {name: as_array(tensor) for name, tensor in self.worker._tensors().items()}
+
+    def parameters(self, role: str = "actor") -> Whole:
+        return {name: as_array(each) for name, each in self.worker.roles[role].model.named_parameters()}  # type: ignore[attr-defined]
+
+    def digest(self) -> str:
+        found = hashlib.sha256()
+        for role in sorted(self.worker.trainers):
+            for name, numbers in self.parameters(role).items():
+                found.update(name.encode())
+                found.update(np.ascontiguousarray(numbers).tobytes())
+        return found.hexdigest()
+
+    def skipped(self) -> dict[str, int]:
+        return {role: trainer.optimizer.skipped for role, trainer in self.worker.trainers.items()}
+
+    def moved(self) -> dict[str, int]:
+        return dict(self.worker.ranks.moved)
+
+    def shift(self, numbers: float) -> None:
+        """Change one of the actor's parameters."""
+        with torch.no_grad():
+            next(iter(self.worker.actor.model.parameters())).add_(numbers)
+
+    def slow_down(self, seconds: float) -> None:
+        """Have the engine sleep before every batch of steps."""
+        decoder: Any = self.worker.engine.decoder  # type: ignore[union-attr]
+        launch = decoder.launch
+
+        def late(steps: int) -> Any:
+            time.sleep(seconds)
+            return launch(steps)
+
+        decoder.launch = late
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    """A copy; bfloat16, which numpy does not have, as float32."""
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).clone().numpy()
+
+
+def rounded(numbers: np.ndarray) -> np.ndarray:
+    """To bfloat16, as float32."""
+    return as_array(torch.from_numpy(numbers).bfloat16())
+
+
+def note_gradients(optimizer: Any, steps: list[Pieces]) -> None:
+    reduced: Callable[[], dict[str, torch.Tensor]] = optimizer._reduced
+    own = optimizer._own
+
+    def noting() -> dict[str, torch.Tensor]:
+        found = reduced()
+        steps.append({name: (own[name].start, as_array(numbers)) for name, numbers in found.items()})
+        return found
+
+    optimizer._reduced = noting
+
+
+@dataclass(frozen=True)
+class Seat:
+    rank: int
+    size: int
+    port: int
+
+
+def make(seat: Seat) -> Member:
+    store = dist.TCPStore("127.0.0.1", seat.port, seat.size, is_master=False, timeout=timedelta(seconds=120))
+    dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=120))
+    return Member(seat.rank, {size: dist.new_group(list(range(size))) for size in SIZES if size <= seat.size})
+
+
+class Member:
+    """A process of the pool, with the worker that it has now if any."""
+
+    def __init__(self, rank: int, groups: Mapping[int, Any]) -> None:
+        self.rank, self.groups = rank, groups
+        self.worker: ServedWorker | None = None
+        self.notes: Notes | None = None
+
+    def form(self, order: WorkerOrder, size: int, folder: str) -> None:
+        """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver."""
+        os.chdir(folder)
+        self.worker = self.notes = None
+        gc.collect()
+        torch.backends.mkldnn.set_flags(True)  # torch turns it off where it has no kernel for a dtype: the next run would round differently
+        if self.rank < size:
+            ranks = Ranks(self.rank, size, self.groups[size], beside=size)
+            made = load_worker(order, build(order.config), CPU, ranks)
+            self.worker, self.notes = ServedWorker(made), Notes(made)
+
+    def call(self, method: str | None, args: tuple[Any, ...], inbox: Inbox) -> Any:
+        return produced(getattr(self.worker, method), args, inbox) if method else None
+
+    def note(self, name: str, args: tuple[Any, ...]) -> Any:
+        found = getattr(self.notes, name) if self.notes else None
+        return found(*args) if callable(found) else found
+
+    def break_at(self, rank: int, number: int, how: str) -> None:
+        """Have the worker of this rank fail in its `number`-th optimizer step."""
+        if rank != self.rank:
+            return
+        assert self.notes
+        optimizer = self.notes.worker.trainers["actor"].optimizer
+        step, left = optimizer.step, iter(range(number))
+
+        def breaking() -> Any:
+            if next(left, None) is not None:
+                return step()
+            return BREAKS[how]()
+
+        optimizer.step = breaking  # type: ignore[method-assign]
+
+
+def fail() -> None:
+    raise KeyError("the test breaks this worker")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def sleep_forever() -> None:
+    while True:
+        time.sleep(60)
+
+
+BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memory, "sleep": sleep_forever}
+
+
+# -- in the process of the test ------------------------------------------------------------------------------------------------------------
+
+
+class Team:
+    """The first processes of a pool, as hosts of a run's workers."""
+
+    def __init__(self, pool: Processes, order: WorkerOrder, size: int) -> None:
+        self.size, self._pool = size, pool
+        pool.start("form", [(order, size, os.getcwd())] * pool.size, what="loading").results()
+
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> TeamCall:
+        idle = [(None, ())] * (self._pool.size - self.size)
+        return TeamCall(self._pool.start("call", [*((method, own) for own in args), *idle], what=what, aside=aside), self.size)
+
+    def close(self) -> None:
+        """The pool stays."""
+
+
+class TeamCall:
+    def __init__(self, call: ProcessCall, size: int) -> None:
+        self._call, self._size = call, size
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        return self._call.items()
+
+    def tell(self, rank: int, message: Any) -> None:
+        self._call.tell(rank, message)
+
+    def results(self) -> list[Any]:
+        return self._call.results()[: self._size]
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+@dataclass(frozen=True, eq=False)
+class Noted:
+    """What the workers of a run have noted, by rank."""
+
+    restored: list[dict[str, np.ndarray]]
+    states: list[dict[str, np.ndarray]]
+    parameters: list[Whole]  # of the actor
+    digests: list[str]
+    skipped: list[dict[str, int]]
+    moved: list[dict[str, int]]
+    gradients: dict[str, list[Whole]] = field(default_factory=dict)  # by role, of each optimizer step, of all workers together
+
+
+class Pool:
+    def __init__(self, size: int = SIZE, **options: float) -> None:
+        self._size, self._options = size, options
+        self._processes: Processes | None = None
+        self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
+        self._alone: Notes | None = None  # of the last run's worker, if it was in this process
+
+    @property
+    def processes(self) -> Processes:
+        """Started when they are first needed, and anew after one has failed."""
+        if self._processes is None or self._processes._breakdowns:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            seats = [Seat(rank, self._size, self._store.port) for rank in range(self._size)]
+            lo = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+            self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
+            vars(self._processes).update(self._options)
+        return self._processes
+
+    def close(self) -> None:
+        if self._processes:
+            self._processes.close()
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Have runs of this process use the pool in place of processes of their own, and note what a single worker does too."""
+
+        def start(order: WorkerOrder, device: torch.device, size: int) -> Team:
+            team = Team(self.processes, order, size)
+            self._alone = None
+            if self.breaks:
+                self.processes.start("break_at", [self.breaks] * self._size, what="breaking").results()
+            return team
+
+        def load(order: WorkerOrder, *args: Any) -> Worker:
+            worker = load_worker(order, *args)
+            self._alone = Notes(worker)
+            return worker
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(assembly, "start_processes", start)
+            patch.setattr(assembly, "load_worker", load)
+            yield
+
+    def noted(self, workers: int) -> Noted:
+        """Of the last run, which had so many workers."""
+
+        def ask(name: str, *args: Any) -> list[Any]:
+            if self._alone is None:
+                return self.processes.start("note", [(name, args)] * self._size, what="notes").results()[:workers]
+            found = getattr(self._alone, name)
+            return [found(*args) if callable(found) else found]
+
+        each = ask("gradients")
+        gradients = {role: [joined(list(pieces)) for pieces in zip(*(own[role] for own in each), strict=True)] for role in each[0]}
+        return Noted(*(ask(name) for name in ("restored", "states", "parameters", "digest", "skipped", "moved")), gradients)
+
+    def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:
+        """`fulltilt train` with so many workers, and what they have noted."""
+        with self.used():
+            trained = runs.train(folder, f"cluster.workers={workers}", *overrides)
+        return trained, self.noted(workers)
+
+    @contextlib.contextmanager
+    def assembled(self, folder: Path, workers: int, *overrides: str) -> Generator[RunParts, None, None]:
+        """The parts of a run that makes no step by itself."""
+        config = runs.read_config(folder, f"cluster.workers={workers}", *overrides)
+        with self.used(), contextlib.chdir(folder), assembly.torch_as_it_was():
+            parts = assembly.assemble(config)
+            with contextlib.closing(parts):
+                yield parts
+
+
+def joined(pieces: Sequence[Pieces]) -> Whole:
+    """The whole of what workers have pieces of, flat. Every number must be there once."""
+    found: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for own in pieces:
+        for name, piece in own.items():
+            found.setdefault(name, []).append((piece[0], piece[1].reshape(-1)))
+    for name, parts in found.items():
+        parts.sort(key=lambda part: part[0])
+        ends = np.cumsum([0, *(len(numbers) for _, numbers in parts)]).tolist()
+        assert [start for start, _ in parts] == ends[:-1], f"the pieces of {name} overlap or leave a gap"
+    return {name: np.concatenate([numbers for _, numbers in parts]) for name, parts in found.items()}
+
+
+def joined_states(states: Sequence[Mapping[str, np.ndarray]]) -> Whole:
+    """Tensors of checkpoints, of which workers have pieces with names such as `master/NAME@START`."""
+    whole: Whole = {}
+    pieces: list[Pieces] = []
+    for own in states:
+        cut = {name: numbers for name, numbers in own.items() if "@" in name}
+        whole |= {name: numbers.reshape(-1) for name, numbers in own.items() if name not in cut}
+        pieces.append({name.rpartition("@")[0]: (int(name.rpartition("@")[2]), numbers) for name, numbers in cut.items()})
+    return whole | joined(pieces)

@@ -1,0 +1,85 @@
+"""Several workers on one GPU, and one worker in a process of its own, beside the run in one process.
+
+    python tests/gpu_workers.py OUT.json
+
+Enters: a GPU. Leaves: for each run its metrics, and how its samples and its parameters differ from those of one process: with a small model
+and deterministic kernels, one worker apart (NCCL, a group of one), two and four sharing the card (gloo); with 0.5B, one worker apart twice,
+in turn with one process. Every response has the same number of tokens, since random weights almost never draw an end token.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from fulltilt.bench import shapes, step
+from fulltilt.bench.options import BenchOptions
+from fulltilt.bench.report import commit
+from fulltilt.schema import to_toml
+
+SHOWN = ("timing_s/gen", "timing_s/update_actor", "timing_s/step", "actor/grad_norm", "critic/score/mean", "actor/load_spread")
+SMALL = ("run.deterministic=true", "run.steps=3", "train.lr=1e-5", "run.save_rollouts=64")
+APART, TWO, FOUR = "cluster.processes=true", "cluster.workers=2", "cluster.workers=4"
+
+
+def make(folder: Path, shape: str, **options: Any) -> Path:
+    """A folder with a model of random weights, prompts, a reward and a run file."""
+    folder.mkdir()
+    job = step.prepare(BenchOptions(model=shape, **options), folder)
+    shapes.random_model(job.source, job.device, "sdpa").save_pretrained(job.config.model.path)
+    torch.cuda.empty_cache()
+    (folder / "run.toml").write_text(to_toml(job.config))
+    return folder
+
+
+def train(folder: Path, name: str, *settings: str) -> dict[str, Any]:
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "fulltilt", "train", "run.toml", f"run.dir={name}", "run.save_every=0", *settings]
+    environment = {**os.environ, "NO_COLOR": "1", "FULLTILT_SHARE_DEVICES": "1"}  # two workers on one GPU
+    subprocess.run(command, cwd=folder, env=environment, check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    found = {key: [round(line[key], 5) for line in lines if key in line] for key in SHOWN}
+    print(folder.name, name, json.dumps(found), flush=True)
+    return {"settings": settings, "seconds": time.perf_counter() - begin, **found}
+
+
+def compare(folder: Path, one: str, other: str) -> dict[str, Any]:
+    models = [load_file(max((folder / name / "checkpoints").glob("step-*")) / "model" / "model.safetensors") for name in (one, other)]
+    samples = [[path.read_text() for path in sorted((folder / name / "rollouts").glob("*.jsonl"))] for name in (one, other)]
+    texts = [[[json.loads(line)["response"] for line in file.splitlines()] for file in files] for files in samples]
+    return {
+        "largest_difference": max(float((models[0][name].float() - models[1][name].float()).abs().max()) for name in models[0]),
+        "equal_samples": [sum(a == b for a, b in zip(*pair, strict=True)) / len(pair[0]) for pair in zip(*texts, strict=True)],
+    }
+
+
+def main() -> None:
+    out, found = Path(sys.argv[1]), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as scratch:
+        small = make(Path(scratch) / "small", "small", prompts=16, samples=4)
+        for name, settings in {"one": (), "apart": (APART,), "two": (TWO,), "four": (FOUR,)}.items():
+            found[f"small/{name}"] = train(small, name, *SMALL, *settings)
+            found[f"small/{name}"] |= compare(small, "one", name)
+        large = make(Path(scratch) / "0.5B", "0.5B")
+        for turn in ("first", "second"):
+            for name, settings in {"one": (), "apart": (APART,)}.items():
+                found[f"0.5B/{name}, {turn}"] = train(large, f"{name}-{turn}", "run.steps=5", *settings)
+        found["0.5B/apart, first"] |= compare(large, "one-first", "apart-first")
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+    about = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": commit(), "command": "python tests/gpu_workers.py"}
+    out.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

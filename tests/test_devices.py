@@ -1,0 +1,580 @@
+"""Several workers compute what one process computes: samples, losses, gradients, checkpoints; and what happens where one of them fails.
+
+Workers are real, in the processes of a pool that all tests share (tests/devices.py); where a test kills, they are those of a real command.
+Comparisons are in float64, where only the order of sums tells runs apart: a wrong weight or a forgotten worker shows at once. One worker's
+numbers are the reference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import devices
+import models
+import numpy as np
+import pytest
+import runs
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fulltilt.cluster.hosts import WorkerError, WorkerStuck
+from fulltilt.records import Row, UserError
+from fulltilt.training.checkpoint import CheckpointStore
+
+ModelFolders = Callable[[str], Path]
+Pool = devices.Pool
+
+TOLERANCE = 1e-9  # largest difference of gradients, relative to the largest gradient
+DOUBLE = "model.dtype=float64"
+QUIET = ("run.eval_before=false", "run.eval_every=0")
+ONE_STEP = (DOUBLE, *QUIET, "run.steps=1", "run.save_every=0")
+# What depends on how samples are dealt out among engines and rows among workers. All other metrics must agree.
+DEALT = (
+    *runs.CLOCK, "rollout/passes", "rollout/most_running", "rollout/most_waiting", "rollout/mean_running", "rollout/kv_use",
+    "rollout/mean_kv_use", "rollout/prefix_hit_rate", "rollout/prefill_tokens", "actor/micro_batches", "critic/micro_batches",
+    "actor/load_spread", "critic/load_spread", "actor/pad_tokens", "actor/forward_pad_tokens", "ref/forward_pad_tokens", "perf/max_memory",
+)  # fmt: skip
+
+PPO = ("algorithm.name=ppo", "algorithm.kl_coef=0.05")
+# name: (model, tables, settings)
+CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    "dense": ("qwen2", runs.GRPO, ()),
+    "tied": ("llama-tied", runs.GRPO, ("algorithm.kl_coef=0",)),
+    "experts": ("qwen3-moe", runs.GRPO, ()),
+    "lora": ("qwen2", runs.GRPO, ("lora.rank=4",)),
+    "ppo": ("qwen2", runs.GRPO, PPO),
+    "qwen3": ("qwen3", runs.GRPO, ("algorithm.kl_coef=0", "algorithm.aggregation=seq-mean-token-mean")),
+    "recompute": ("qwen2", runs.GRPO, ("train.recompute=full",)),
+    "padded": ("qwen2", runs.GRPO, ("train.packing=false", "train.balance=false")),
+    "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
+    "sft": ("qwen2", runs.SFT, ()),
+}
+SHORT = {("dense", 2), ("experts", 4), ("ppo", 4)}
+
+
+def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
+    """The largest difference, relative to the largest number."""
+    assert found.keys() == expected.keys()
+    largest = max(float(np.abs(numbers).max()) for numbers in expected.values())
+    return max(float(np.abs(found[name].reshape(-1) - expected[name].reshape(-1)).max()) for name in expected) / (largest or 1.0)
+
+
+def assert_same_gradients(found: devices.Noted, expected: devices.Noted) -> float:
+    assert found.gradients.keys() == expected.gradients.keys()
+    largest = 0.0
+    for role, steps in expected.gradients.items():
+        assert len(steps) == len(found.gradients[role]) > 0
+        largest = max(largest, *(differ(*pair) for pair in zip(found.gradients[role], steps, strict=True)))
+    assert largest < TOLERANCE
+    return largest
+
+
+def assert_same_metrics(found: Path, expected: Path, tolerance: float = 1e-6) -> None:
+    mine, theirs = (
+        [{name: value for name, value in line.items() if not name.startswith(DEALT)} for line in runs.metrics(each)]
+        for each in (found, expected)
+    )
+    assert [line.keys() for line in mine] == [line.keys() for line in theirs]
+    for one, other in zip(mine, theirs, strict=True):
+        assert one == pytest.approx(other, rel=tolerance, abs=1e-9)
+
+
+def assert_same_run(pool: Pool, folder: Path, workers: int, expected: Path, *overrides: str) -> devices.Noted:
+    _, noted = pool.train(folder, workers, *overrides)
+    assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected / "run" / "rollouts")  # tokens, texts and scores
+    assert_same_metrics(folder, expected)
+    assert len(set(noted.digests)) == 1, "the workers' parameters differ"
+    return noted
+
+
+# -- one step ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def alone(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], tuple[Path, devices.Noted]]:
+    """One step of each case in one process."""
+    made: dict[str, tuple[Path, devices.Noted]] = {}
+
+    def run(case: str) -> tuple[Path, devices.Noted]:
+        if case not in made:
+            family, tables, overrides = CASES[case]
+            folder = runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables)
+            made[case] = folder, pool_of_devices.train(folder, 1, *ONE_STEP, *overrides)[1]
+        return made[case]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    [
+        pytest.param(case, workers, marks=[] if (case, workers) in SHORT else [pytest.mark.long], id=f"{case}-{workers}")
+        for case in CASES
+        for workers in (2, 4)
+    ],
+)
+def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
+    pool_of_devices: Pool, alone: Callable[[str], tuple[Path, devices.Noted]], model_folders: ModelFolders, tmp_path: Path,
+    case: str, workers: int,
+) -> None:  # fmt: skip
+    family, tables, overrides = CASES[case]
+    expected_folder, expected = alone(case)
+    folder = runs.make(tmp_path / "folder", model_folders(family), tables)
+    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides)
+    largest = assert_same_gradients(noted, expected)
+    print(f"{case}, {workers} workers: largest difference of gradients {largest:.1e}")
+    assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
+
+
+# -- rows that cannot be shared out evenly -------------------------------------------------------------------------------------------------
+
+
+def forced(lengths: Sequence[int], *, silent: Sequence[int] = (), masked: Sequence[int] = (), seed: int = 0) -> list[Row]:
+    """Rows of these lengths, all tokens but the first trained on. `silent`: those without an advantage; `masked`: those without a trained
+    token."""
+    chance = np.random.default_rng(seed)
+    rows = []
+    for number, tokens in enumerate(lengths):
+        mask = (np.arange(tokens) > 0) & (number not in masked)
+        noise = [(chance.normal(-2, 0.3, tokens) * mask).astype(np.float32) for _ in range(3)]
+        advantage = 0.0 if number in silent else float(chance.normal())
+        rows.append(
+            Row(
+                ids=chance.integers(3, models.VOCABULARY, tokens),
+                mask=mask,
+                group=number // 4,
+                rollout_logprobs=noise[0],
+                old_logprobs=noise[1],
+                ref_logprobs=noise[2],
+                advantages=(advantage * mask).astype(np.float32),
+            )
+        )
+    return rows
+
+
+ADVERSARIAL = {
+    "one long, many short, and none": forced([3] * 12 + [300]),
+    "one sample": forced([9]),
+    "no advantage at all": forced([5, 9, 30], silent=range(3)),
+    "few advantages": forced([9] * 12, silent=[n for n in range(12) if n != 7]),
+    "one row of twelve is trained on": forced([20] * 12, masked=[n for n in range(12) if n != 4]),
+    "nothing is trained on": forced([20] * 5, masked=range(5)),
+    "rows of two tokens": forced([2] * 3),
+}
+FORCED = (DOUBLE, "algorithm.minibatches_per_step=1", "run.steps=50")
+DEALS = {
+    "micro-batches of 12": ("actor.dynamic_batch=false", "actor.micro_batch=12", "algorithm.kl_coef=0"),
+    "by tokens": ("actor.token_budget=320", "algorithm.kl_coef=0.1"),
+    "in turn": ("actor.token_budget=40", "algorithm.kl_coef=0", "train.balance=false"),
+}
+
+
+def update_all(
+    pool: Pool, folder: Path, workers: int, batches: Sequence[Sequence[Row]], *overrides: str
+) -> tuple[devices.Noted, list[dict[str, float]]]:
+    """One update of the actor from each batch."""
+    with pool.assembled(folder, workers, *overrides) as parts, parts.crew.phase("update-actor"):
+        metrics = [parts.crew.update("actor", rows, number, lambda done, total: None) for number, rows in enumerate(batches)]
+        return pool.noted(workers), metrics
+
+
+@pytest.fixture(scope="module")
+def template(model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make(tmp_path_factory.mktemp("template") / "folder", model_folders("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def forced_alone(pool_of_devices: Pool, template: Path) -> Callable[[tuple[str, ...]], tuple[devices.Noted, list[dict[str, float]]]]:
+    made: dict[tuple[str, ...], tuple[devices.Noted, list[dict[str, float]]]] = {}
+
+    def run(overrides: tuple[str, ...]) -> tuple[devices.Noted, list[dict[str, float]]]:
+        if overrides not in made:
+            made[overrides] = update_all(pool_of_devices, template, 1, list(ADVERSARIAL.values()), *FORCED, *overrides)
+        return made[overrides]
+
+    return run
+
+
+@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), pytest.param(3), pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("deal", [pytest.param(name, marks=[pytest.mark.long] if name == "in turn" else []) for name in DEALS])
+def test_rows_that_cannot_be_shared_out_evenly(
+    pool_of_devices: Pool, template: Path, forced_alone: Callable[..., Any], deal: str, workers: int
+) -> None:
+    expected, metrics = forced_alone(DEALS[deal])
+    noted, found = update_all(pool_of_devices, template, workers, list(ADVERSARIAL.values()), *FORCED, *DEALS[deal])
+    largest = assert_same_gradients(noted, expected)
+    print(f"{deal}, {workers} workers: largest difference of gradients {largest:.1e}")
+    for name, mine, theirs in zip(ADVERSARIAL, found, metrics, strict=True):
+        same = [{key: value for key, value in each.items() if not key.startswith(DEALT)} for each in (mine, theirs)]
+        assert same[0] == pytest.approx(same[1], rel=1e-9, abs=1e-12), name
+    assert [each["actor/updates"] for each in found] == [float(name != "nothing is trained on") for name in ADVERSARIAL]
+    assert len(set(noted.digests)) == 1
+
+
+# -- gradients that are not finite, and many steps -----------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(pool_of_devices: Pool, template: Path) -> None:
+    good = forced([12, 9, 30, 7, 5, 11])
+    bad = [replace(row, advantages=np.where(row.mask, np.float32("inf"), 0)) if number == 3 else row for number, row in enumerate(good)]
+    settings = (*FORCED, "actor.dynamic_batch=false", "actor.micro_batch=1", "algorithm.kl_coef=0")
+    expected, _ = update_all(pool_of_devices, template, 1, [good, bad, good], *settings)
+    noted, metrics = update_all(pool_of_devices, template, 3, [good, bad, good], *settings)
+    assert [each["actor/skipped_updates"] for each in metrics] == [0, 1, 0]
+    assert noted.skipped == [{"actor": 1}] * 3 and expected.skipped == [{"actor": 1}]
+    assert len(set(noted.digests)) == 1
+    for place in (0, 2):  # the second is taken from parameters and moments that the bad step has left as they were
+        assert differ(noted.gradients["actor"][place], expected.gradients["actor"][place]) < TOLERANCE
+    assert differ(noted.parameters[0], expected.parameters[0]) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("lora", "dtype", "workers"),
+    [
+        ("", "bfloat16", 4),
+        *(
+            pytest.param(lora, dtype, workers, marks=pytest.mark.long)
+            for lora in ("", "lora.rank=4")
+            for dtype in ("float32", "bfloat16")
+            for workers in (2, 4)
+            if (lora, dtype, workers) != ("", "bfloat16", 4)
+        ),
+    ],
+)
+def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
+    pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str
+) -> None:
+    settings = (
+        f"model.dtype={dtype}",
+        "algorithm.epochs=25",
+        "algorithm.minibatches_per_step=2",
+        "run.steps=1",
+        "actor.dynamic_batch=false",
+        "actor.micro_batch=2",
+    )
+    rows = forced([12, 9, 15, 7, 5, 11, 2, 20])
+    noted, (metrics,) = update_all(pool_of_devices, template, workers, [rows], *settings, *filter(None, [lora]))
+    assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (50, 0)
+    assert len(set(noted.digests)) == 1
+    states = devices.joined_states(noted.states)
+    masters = {name.removeprefix("master/"): numbers for name, numbers in states.items() if name.startswith("master/")}
+    assert bool(masters) == (dtype == "bfloat16")
+    for name, numbers in masters.items():
+        assert np.array_equal(devices.rounded(numbers), noted.parameters[0][name].reshape(-1)), name
+    assert {float(numbers[0]) for name, numbers in states.items() if name.startswith("step/")} == {50.0}
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------------------------
+
+
+def saved_tensors(folder: Path, step: int) -> devices.Whole:
+    """All tensors of a checkpoint, flat, in whatever files they are."""
+    with CheckpointStore(folder / "run" / "checkpoints", keep=9).at(step).open() as saved:
+        return {name: devices.as_array(saved.numbers(name, 0, saved.size(name))) for name in saved.names()}
+
+
+SAVED = ("run.steps=4", "run.save_every=2", "run.keep=9", "rollout.max_new_tokens=6", "algorithm.samples_per_prompt=2", *QUIET)
+SAVED_CASES = {
+    "ppo": (DOUBLE, *PPO),
+    "lora": (DOUBLE, "lora.rank=4"),
+    "bfloat16": ("model.dtype=bfloat16",),
+    "dapo": (DOUBLE, "algorithm.name=dapo", "algorithm.kl_coef=0", "reward.function=reward.py:undecided"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name == "ppo" else [pytest.mark.long]) for name in SAVED_CASES])
+def test_saved_on_four_workers_and_resumed_on_others(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str) -> None:
+    settings = (*SAVED, *SAVED_CASES[case])
+    expected = runs.make(tmp_path / "expected", model_folders("qwen2"))
+    _, undisturbed = pool_of_devices.train(expected, 4, *settings)
+    assert devices.joined_states(undisturbed.states).keys() <= saved_tensors(expected, 4).keys()
+    if "lora.rank=4" not in settings:
+        exported = AutoModelForCausalLM.from_pretrained(expected / "run" / "checkpoints" / "step-00000004" / "model", dtype="auto")
+        assert same_bits({name: devices.as_array(each) for name, each in exported.named_parameters()}, undisturbed.parameters[0])
+    before = {name: numbers for name, numbers in saved_tensors(expected, 2).items() if not name.startswith("surplus/")}
+    for workers in (2, 1, 3):
+        folder = runs.copy(expected, tmp_path / str(workers))
+        shutil.rmtree(folder / "run" / "checkpoints" / "step-00000004")
+        _, noted = pool_of_devices.train(folder, workers, *settings)
+        assert same_bits(devices.joined_states(noted.restored), before)
+        assert len(set(noted.digests)) == 1
+        if DOUBLE in settings:
+            assert_same_metrics(folder, expected)
+            assert differ(noted.parameters[0], undisturbed.parameters[0]) < 1e-7
+            found, whole = saved_tensors(folder, 4), saved_tensors(expected, 4)
+            for kind in ("exp_avg/", "exp_avg_sq/"):
+                assert differ(chosen(found, kind), chosen(whole, kind)) < 1e-7
+        assert [line["step"] for line in runs.metrics(folder)] == [1, 2, 3, 4]
+
+
+def chosen(tensors: devices.Whole, prefix: str) -> devices.Whole:
+    return {name: numbers for name, numbers in tensors.items() if name.startswith(prefix)}
+
+
+def same_bits(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> bool:
+    assert found.keys() == expected.keys()
+    return all(np.array_equal(found[name].reshape(-1), expected[name].reshape(-1)) for name in expected)
+
+
+# -- whole runs ----------------------------------------------------------------------------------------------------------------------------
+
+
+WHOLE: dict[str, tuple[Mapping[str, Any], tuple[str, ...]]] = {
+    "grpo": (runs.GRPO, ()),
+    # `undecided` finds all samples of half of the rows equally good, so that groups are left out and others carried over.
+    "dapo": (runs.GRPO, ("algorithm.name=dapo", "algorithm.kl_coef=0", "reward.function=reward.py:undecided")),
+    "ppo": (runs.GRPO, (*PPO, "algorithm.reward_kl_coef=0.05", "algorithm.reward_kl_target=0.01", "algorithm.reward_kl_horizon=100")),
+    "remax": (runs.GRPO, ("algorithm.name=remax",)),
+    "lora": (runs.GRPO, ("lora.rank=4",)),
+    "sft": (runs.SFT, ()),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("case", WHOLE)
+def test_a_whole_run_has_the_metrics_of_one_process(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str, workers: int
+) -> None:
+    """Steps that cross from one epoch to the next, validation before and among them, checkpoints, and an evaluation of the last one."""
+    tables, overrides = WHOLE[case]
+    settings = (DOUBLE, "run.steps=5", "run.eval_every=2", "run.save_every=2", *overrides)
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2"), tables) for name in ("expected", "folder"))
+    _, alone = pool_of_devices.train(expected, 1, *settings)
+    noted = assert_same_run(pool_of_devices, folder, workers, expected, *settings)
+    print(f"{case}, {workers} workers: largest difference of gradients {assert_same_gradients(noted, alone):.1e}")
+    assert runs.contents(folder / "run" / "validation") == runs.contents(expected / "run" / "validation")
+    with pool_of_devices.used():
+        one, other = (
+            runs.command_here(each, "eval", "run.toml", "--latest", "--json", *settings, f"cluster.workers={count}")
+            for each, count in ((folder, workers), (expected, 1))
+        )
+    assert (one.code, other.code) == (0, 0), one.error
+    found, wanted = ({name: value for name, value in json.loads(each.out).items() if name != "model"} for each in (one, other))
+    assert found == pytest.approx(wanted, rel=1e-6) and len(found) > 1
+
+
+@pytest.mark.long
+def test_one_worker_in_a_process_of_its_own_computes_the_same_bits(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path
+) -> None:
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    settings = (*PPO, "run.steps=3", "run.save_every=1")
+    pool_of_devices.train(expected, 1, *settings)
+    pool_of_devices.train(folder, 1, *settings, "cluster.processes=true")
+    assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected / "run" / "rollouts")
+    assert_same_metrics(folder, expected, tolerance=0.0)
+    for step, checkpoint in runs.checkpoints(expected).items():
+        runs.assert_equal_tensors(runs.checkpoints(folder)[step], checkpoint)
+
+
+@pytest.mark.long
+def test_a_reward_model_and_validation_of_many_samples(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    config = models.FAMILIES["qwen2"]()
+    config.num_labels = 1
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(judge)
+    models.tokenizer().save_pretrained(judge)
+    rewards = ('reward.function={ "reward.py:score" = 1.0, reward_model = 0.5 }', f"reward_model.path={judge}")
+    sampled = ("eval.temperature=1.0", "eval.samples_per_prompt=3", "run.eval_every=1")
+    settings = (DOUBLE, "run.steps=2", *rewards, *sampled)
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    _, alone = pool_of_devices.train(expected, 1, *settings)
+    assert_same_gradients(assert_same_run(pool_of_devices, folder, 3, expected, *settings), alone)
+
+
+@pytest.mark.long
+def test_stopped_by_ctrl_c_and_resumed_on_as_many_workers(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path) -> None:
+    settings = (*PPO, "run.steps=6", "run.save_every=2")
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    pool_of_devices.train(expected, 2, *settings)
+    sender = interrupt_when((folder / "run" / "rollouts" / "step-000002.jsonl").exists)
+    trained, _ = pool_of_devices.train(folder, 2, *settings)
+    sender.join()
+    assert trained.summary.interrupted and 2 <= trained.summary.steps < 6
+    pool_of_devices.train(folder, 2, *settings)
+    runs.assert_equal_runs(folder, expected)
+
+
+def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
+    """Ctrl-C to this very process a moment after `holds`."""
+
+    def wait_and_send() -> None:
+        while not holds():
+            time.sleep(0.005)
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=wait_and_send, daemon=True)
+    thread.start()
+    return thread
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("how", "kind", "said"),
+    [
+        ("raise", WorkerError, r"worker 1 \(process \d+\) failed in update-actor .*KeyError: 'the test breaks this worker'"),
+        ("memory", UserError, r"out of memory in update-actor on worker 1: CUDA out of memory.* Lower actor\.token_budget"),
+        ("sleep", WorkerStuck, r"worker 1 \(process \d+\).*\n(.*\n)*.*sleep_forever"),
+    ],
+    ids=["raises", "out of memory", "sleeps"],
+)
+def test_a_worker_that_fails_is_named(model_folders: ModelFolders, tmp_path: Path, how: str, kind: type[UserError], said: str) -> None:
+    """In the third optimizer step, while the other worker waits for it in a collective. The first checkpoint is kept and can be resumed."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    settings = ("run.steps=3", "run.save_every=1", *QUIET)
+    pool = Pool(2, stall_s=2.0, deadline_s=5.0)
+    try:
+        pids = pool.processes.pids
+        pool.breaks = (1, 2, how)
+        begin = time.monotonic()
+        with pytest.raises(kind, match=said), warnings.catch_warnings(record=True):
+            pool.train(folder, 2, *settings)
+        assert time.monotonic() - begin < 30
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    finally:
+        pool.close()
+    assert list(runs.checkpoints(folder)) == [1]
+    runs.train(folder, *settings, "cluster.workers=1")
+    assert list(runs.checkpoints(folder)) == [2, 3]
+
+
+WORKER_PROCESS = b"fulltilt.cluster.serve"
+REAL = ("cluster.workers=2", "run.save_every=1", *QUIET)
+
+
+def workers_of(driver: int) -> list[int]:
+    """Their processes, in order of rank."""
+    children = Path(f"/proc/{driver}/task/{driver}/children").read_text().split()
+    return [int(pid) for pid in children if WORKER_PROCESS in read(Path(f"/proc/{pid}/cmdline"))]
+
+
+def read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def left_of(mark: str) -> list[str]:
+    """Processes that have inherited this from the environment."""
+    return [path.parent.name for path in Path("/proc").glob("[0-9]*/environ") if mark.encode() in read(path)]
+
+
+@pytest.fixture
+def mark(pool_of_devices: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """In the environment of every process that a test's commands start. None of them, and no shared memory, may be left."""
+    assert runs._loaded() and pool_of_devices.processes  # these stay
+    shared = set(os.listdir("/dev/shm"))
+    found = f"FULLTILT_TEST={tmp_path}"
+    monkeypatch.setenv(*found.split("="))
+    yield found
+    assert not left_of(found)
+    assert not {name for name in set(os.listdir("/dev/shm")) - shared if "fulltilt" in name or name.startswith(("torch_", "psm_"))}
+
+
+def gone(mark: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while left_of(mark):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def eventually(found: Callable[[], Any], process: runs.Started) -> Any:
+    """What is found at last; None if the process ends before."""
+    while not (value := found()):
+        if process.poll() is not None:
+            return None
+        time.sleep(0.005)
+    return value
+
+
+def finish(folder: Path, *settings: str) -> None:
+    ended = runs.command_forked(folder, "train", "run.toml", "--json", *settings)
+    assert ended.code == 0, ended.error
+
+
+def test_a_real_command_with_two_workers(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str) -> None:
+    """The same files as those of workers in the pool, bit for bit."""
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    settings = (*REAL, "run.steps=2")
+    pool_of_devices.train(expected, 2, *settings)
+    finish(folder, *settings)
+    runs.assert_equal_runs(folder, expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_real_command_is_told_to_stop(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str, number: signal.Signals
+) -> None:
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    settings = (*REAL, "run.steps=12")
+    pool_of_devices.train(expected, 2, *settings)
+    process = runs.start(folder, "train", "run.toml", "--json", *settings)
+    for _ in range(2):
+        assert process.stdout.readline()
+    os.killpg(process.pid, number)
+    process.communicate(timeout=60)
+    said = (folder / "said.txt").read_text()
+    assert process.returncode == 130 and "stopped after step" in said, said
+    assert gone(mark, 2.0)
+    finish(folder, *settings)
+    runs.assert_equal_runs(folder, expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_kills_at_random_moments(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str) -> None:
+    """Of workers, and of the driver, at any moment from the start of the workers' processes: the run says which worker it was and ends, no
+    process is left, and the last one ends with the files of a run that was left alone."""
+    seed, kills = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000)), int(os.environ.get("FULLTILT_KILLS", "6"))
+    print(f"FULLTILT_TEST_SEED={seed}")
+    chance = random.Random(seed)
+    settings = (*REAL, f"run.steps={8 * kills}")
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    pool_of_devices.train(expected, 2, *settings)
+    for number in range(kills):
+        kill_once(folder, settings, chance, mark, of_driver=number % 4 == 3, starting=number % 3 == 1)
+    assert runs.checkpoints(folder), "every kill came before the first checkpoint, so they proved little"
+    finish(folder, *settings)
+    runs.assert_equal_runs(folder, expected)
+
+
+def kill_once(folder: Path, settings: Sequence[str], chance: random.Random, mark: str, *, of_driver: bool, starting: bool) -> None:
+    (folder / "said.txt").unlink(missing_ok=True)
+    process = runs.start(folder, "train", "run.toml", "--json", *settings)
+    pids = eventually(lambda: found if len(found := workers_of(process.pid)) == 2 else None, process)
+    assert pids, (folder / "said.txt").read_text()
+    for _ in range(0 if starting else chance.randint(1, 3)):
+        assert process.stdout.readline()
+    time.sleep(chance.uniform(0, 5.0 if starting else 0.5))
+    rank = chance.randrange(2)
+    os.kill(process.pid if of_driver else pids[rank], signal.SIGKILL)
+    if of_driver:
+        assert gone(mark, 2.0)
+    begin = time.monotonic()
+    process.communicate(timeout=60)
+    said = (folder / "said.txt").read_text()
+    assert time.monotonic() - begin < 30 and gone(mark, 2.0)
+    if not of_driver:
+        assert process.returncode == 2, said
+        assert f"worker {rank} (process {pids[rank]}) was killed by signal 9 (SIGKILL)" in said and "Traceback" not in said, said

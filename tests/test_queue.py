@@ -1,0 +1,157 @@
+"""One queue of prompts feeds the engines of all workers: whoever has free seats gets the next prompts, and samples are the
+same. After each sync all workers have the same weights.
+
+Workers are real, in the processes of the pool that tests of several workers share (tests/devices.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import devices
+import numpy as np
+import pytest
+import runs
+import torch
+
+from fulltilt.cluster.crew import Crew
+from fulltilt.parallel.checksum import NUMBERS, checksum
+from fulltilt.records import Group, Prompt, UserError
+from fulltilt.rollout.collect import collect
+from fulltilt.rollout.sampler import Sampling
+
+ModelFolders = Callable[[str], Path]
+SAMPLING = Sampling(samples=2, max_new_tokens=24)
+SEATS = ("rollout.max_seqs=4", "algorithm.kl_coef=0")  # two groups at once
+PROMPTS = [Prompt(uid, np.random.default_rng(uid).integers(3, 90, 3 + uid % 5), "") for uid in range(14)]
+
+
+def sampled(crew: Crew, prompts: Sequence[Prompt] = PROMPTS) -> list[list[list[int]]]:
+    with crew.phase("rollout"):
+        groups = collect(crew.generate, prompts, SAMPLING, 3, lambda group: None)
+    return [[sample.ids.tolist() for sample in group.samples] for group in groups]
+
+
+@pytest.fixture(scope="module")
+def folder(model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return runs.make(tmp_path_factory.mktemp("queue") / "run", model_folders("qwen2"))
+
+
+@pytest.fixture(scope="module")
+def expected(pool_of_devices: devices.Pool, folder: Path) -> list[list[list[int]]]:
+    """The samples of one process."""
+    with pool_of_devices.assembled(folder, 1, *SEATS) as parts:
+        assert not parts.crew._queue
+        return sampled(parts.crew)
+
+
+@pytest.fixture
+def pair(pool_of_devices: devices.Pool, folder: Path) -> Iterator[Crew]:
+    """Two workers with a queue, of which the second is slow."""
+    with pool_of_devices.assembled(folder, 2, *SEATS) as parts:
+        assert not parts.crew._queue, "on a CPU runs repeat to the bit"
+        parts.crew._queue = True
+        seconds = [0.0, 0.3, 0.0, 0.0]
+        pool_of_devices.processes.start("note", [("slow_down", (each,)) for each in seconds], what="a slow worker").results()
+        yield parts.crew
+
+
+def count_groups(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """By worker, of all calls from now on."""
+    counts: Counter[int] = Counter()
+    start = crew.hosts.start
+
+    def counting(*args: Any, **options: Any) -> Any:
+        call = start(*args, **options)
+        items = call.items
+
+        def seen() -> Iterator[tuple[int, Any]]:
+            for rank, item in items():
+                counts[rank] += isinstance(item, Group)
+                yield rank, item
+
+        call.items = seen
+        return call
+
+    monkeypatch.setattr(crew.hosts, "start", counting)
+    return counts
+
+
+def test_a_fast_worker_takes_more_of_the_queue(pair: Crew, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = count_groups(pair, monkeypatch)
+    assert sampled(pair) == expected
+    assert counts.total() == len(PROMPTS) and counts[0] >= 2 * counts[1] > 0
+    assert pair.rollout_stats().first_token.total == len(PROMPTS) * SAMPLING.samples
+
+
+def test_engines_can_be_used_again_after_a_rollout_that_was_stopped(pair: Crew, expected: list[list[list[int]]]) -> None:
+    with pair.phase("rollout"):
+        groups = pair.generate(PROMPTS, SAMPLING, 3)
+        next(groups)
+        groups.close()
+    assert sampled(pair) == expected
+
+
+def test_fewer_prompts_than_workers(pair: Crew, expected: list[list[list[int]]]) -> None:
+    assert sampled(pair, PROMPTS[:1]) == expected[:1]
+    assert pair.rollout_stats().first_token.total == SAMPLING.samples, "an engine without work has no statistics"
+    assert sampled(pair, []) == []
+
+
+def test_a_clock_decides_only_where_runs_need_not_repeat_to_the_bit(pool_of_devices: devices.Pool, folder: Path) -> None:
+    with pool_of_devices.assembled(folder, 1, *SEATS) as parts:
+        worker = parts.worker
+        assert worker.engine and not worker.facts().queue
+        worker.account.device = torch.device("cuda")
+        assert worker.facts().queue
+        worker.engine.can_be_fed = False
+        assert not worker.facts().queue
+    with pool_of_devices.assembled(folder, 1, *SEATS, "run.deterministic=true") as parts:
+        parts.worker.account.device = torch.device("cuda")
+        assert not parts.worker.facts().queue
+
+
+# -- weights ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "shifted", "named"), [(3, 1, "worker 1 differ from those of the other 2 workers"), (2, 1, "workers 0 and 1 differ after")]
+)
+def test_workers_with_other_weights_are_named(pool_of_devices: devices.Pool, folder: Path, workers: int, shifted: int, named: str) -> None:
+    with pool_of_devices.assembled(folder, workers, *SEATS) as parts:
+        assert parts.crew.sync(1).keys() == {"sync/seconds"}
+        pool_of_devices.processes.start("note", [("shift", (float(rank == shifted),)) for rank in range(4)], what="a fault").results()
+        with pytest.raises(UserError, match=f"the weights of {named}.* step 2"):
+            parts.crew.sync(2)
+
+
+def test_engines_sample_from_no_other_version(pool_of_devices: devices.Pool, folder: Path) -> None:
+    with pool_of_devices.assembled(folder, 1, *SEATS) as parts:
+        crew = parts.crew
+        sampled(crew, PROMPTS[:1])
+        list(parts.worker.update("actor", {}, [], 0, True))
+        with pytest.raises(RuntimeError, match="changed after the last sync, and version 0 is asked for"):
+            sampled(crew, PROMPTS[:1])
+        assert crew.sync(1) == {}, "nothing moves"
+        sampled(crew, PROMPTS[:1])
+        parts.worker.version = 3
+        with pytest.raises(RuntimeError, match="version 3 of the weights, and version 1 is asked for"):
+            sampled(crew, PROMPTS[:1])
+
+
+def test_the_speed_of_an_engine_that_copies_weights_is_measured(pool_of_devices: devices.Pool, folder: Path) -> None:
+    with pool_of_devices.assembled(folder, 1, "algorithm.kl_coef=0", "rollout.engine=hf") as parts:
+        metrics = parts.crew.sync(1)
+    assert metrics["sync/seconds"] > 0 and metrics["sync/gb_per_s"] > 0
+
+
+def test_a_checksum_looks_at_other_numbers_every_time() -> None:
+    numbers = torch.randn(NUMBERS * 5, dtype=torch.bfloat16)
+    before = [checksum([numbers, numbers[:3]], turn) for turn in range(10)]
+    assert before == [checksum([numbers.clone(), numbers[:3]], turn) for turn in range(10)] and len(set(before)) == 5
+    other = numbers.clone()
+    other[7] += 1
+    assert [checksum([other, numbers[:3]], turn) != same for turn, same in enumerate(before)] == [turn % 5 == 2 for turn in range(10)]
