@@ -120,6 +120,11 @@ class ShardWorker:
         """The gradient of one mini-batch, of which this worker gets its part, and what it took."""
         ranks = self.ranks(case.workers)
         made, part = Trained.of(case, ranks), parts[ranks.rank]
+        if case.adapters:  # the reference role's pass comes first
+            with torch.no_grad(), lora.without_adapters(made.trainer.role.model):  # type: ignore[attr-defined]
+                made.trainer.role.nothing()
+            for shards in [made.shards] if made.shards else []:
+                shards.rest()
         before = dict(ranks.moved)
         sums = made.trainer.accumulate(part, made.passes(part, ranks))
         moved = {kind: count - before.get(kind, 0) for kind, count in ranks.moved.items()}
