@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import runs
 import torch
 import torch.distributed as dist
 from shard_worker import Case, Trained, restore
@@ -194,3 +195,32 @@ def test_what_does_not_go_with_shared_parameters_is_refused(settings: dict[str, 
 def test_what_goes_together_is_not_refused() -> None:
     for settings in ({"shard": "optimizer"}, {"shard": "full", "recompute": "full"}, {"shard": "hybrid", "shard_size": 2}):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------------------------
+
+COMPARED = ("train/", "actor/", "critic/", "reward/", "response_length/", "val")
+OF_WORKERS = ("micro_batches", "pad_tokens", "load_spread")
+
+
+def assert_near_runs(one: Path, other: Path, steps: int) -> None:
+    """The metrics that do not depend on workers, of the first steps."""
+    for line, same in list(zip(runs.metrics(one), runs.metrics(other), strict=False))[: steps + 1]:
+        chosen = [name for name in same if name.startswith(COMPARED) and not name.endswith(OF_WORKERS)]
+        assert chosen and line["step"] == same["step"]
+        assert {name: line[name] for name in chosen} == pytest.approx({name: same[name] for name in chosen}, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
+    model_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO: the actor with its twin, a critic and a reference, on four workers, then on two that share out the optimizer alone."""
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    alone, shared = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("alone", "shared"))
+    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3")
+    runs.train(alone, *ppo, "run.steps=3")  # the schedule ends with the run
+    runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
+    assert_near_runs(shared, alone, 3)
+    runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
+    assert runs.metrics(shared)[-1]["step"] == 4
