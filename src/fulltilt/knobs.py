@@ -103,14 +103,6 @@ _PLANNED = (
     _sequence_parallel("critic", "critic.ULYSSES"),
     _sequence_parallel("reward_model", "reward_model.ULYSSES"),
     _planned(
-        "train.forward_prefetch",
-        TRAINING,
-        _SWITCH,
-        "order of all-gather and compute, FSDP2 included",
-        "on",
-        "ARR.actor.fsdp_config.forward_prefetch",
-    ),
-    _planned(
         "train.overlap_and_fusion",
         TRAINING,
         "a table of Megatron settings",

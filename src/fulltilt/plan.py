@@ -16,7 +16,7 @@ from typing import Any, Literal
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.records import UserError
-from fulltilt.schema import Config
+from fulltilt.schema import Config, shares_parameters
 from fulltilt.shape import Recompute, Shape
 from fulltilt.words import in_bytes, many
 
@@ -474,6 +474,9 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
     so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
     made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None}})
     check_layers(facts, made)
+    if shares_parameters(config):
+        for role in facts.roles:
+            made = made.decide(role, "offload_params", False).decide(role, "offload_activations", False)
     budgets: dict[str, int] = {}
     if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
         made = decide_offloads(made, facts)

@@ -33,11 +33,19 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import Config, conditions, keys, shown, uses_reward_model, value_of
+from fulltilt.schema import Config, conditions, keys, shares_parameters, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
+from fulltilt.words import either
 
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
+# Settings that do not go with parameters that are shared out.
+UNSHARED = {
+    "train.fused_layers": "fused layers read parameters that are joined in one memory",
+    "train.compile": "compiled layers have not been tried with it",
+    **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
+    **{f"{role}.offload_activations": "it would take gathered parameters for activations" for role in ("train", "critic")},
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,12 +166,29 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_rollout(config, device),
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
+        *wrong_sharing(config, device),
     ]
 
 
 def count_workers(config: Config, device: str) -> int:
     given = config.cluster.workers
     return given if given != "auto" else torch.cuda.device_count() if device == "cuda" else 1
+
+
+def wrong_sharing(config: Config, device: str) -> Iterator[str]:
+    """What does not go with parameters that are shared out among workers."""
+    train, workers = config.train, count_workers(config, device)
+    if not shares_parameters(config):
+        return
+    if workers == 1:
+        yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
+    elif train.shard_size and workers % train.shard_size:
+        sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])
+        yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
+    for key, why in UNSHARED.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(config, section), name) is True:
+            yield f'{key}: true is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
 
 
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:

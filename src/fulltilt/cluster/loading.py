@@ -23,7 +23,7 @@ from fulltilt.model.scalar import ScalarModel, load_scalar
 from fulltilt.model.verify import verify
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.model import RewardEncoder
-from fulltilt.schema import Config, LoraConfig, uses_reward_model
+from fulltilt.schema import Config, LoraConfig, shares_parameters, uses_reward_model
 from fulltilt.training.checkpoint import Checkpoint
 
 
@@ -76,6 +76,8 @@ class Fusing:
         self.found: dict[str, str] = {}  # what runs the layers of each role
         if self.compiles:
             self.off = "train.compile is on"
+        elif shares_parameters(config):
+            self.off = f"train.shard is {config.train.shard}"
         elif self.wanted is False:
             self.off = "train.fused_layers is off"
         elif self.wanted == "auto" and device.type != "cuda":

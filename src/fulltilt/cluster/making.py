@@ -21,7 +21,8 @@ from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import (
     TextFacts,
 )
-from fulltilt.cluster.loading import Models, exporter, load_models
+from fulltilt.cluster.loading import Models, load_models
+from fulltilt.cluster.sharing import SharedModels, share_out
 from fulltilt.cluster.sizes import find_facts, free_bytes, limits
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
@@ -31,12 +32,13 @@ from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
-from fulltilt.model.verify import packed_logprobs, random_documents
+from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.twin import Twin
 from fulltilt.plan import RoleFacts, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
-from fulltilt.schema import Config, TrainConfig
+from fulltilt.schema import Config, TrainConfig, shares_parameters
 from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.training.optim import Optimizer, restore_parameters
@@ -98,19 +100,22 @@ def make_worker(
     facts = find_facts(device, models, texts, learners, rollout=sampled, ranks=ranks)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks)
+    shared = share_out(config, models, ranks, device, sampled=sampled) if learners and shares_parameters(config) else SharedModels()
+    made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks, shared.shards)
     notes = restore(resume, made.trainers, models.actor, adapters=config.lora.rank > 0) if resume else ()
+    if shared.twin:
+        shared.twin.sync()
     if device.type == "cuda" and made.trainers:
-        take_workspaces(models.actor, made.trainers["actor"].optimizer)
+        take_workspaces(made.trainers["actor"])
     for role in reversed(learners):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     made.residents.need("actor")
     plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device) // ranks.sharing), kept)
     torch.set_num_threads(plan.budgets.threads)
-    export, export_bytes = exporter(config, models.actor, texts.tokenizer)
+    export, export_bytes = shared.exporter(config, models.actor, texts.tokenizer)
     bounds = limits(config, plan.budgets, device, texts.longest)
-    context = EngineContext(models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
+    context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
     engine = make_engine(config.rollout.engine, context) if sampled else None
     return Worker(
         config=config,
@@ -120,12 +125,15 @@ def make_worker(
         trainers=made.trainers,
         engine=engine,
         residents=made.residents,
-        account=make_account(device, models, made, engine),
+        account=make_account(device, models, made, engine, shared.twin),
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
         sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
-        notes=(*([describe_adapters(models.actor)] if config.lora.rank else []), *notes),
+        notes=(*([describe_adapters(models.actor)] if config.lora.rank else []), *notes, *shared.notes()),
         ranks=ranks,
+        shards=tuple(shared.shards.values()),
+        twin=shared.twin,
+        collect=shared.collect,
     )
 
 
@@ -145,10 +153,11 @@ class RolesMade:
 
 def make_roles(
     config: Config, algorithm: Algorithm, models: Models, settings: Mapping[str, RoleSettings], steps_per_epoch: int,
-    wanted: Collection[str], ranks: Ranks = ALONE,
+    wanted: Collection[str], ranks: Ranks = ALONE, shards: Mapping[str, Shards] | None = None,
 ) -> RolesMade:  # fmt: skip
     """Make the roles and their optimizers. `wanted`: the roles of a training run; none where nothing learns."""
     roles: dict[str, Role] = {}
+    shards = shards or {}
     residents, options = Residents(), head_options(settings["actor"])
     if isinstance(judge := models.own.get("reward_model"), ScalarModel):
         roles["reward_model"] = Scorer("reward_model", judge)
@@ -162,12 +171,14 @@ def make_roles(
     temperature = config.rollout.temperature if "rollout" in algorithm.needs else 1.0
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
-    optimizer = make_optimizer(models.actor, config.train, of_actor, settings["actor"], keeps_parameters=config.lora.rank > 0, ranks=ranks)
+    optimizer_of = partial(make_optimizer, ranks=ranks)
+    adapters = config.lora.rank > 0
+    optimizer = optimizer_of(models.actor, config.train, of_actor, settings["actor"], shards.get("actor"), keeps_parameters=adapters)
     roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
     trainers: dict[str, Trainer] = {"actor": Trainer(actor, algorithm.loss)}
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
-        optimizer = make_optimizer(model, of_critic, total, settings["critic"], keeps_parameters=True, ranks=ranks)
+        optimizer = optimizer_of(model, of_critic, total, settings["critic"], shards.get("critic"), keeps_parameters=True)
         roles["critic"] = critic = Critic("critic", model, optimizer)
         trainers["critic"] = Trainer(critic, algorithm.value_loss)
     if "ref" in wanted:
@@ -184,10 +195,11 @@ def make_ref(models: Models, settings: Mapping[str, RoleSettings], temperature: 
 
 
 def make_optimizer(
-    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, *, keeps_parameters: bool, ranks: Ranks
-) -> Optimizer:
+    model: torch.nn.Module, config: TrainConfig, updates: int, settings: RoleSettings, shards: Shards | None, *,
+    keeps_parameters: bool, ranks: Ranks,
+) -> Optimizer:  # fmt: skip
     offload = OffloadSetting(optimizer=settings.offload_optimizer, grads=settings.offload_grads)
-    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=ranks)
+    return Optimizer(model, config, updates, keeps_parameters=keeps_parameters, offload=offload, ranks=ranks, shards=shards)
 
 
 def keep_less(model: torch.nn.Module, settings: RoleSettings) -> ActivationOffload | None:
@@ -202,12 +214,12 @@ def head_options(settings: RoleSettings) -> HeadOptions:
     return HeadOptions(settings.fused_head, settings.entropy_chunk, settings.entropy_recompute, settings.head_recompute)
 
 
-def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None) -> Account:
+def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | None) -> Account:
     own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
     return Account(
         device,
         {
-            "parameters": [*(partial(weights_of, model) for model in own), made.residents.memory],
+            "parameters": [*(partial(weights_of, model) for model in own), made.residents.memory, *([twin.memory] if twin else [])],
             **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
             **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
             **({"kv": [engine.memory]} if engine else {}),
@@ -216,13 +228,12 @@ def make_account(device: torch.device, models: Models, made: RolesMade, engine: 
     )
 
 
-def take_workspaces(model: PreTrainedModel, optimizer: Optimizer) -> None:
+def take_workspaces(trainer: Trainer) -> None:
     """Make one pass with its gradient over a few tokens. cuBLAS keeps memory for each thread that multiplies, and the backward pass has its
     own thread: taken at the first update, that memory would be inside what the KV cache gave back, which then never fits whole again."""
-    optimizer.prepare()
-    logprobs, _ = packed_logprobs(model, random_documents(model))
-    torch.cat(logprobs).sum().backward()  # type: ignore[no-untyped-call]
-    optimizer.zero_grad()
+    trainer.optimizer.prepare()
+    trainer.role.nothing().backward()  # type: ignore[no-untyped-call]
+    trainer.optimizer.zero_grad()
 
 
 def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrainedModel, *, adapters: bool) -> tuple[str, ...]:

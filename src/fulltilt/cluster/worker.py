@@ -28,8 +28,10 @@ from fulltilt.blame import is_out_of_memory
 from fulltilt.cluster.hosts import Inbox
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
+from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine, FreeSeats, Listener
@@ -37,7 +39,7 @@ from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests, write_trainer
-from fulltilt.training.roles import Policy, Role, annotate_all
+from fulltilt.training.roles import FILLER, Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
 
@@ -162,6 +164,10 @@ def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
         raise UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}") from error.with_traceback(None)
 
 
+def nothing() -> None:
+    """Where nothing has to be done."""
+
+
 @dataclass(eq=False)
 class Worker:
     """One device with its roles, optimizers, engine and memory account."""
@@ -179,6 +185,9 @@ class Worker:
     sizes: Mapping[str, ModelSize]  # of each role's model
     notes: tuple[str, ...] = ()
     ranks: Ranks = ALONE  # the workers that train the same models
+    shards: tuple[Shards, ...] = ()  # models that are shared out among them
+    twin: Twin | None = None  # the whole actor for the engine, where it is shared out
+    collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
     _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
@@ -231,6 +240,7 @@ class Worker:
         given back also where the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest
         prompt that the caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
         assert self.engine
+        assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
             own = "weights that were changed after the last sync" if self.version is None else f"version {self.version} of the weights"
             raise RuntimeError(f"the engine would sample from {own}, and version {version} is asked for: sync comes after every update")
@@ -276,6 +286,8 @@ class Worker:
                 yield name, tensor
                 copied += tensor.nbytes
 
+        if self.twin:
+            self.twin.sync()
         self.engine.sync(version, counted())
         self.version = version
         if self.account.device.type == "cuda" and (several or copied):
@@ -301,8 +313,21 @@ class Worker:
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
         self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
+        fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
-            yield from annotate_all(role, micro_batches)
+            for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
+                if place < len(micro_batches):
+                    yield numbers
+        for shards in self._shards_of(role):
+            shards.rest()
+
+    def _shards_of(self, role: Role) -> list[Shards]:
+        return [shards for shards in self.shards if shards.model is role.model]
+
+    def _passes_of_all(self, role: Role, own: int) -> int:
+        """How many passes every worker makes where parameters are shared out, since each gathers them; 0 elsewhere. `own`: how many
+        micro-batches this worker has."""
+        return self.ranks.most(own, role.device) if self._shards_of(role) else 0
 
     @property
     def actor(self) -> Policy:
@@ -325,9 +350,10 @@ class Worker:
         found: list[tuple[LossSums, Metrics]] = []
         seconds = 0.0
         for batch in batches * self.config.algorithm.epochs:
+            passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
             with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
                 begin = time.perf_counter()
-                sums = trainer.accumulate(batch)
+                sums = trainer.accumulate(batch, passes)
                 seconds += time.perf_counter() - begin
             yield len(found), total
             found.append((sums, trainer.apply()))
@@ -357,7 +383,8 @@ class Worker:
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's parameters by their names, one after another, for an engine that keeps a copy of its own."""
         self.residents.need("actor")
-        yield from ((name, parameter.detach()) for name, parameter in self.actor.model.named_parameters())
+        model = self.twin.model if self.twin else self.actor.model
+        yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's state holds about the optimizers."""
@@ -368,6 +395,7 @@ class Worker:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
         the tensors may only be copied, for `finish_save` to write."""
         self._unwritten = None  # the copy of a save that failed
+        self.collect()
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
         self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, size=self.ranks.size)
 

@@ -32,6 +32,7 @@ from typing import Literal, get_args
 
 import torch
 
+from fulltilt.model.arrays import local
 from fulltilt.observe.health import MEMORY
 from fulltilt.observe.metrics import TIMING_NAMES
 
@@ -203,7 +204,7 @@ class Account:
 
 def weights_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     """Parameters and buffers of a model."""
-    yield from model.parameters()
+    yield from map(local, model.parameters())
     yield from model.buffers()
 
 
@@ -212,7 +213,7 @@ def gradients_of(model: torch.nn.Module) -> Iterator[torch.Tensor]:
     for parameter in model.parameters():
         for gradient in (getattr(parameter, "main_grad", None), parameter.grad):
             if gradient is not None:
-                yield gradient
+                yield local(gradient)
 
 
 def process_bytes() -> int | None:

@@ -31,3 +31,14 @@ def to_host(tensor: torch.Tensor) -> Callable[[], np.ndarray]:
         return here.numpy()
 
     return wait
+
+
+def is_shard(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is shared out among workers (a DTensor), of which each has a part."""
+    return hasattr(tensor, "to_local")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a tensor that is shared out; another tensor itself."""
+    found: torch.Tensor = tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
+    return found

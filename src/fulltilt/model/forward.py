@@ -5,9 +5,27 @@ Enters: token ids and positions [T] and an attention context. Leaves: the last h
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 from fulltilt.model.attention import Context, UnsupportedModel
+
+Computed = TypeVar("Computed")
+ONE_PASS = "one_pass"  # the method of a model that has to be told where a pass begins and ends
+
+
+def in_one_pass(model: torch.nn.Module, compute: Callable[[], Computed]) -> Computed:
+    """What `compute` computes with the model's body and head. A model whose parameters are shared out among workers (parallel/apply.py) has
+    them whole only inside."""
+    whole: Callable[[Callable[[], Computed]], Computed] | None = getattr(model, ONE_PASS, None)
+    return compute() if whole is None else whole(compute)
+
+
+def computing_type(model: Any) -> torch.dtype:
+    """The type that the model computes in; one that is shared out keeps wider parameters."""
+    return getattr(model, "computing_type", None) or model.dtype
 
 
 def hidden_states(model: torch.nn.Module, ids: torch.Tensor, positions: torch.Tensor, context: Context) -> torch.Tensor:

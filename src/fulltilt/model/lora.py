@@ -74,13 +74,14 @@ def without_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Run as the base model inside the context: the reference role of a run with adapters needs no copy."""
     layers = [layer for _, layer in adapted(model)]
     assert layers, "the model has no adapters"
+    # peft's own `enable_adapters` also changes which parameters learn: parameters that are gathered meanwhile would keep that.
     for layer in layers:
-        layer.enable_adapters(False)
+        layer._disable_adapters = True
     try:
         yield
     finally:
         for layer in layers:
-            layer.enable_adapters(True)
+            layer._disable_adapters = False
 
 
 def export_adapter(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, base: ModelConfig) -> None:

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 # torch 2.13 has new names for these two, and warns about the old ones, which are the only ones of 2.11.
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +42,13 @@ class Ranks:
         """Sum over all workers, of which each gets its own stretch; what the others hold of `flat` means nothing afterwards."""
         if not self.alone:
             self._count("reduce-scatter", flat)
-            _reduce_scatter(self.own(flat), flat, group=self.group)
+            reduce_into(self.own(flat), flat, group=self.group)
 
     def gather(self, flat: torch.Tensor) -> None:
         """Fill `flat` with every worker's own stretch."""
         if not self.alone:
             self._count("all-gather", flat)
-            _all_gather(flat, self.own(flat), group=self.group)
+            gather_into(flat, self.own(flat), group=self.group)
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Sum over all workers, in place."""
@@ -72,6 +72,10 @@ class Ranks:
         self._count("all-reduce", found)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
+
+    def most(self, number: int, device: torch.device) -> int:
+        """The largest of all workers' numbers."""
+        return -self.least(-number, device)
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         self.moved[kind] += tensor.nbytes

@@ -8,7 +8,8 @@ the parameters alone and, except for padding at its end, not on the number of wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,44 @@ class Layout:
         place, count = self.places[name], self.counts[name]
         start = min(count, max(0, begin - place))
         return slice(start, max(start, min(count, end - place)))
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Parameters of which each worker has a range of rows, the last workers fewer or none, as FSDP2 shares them out. Worker by worker, the
+    ranges of all parameters follow one another, each as long as the first worker's.
+
+    Example, 2 workers: shapes {"a": (3, 4), "b": (5,)}: rows of a worker at most 2 and 3, stretch 8 + 3 = 11.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    workers: int
+
+    def width(self, name: str) -> int:
+        """Numbers of the parameter that the first worker has."""
+        rows, *others = self.shapes[name] or (1,)
+        return -(-rows // self.workers) * math.prod(others)
+
+    @property
+    def stretch(self) -> int:
+        return sum(map(self.width, self.shapes))
+
+    def own(self, name: str, rank: int) -> slice:
+        """The range of a parameter's numbers that belongs to a worker; it may be empty."""
+        width, count = self.width(name), math.prod(self.shapes[name])
+        return slice(min(count, rank * width), min(count, (rank + 1) * width))
+
+    def pieces(self, begin: int, width: int) -> Iterator[tuple[int, str, slice, int]]:
+        """What every worker has in the same `width` numbers of its stretch, `begin` numbers after its start: worker, parameter, range of
+        its numbers, and where they are in the `width` numbers."""
+        for rank in range(self.workers):
+            place = -begin
+            for name in self.shapes:
+                own, first = self.own(name, rank), max(0, -place)
+                found = slice(own.start + first, min(own.stop, own.start + width - place))
+                if found.start < found.stop:
+                    yield rank, name, found, place + first
+                place += self.width(name)
 
 
 def lay_out(parameters: Mapping[str, torch.Tensor], workers: int) -> dict[torch.dtype, Layout]:

@@ -20,11 +20,23 @@ from transformers import PreTrainedModel
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Packed
-from fulltilt.model.forward import hidden_states
+from fulltilt.model.forward import computing_type, hidden_states, in_one_pass
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.training.optim import Optimizer
+
+# Two tokens that mean nothing, for a worker that has fewer micro-batches than others where all must run as many.
+FILLER = MicroBatch(
+    ids=np.zeros(2, np.int64),
+    positions=np.arange(2),
+    cu_seqlens=np.array([0, 2], np.int32),
+    rows=(),
+    trained=np.ones(1, np.int64),
+    trained_row=np.zeros(1, np.int64),
+    weights=np.zeros(1),
+    fresh=np.ones(1, bool),
+)
 
 
 class Role(ABC):
@@ -46,6 +58,10 @@ class Role(ABC):
         """The input of the role's loss, `TokenTerms` or `ValueTerms`."""
         raise AssertionError(f"the {self.name} does not learn")
 
+    def nothing(self) -> torch.Tensor:
+        """A loss of zero, with a gradient of zero, that takes a pass through the whole model."""
+        raise AssertionError(f"the {self.name} does not learn")
+
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int | None:
         """Bytes of the head's largest temporary in passes over these, by its own count. None: a scalar head has none worth counting."""
         return None
@@ -64,9 +80,13 @@ class Policy(Role):
     def run(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]."""
         ids, positions, trained = stream(micro, self.device)
-        with self.as_role():
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
             hidden = hidden_states(self.model, ids, positions, Packed.of(micro.cu_seqlens, self.device))
             return token_logprobs(hidden[trained - 1], Head.of(self.model), ids[trained], self.temperature, self.options, entropy=entropy)
+
+        with self.as_role():
+            return in_one_pass(self.model, compute)
 
     @property
     def learning_entropy(self) -> Entropy:
@@ -76,7 +96,8 @@ class Policy(Role):
         weight, rows = Head.of(self.model).weight, max((len(micro.trained) for micro in micro_batches), default=0)
         entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
         options = self.options if learns else replace(self.options, recompute=True)  # nothing is kept without a gradient
-        return head_bytes(rows, vocabulary, width, options, itemsize=weight.itemsize, device=self.device.type, entropy=entropy).largest
+        itemsize = computing_type(self.model).itemsize
+        return head_bytes(rows, vocabulary, width, options, itemsize=itemsize, device=self.device.type, entropy=entropy).largest
 
     def terms(self, micro: MicroBatch) -> TokenTerms:
         logprobs, entropy = self.run(micro, self.learning_entropy)
@@ -85,6 +106,9 @@ class Policy(Role):
         given = {name: getattr(micro, name) for name in ("rollout_logprobs", "old_logprobs", "ref_logprobs", "advantages")}
         others: dict[str, Any] = {name: like(array, logprobs) for name, array in given.items() if array is not None}
         return TokenTerms(logprobs, entropy, like(micro.weights, logprobs), row, fresh=fresh, **others)
+
+    def nothing(self) -> torch.Tensor:
+        return 0 * self.run(FILLER)[0].sum()
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
@@ -100,13 +124,15 @@ class Critic(Role):
     optimizer: Optimizer | None = None
 
     def run(self, micro: MicroBatch) -> torch.Tensor:
-        ids, positions, trained = stream(micro, self.device)
-        return self.model.values(ids, positions, Packed.of(micro.cu_seqlens, self.device))[trained - 1]
+        return values_of(self.model, micro)[to_device(micro.trained, self.device) - 1]
 
     def terms(self, micro: MicroBatch) -> ValueTerms:
         values = self.run(micro)
         assert micro.values is not None and micro.returns is not None, "a critic learns from its old values and the returns"
         return ValueTerms(values, like(micro.weights, values), like(micro.values, values), like(micro.returns, values))
+
+    def nothing(self) -> torch.Tensor:
+        return 0 * self.run(FILLER).sum()
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
@@ -122,8 +148,12 @@ class Scorer(Role):
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
-        ids, positions, marked = stream(micro, self.device)
-        return self.model.values(ids, positions, Packed.of(micro.cu_seqlens, self.device))[marked].float()
+        return values_of(self.model, micro)[to_device(micro.trained, self.device)].float()
+
+
+def values_of(model: ScalarModel, micro: MicroBatch) -> torch.Tensor:
+    ids, positions, _ = stream(micro, model.device)
+    return in_one_pass(model, lambda: model.values(ids, positions, Packed.of(micro.cu_seqlens, model.device)))
 
 
 def annotate_all(role: Role, micro_batches: Iterable[MicroBatch]) -> Iterator[np.ndarray]:

@@ -26,19 +26,21 @@ class Trainer:
         self.optimizer: Optimizer = role.optimizer
         self.loss = loss
 
-    def accumulate(self, batch: MiniBatch) -> LossSums:
-        """Gradients of the micro-batches that are given, on top of what is there."""
+    def accumulate(self, batch: MiniBatch, passes: int = 0) -> LossSums:
+        """Gradients of the micro-batches that are given, on top of what is there. `passes`: how many passes are made at least; those for
+        which there is no micro-batch add nothing."""
         self.optimizer.prepare()
         sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
-        for micro in batch.micro_batches:
-            if not len(micro.trained):
-                continue
+        micro_batches = [micro for micro in batch.micro_batches if len(micro.trained)]
+        for micro in micro_batches:
             parts = self.loss(self.role.terms(micro))
             parts.loss.backward()  # type: ignore[no-untyped-call]
             sums.add(parts.sums)
             weighted.add(parts.weighted)
             numerators.add({name: ratio[0] for name, ratio in parts.ratios.items()})
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
+        for _ in range(passes - len(micro_batches)):
+            self.role.nothing().backward()  # type: ignore[no-untyped-call]
         return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
 
     def apply(self) -> dict[str, float]:

@@ -1,0 +1,168 @@
+"""Sharing out a model's parameters among workers: the one place where it is done, to a plain model, from outside.
+
+Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters and without fused layers, and a `Sharing`. Leaves: the
+same model, each parameter of which is a shard, a range of rows (FSDP2); during a pass the parameters of one decoder layer at a time are
+whole. Guaranteed: passes compute in the type that the model had; shards of parameters that learn, and sums of their gradients over workers,
+are float32 or better; gradients are sums, not means; every parameter keeps its name; every collective is counted in `Ranks.moved`. All
+workers must make the same number of passes, each through the whole model and inside `in_one_pass`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from fulltilt.model.arrays import is_shard, local
+from fulltilt.model.attention import UnsupportedModel
+from fulltilt.model.forward import ONE_PASS
+from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
+from fulltilt.parallel.shard import RowLayout
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """How parameters are shared out. Workers are in groups of equal size, each of which has every parameter once."""
+
+    everyone: Ranks
+    group: Ranks  # the workers of this one's group
+    mesh: DeviceMesh
+    reshard_after_forward: bool = True  # give the whole parameters of a layer back between its forward and its backward pass
+    forward_prefetch: bool = True  # gather the parameters of a layer before the layer ahead of it begins to compute
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker's group is the first one."""
+        return self.everyone.rank < self.group.size
+
+
+def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> Sharing:
+    """`size`: workers in a group; None: all are one."""
+    if size is None or size == ranks.size:
+        assert ranks.group is not None
+        return Sharing(ranks, ranks, DeviceMesh.from_group(ranks.group, device), **knobs)
+    assert ranks.size % size == 0, f"{ranks.size} workers are no groups of {size}"
+    mesh = init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=("replicate", "shard"))
+    group = replace(ranks, rank=ranks.rank % size, size=size, group=mesh["shard"].get_group())
+    return Sharing(ranks, group, mesh, **knobs)
+
+
+@dataclass(eq=False)
+class Shards:
+    """A model that is shared out, as this worker has it."""
+
+    model: torch.nn.Module
+    sharing: Sharing
+    types: Mapping[str, torch.dtype]  # of each parameter, before it was shared out: that of what is computed with it
+    units: Sequence[FSDPModule]  # the modules whose parameters become whole together, the whole model last
+    version: int = 0  # how many times the parameters were changed
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """The numbers of each parameter that this worker has, flat."""
+        return {name: local(parameter).detach().view(-1) for name, parameter in self.model.named_parameters()}
+
+    def layout(self, names: Sequence[str]) -> RowLayout:
+        parameters = dict(self.model.named_parameters())
+        return RowLayout({name: tuple(parameters[name].shape) for name in names}, self.sharing.group.size)
+
+    def rest(self) -> None:
+        """Give whole parameters back that a pass without gradient has left."""
+        for unit in self.units:
+            unit.reshard()
+
+
+def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
+    """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
+    types = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    body: Any = model.body if isinstance(model, ScalarModel) else model
+    computing = body.dtype
+    layers = decoder_layers(body)
+    of_score = [model.score] if isinstance(model, ScalarModel) else []
+    for module in (*layers, *of_score, model):
+        widen(module)
+        wide = torch.promote_types(computing, torch.float32)
+        policy = MixedPrecisionPolicy(wide if module in of_score else computing, reduce_dtype=wide, cast_forward_inputs=False)
+        # What lies outside the layers is needed first and last: giving it back in between would save nothing.
+        reshard = sharing.reshard_after_forward and module is not model
+        fully_shard(module, mesh=sharing.mesh, reshard_after_forward=reshard, mp_policy=policy)
+    units = list(units_of(model))
+    for unit in units:
+        sum_gradients(unit, sharing)
+    if sharing.forward_prefetch:
+        for module, following in itertools.pairwise((model, *layers)):
+            assert isinstance(module, FSDPModule) and isinstance(following, FSDPModule)
+            module.set_modules_to_forward_prefetch([following])
+    setattr(model, ONE_PASS, call)
+    register_fsdp_forward_method(model, ONE_PASS)
+    model.computing_type = computing
+    return Shards(model, sharing, types, units)
+
+
+def call(compute: Callable[[], Any]) -> Any:
+    return compute()
+
+
+def decoder_layers(body: Any) -> list[torch.nn.Module]:
+    layers = getattr(body.base_model, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise UnsupportedModel(
+            f"{type(body).__name__} does not keep its decoder layers as `layers`: its parameters cannot be shared out layer by layer. "
+            'Set train.shard = "optimizer"'
+        )
+    return list(layers)
+
+
+def widen(module: torch.nn.Module) -> None:
+    """Let parameters that learn be their own masters. They get memory of their own: others may read that of the loaded model."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and not is_shard(parameter):
+            parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
+
+
+def units_of(model: torch.nn.Module) -> Iterator[FSDPModule]:
+    yield from (module for module in reversed(list(model.modules())) if isinstance(module, FSDPModule))
+
+
+def sum_gradients(unit: FSDPModule, sharing: Sharing) -> None:
+    unit.set_gradient_divide_factor(1.0)
+    unit.set_force_sum_reduction_for_comms(True)
+    moved = sharing.everyone.moved
+    unit.set_custom_all_gather(CountedGather(moved))  # type: ignore[arg-type]
+    replicated = sharing.group.size < sharing.everyone.size
+    unit.set_custom_reduce_scatter(CountedReduce(moved, replicated=replicated))  # type: ignore[arg-type]
+
+
+class Allocating:
+    """What FSDP2 asks of a collective beside the call."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(Allocating):
+    def __init__(self, moved: Counter[str]) -> None:
+        self.moved = moved
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False) -> Any:
+        self.moved["all-gather"] += output_tensor.nbytes
+        return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedReduce(Allocating):
+    def __init__(self, moved: Counter[str], *, replicated: bool) -> None:
+        self.moved, self.replicated = moved, replicated
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        self.moved["reduce-scatter"] += input_tensor.nbytes
+        self.moved["all-reduce"] += output_tensor.nbytes if self.replicated else 0  # over the groups, which follows
+        return reduce_into(output_tensor, input_tensor, group=group, op=op, async_op=async_op)

@@ -1,0 +1,93 @@
+"""Whole copies of a model that is shared out: one that a rollout engine reads, and one in main memory for an export.
+
+Enters: the plain model before it is shared out, and its `Shards` afterwards. Leaves: a plain model of the same kind. Guaranteed: a twin's
+parameters stay at the same addresses, so captured graphs hold; they are gathered through a buffer of bounded size; a twin knows whether it
+has the latest values. All workers must call the same functions at the same time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+
+from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.exchange import Exchange, flat
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def like(model: Model, make: Callable[[str, torch.nn.Parameter], torch.Tensor]) -> Model:
+    """A model of the same kind, whose parameters have the memory that `make` gives for each. Tied parameters stay tied."""
+    made = {
+        id(parameter): torch.nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    return copy.deepcopy(model, memo=dict(made))
+
+
+def over_same_memory(model: Model) -> Model:
+    """A second model with the memory of the first, which keeps it when the first is shared out."""
+    return like(model, lambda name, parameter: parameter.detach())
+
+
+def without_memory(model: Model) -> Model:
+    return like(model, lambda name, parameter: torch.empty_like(parameter, device="meta"))
+
+
+class Twin:
+    """The whole model for a rollout engine."""
+
+    def __init__(self, model: torch.nn.Module, shards: Shards) -> None:
+        self.model, self.shards, self.version = model, shards, shards.version
+        trained = [name for name, parameter in shards.model.named_parameters() if parameter.requires_grad]
+        parameters = dict(model.named_parameters())
+        self._exchanges = exchanges(shards, {name: parameters[name] for name in trained}, parameters)
+
+    def sync(self) -> None:
+        """Get the latest values, unless it has them."""
+        if self.current:
+            return
+        for exchange in self._exchanges:
+            exchange.gather()
+        self.version = self.shards.version
+
+    @property
+    def current(self) -> bool:
+        return self.version == self.shards.version
+
+    def memory(self) -> Iterator[torch.Tensor]:
+        yield from self.model.parameters()
+        yield from (exchange.buffer for exchange in self._exchanges)
+
+
+def whole_on_host(shards: Shards, structure: Model) -> Model | None:
+    """A copy of the whole model in main memory, on the first worker; None on the others. `structure`: a model like it, without memory."""
+    of_first = shards.sharing.everyone.rank == 0
+    parameters = dict(structure.named_parameters())
+    memory = {name: torch.empty_like(parameter, device="cpu") for name, parameter in parameters.items()} if of_first else None
+    for exchange in exchanges(shards, parameters, memory):
+        exchange.gather()
+    return None if memory is None else like(structure, lambda name, parameter: memory[name])
+
+
+def exchanges(shards: Shards, wanted: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None) -> list[Exchange]:
+    """One for each type of the wanted parameters; `targets`: where they go, None: nowhere."""
+    own, group = shards.own(), shards.sharing.group
+    found = []
+    for dtype in dict.fromkeys(parameter.dtype for parameter in wanted.values()):
+        layout = shards.layout([name for name, parameter in wanted.items() if parameter.dtype == dtype])
+
+        def given(name: str, numbers: slice, first: Callable[[str, int], slice] = layout.own) -> torch.Tensor:
+            start = first(name, group.rank).start
+            return own[name][numbers.start - start : numbers.stop - start]
+
+        def taken(name: str, numbers: slice) -> torch.Tensor:
+            assert targets is not None
+            return flat(targets[name])[numbers]
+
+        device = next(iter(own.values())).device
+        found.append(Exchange(layout, group, dtype, device, given, taken if targets is not None else None))
+    return found

@@ -1,0 +1,193 @@
+"""The parameters that an optimizer changes, and their gradients, as one worker has them.
+
+Enters: a model's trained parameters, and the workers that train them together. Leaves: for each parameter the numbers that this worker
+updates (`own`, `numbers`), and their gradients summed over all workers (`reduced`). Guaranteed: every number is updated by one worker (one
+of each group, where groups hold the same); after `changed` every worker computes with the new values. Two ways:
+
+    WholeParameters   every worker has all parameters. Accumulators of one type are one memory, cut into a stretch for each worker:
+                      gradients are summed into the stretches, and new parameters are sent to all. No collective runs before the step.
+    ParameterShards   every worker has a part of each parameter (parallel/apply.py), whose gradient arrives summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from fulltilt.model.arrays import local
+from fulltilt.model.fuse import rejoin
+from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.exchange import copy_all, flat, length_of
+from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.shard import lay_out, move_into
+
+Parameters = Mapping[str, torch.nn.Parameter]
+
+
+class Held(Protocol):
+    ranks: Ranks  # the workers among which the numbers are shared out
+    own: Mapping[str, slice]  # the range of each parameter's numbers that this worker updates; it may be empty
+    saves: bool  # whether what this worker has belongs into a checkpoint: no other worker saves the same
+
+    def numbers(self, name: str) -> torch.Tensor:
+        """This worker's numbers of a parameter, flat, in their permanent memory."""
+
+    def is_own_master(self, name: str) -> bool:
+        """Whether the numbers are precise enough to be updated themselves."""
+
+    def rounded(self, name: str) -> bool:
+        """Whether what the model computes with is too coarse to be its own master: then a checkpoint holds a master."""
+
+    def prepare(self) -> None:
+        """Allocate the accumulators, unless they exist."""
+
+    def clear(self, *, free: bool) -> None:
+        """Set the gradients to zero, or free their memory."""
+
+    def reduced(self) -> dict[str, torch.Tensor]:
+        """The gradients summed over all workers, flat, of the numbers that are this worker's. A parameter without a gradient on any worker
+        is left out, unless it has an accumulator."""
+
+    def changed(self) -> None:
+        """The numbers have been updated: let all workers compute with them."""
+
+
+class WholeParameters:
+    saves: bool = True
+    own: Mapping[str, slice]
+
+    def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks) -> None:
+        self.parameters, self.ranks = parameters, ranks
+        self.layouts = lay_out(parameters, ranks.size)
+        self.memories: list[torch.Tensor] = []
+        if not ranks.alone:  # all parameters of a type in one memory, so that workers exchange them where they are
+            self.memories = [move_into(layout, parameters) for layout in self.layouts.values()]
+            rejoin(model)
+        self.own = {name: layout.own(name, ranks.rank) for layout in self.layouts.values() for name in layout.places}
+        self.gradients: dict[torch.dtype, torch.Tensor] = {}  # accumulators, one memory for each type of parameter
+        for parameter in filter(is_low, parameters.values()):
+            parameter.register_post_accumulate_grad_hook(accumulate)
+
+    def numbers(self, name: str) -> torch.Tensor:
+        return flat(self.parameters[name])[self.own[name]]
+
+    def is_own_master(self, name: str) -> bool:
+        return not is_low(self.parameters[name])
+
+    def rounded(self, name: str) -> bool:
+        return is_low(self.parameters[name])
+
+    def prepare(self) -> None:
+        """A parameter that is its own master needs no accumulator, unless its gradient has to be summed over workers."""
+        if self.gradients:
+            return
+        for dtype, layout in self.layouts.items():
+            if low(dtype) or not self.ranks.alone:
+                wide = torch.float32 if low(dtype) else dtype
+                self.gradients[dtype] = memory = torch.zeros(layout.total, dtype=wide, device=device_of(self.parameters))
+                for name, place in layout.places.items() if low(dtype) else ():
+                    parameter = self.parameters[name]
+                    parameter.main_grad = shaped(memory[place:], parameter)  # type: ignore[attr-defined]
+
+    def clear(self, *, free: bool) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+            if free and hasattr(parameter, "main_grad"):
+                del parameter.main_grad
+        if free:
+            self.gradients.clear()
+        for memory in self.gradients.values():
+            memory.zero_()
+
+    @torch.no_grad()
+    def reduced(self) -> dict[str, torch.Tensor]:
+        found = {name: p.main_grad if is_low(p) else p.grad for name, p in self.parameters.items()}  # type: ignore[attr-defined]
+        flats = {name: flat(like_parameter(gradient, self.parameters[name])) for name, gradient in found.items() if gradient is not None}
+        if self.ranks.alone:
+            return flats
+        given = torch.tensor([name in flats for name in self.parameters], dtype=torch.float32, device=device_of(self.parameters))
+        self.ranks.sum(given)
+        for dtype, layout in self.layouts.items():
+            memory = self.gradients[dtype]
+            if not low(dtype):
+                copy_all(
+                    [(memory[place : place + layout.counts[name]], flats[name]) for name, place in layout.places.items() if name in flats]
+                )
+            self.ranks.reduce(memory)
+        wanted = {name for name, count in zip(self.parameters, given.tolist(), strict=True) if count}
+        return {
+            name: self.gradients[dtype][place + own.start : place + own.stop]
+            for dtype, layout in self.layouts.items()
+            for name, place in layout.places.items()
+            if name in wanted and length_of(own := self.own[name])
+        }
+
+    def changed(self) -> None:
+        for memory in self.memories:
+            self.ranks.gather(memory)
+
+
+class ParameterShards:
+    own: Mapping[str, slice]
+
+    def __init__(self, parameters: Parameters, shards: Shards) -> None:
+        self.parameters, self.shards, self.ranks, self.saves = parameters, shards, shards.sharing.group, shards.sharing.first
+        layout = shards.layout(list(parameters))
+        self.own = {name: layout.own(name, self.ranks.rank) for name in parameters}
+        self._numbers = {name: numbers for name, numbers in shards.own().items() if name in parameters}
+
+    def numbers(self, name: str) -> torch.Tensor:
+        return self._numbers[name]
+
+    def is_own_master(self, name: str) -> bool:
+        return True
+
+    def rounded(self, name: str) -> bool:
+        return low(self.shards.types[name])
+
+    def prepare(self) -> None:
+        """Gradients have memory from the first backward pass to the end of the step."""
+
+    def clear(self, *, free: bool) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def reduced(self) -> dict[str, torch.Tensor]:
+        given = {name: local(p.grad).view(-1) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: gradient for name, gradient in given.items() if length_of(self.own[name])}
+
+    def changed(self) -> None:
+        self.shards.version += 1
+
+
+def device_of(parameters: Parameters) -> torch.device:
+    return next((parameter.device for parameter in parameters.values()), torch.device("cpu"))
+
+
+def is_low(parameter: torch.Tensor) -> bool:
+    """Whether its type is too coarse for it to be its own master."""
+    return low(parameter.dtype)
+
+
+def low(dtype: torch.dtype) -> bool:
+    return dtype not in (torch.float32, torch.float64)
+
+
+def shaped(memory: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The numbers at the beginning of `memory`, in the shape of the parameter."""
+    return memory.as_strided(parameter.shape, parameter.stride())
+
+
+def like_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """The gradient with its parameter's strides. Autograd's own have them; a gradient set by other code may not."""
+    return gradient if gradient.stride() == parameter.stride() else torch.empty_like(parameter).copy_(gradient)
+
+
+def accumulate(parameter: torch.Tensor) -> None:
+    """Add a micro-batch's gradient to the float32 accumulator and drop it. The head adds its own gradient there and leaves none."""
+    if parameter.grad is not None:
+        assert hasattr(parameter, "main_grad"), "Optimizer.prepare comes before the first pass of a mini-batch"
+        parameter.main_grad.add_(parameter.grad)
+        parameter.grad = None

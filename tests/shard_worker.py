@@ -1,0 +1,196 @@
+"""A worker that trains a tiny model together with others over gloo, for tests of how parameters are shared out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from fulltilt.algo.build import build
+from fulltilt.model import lora
+from fulltilt.model.arrays import local
+from fulltilt.model.load import load_model
+from fulltilt.model.scalar import load_scalar
+from fulltilt.parallel.apply import Allocating, Shards, shard, share
+from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
+from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
+from fulltilt.records import MiniBatch
+from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from fulltilt.training.checkpoint import SavedTensors, pieces_of, write_tensors
+from fulltilt.training.optim import Optimizer
+from fulltilt.training.roles import Critic, Policy
+from fulltilt.training.trainer import Trainer
+
+CPU = torch.device("cpu")
+ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.05}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    folder: Path
+    workers: int = 1
+    shard: str = "optimizer"  # "full", or "hybrid" in groups of 2
+    role: str = "actor"
+    dtype: str = "float64"
+    adapters: bool = False
+    knobs: dict[str, bool] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Trained:
+    """A role that learns, as one worker has it."""
+
+    trainer: Trainer
+    shards: Shards | None
+    twin: Twin | None
+    structure: Any
+
+    @staticmethod
+    def of(case: Case, ranks: Ranks = ALONE) -> Trained:
+        keys = {"name": "ppo" if case.role == "critic" else "grpo", **ALGORITHM}
+        algorithm = build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "algorithm": keys}))
+        torch.manual_seed(0)
+        settings = ModelConfig(path=str(case.folder), dtype=case.dtype)  # type: ignore[arg-type]
+        model: Any = load_scalar(settings, CPU, key="model.path", head="new") if case.role == "critic" else load_model(settings, CPU)
+        if case.adapters:
+            lora.add_adapters(model, LoraConfig(rank=2), 0, None)
+        for name, parameter in model.named_parameters():  # what begins at zero would hide half of the gradient
+            if "lora_B" in name or "score" in name:
+                parameter.data += 0.1
+        shards, twin, structure = None, None, None
+        if case.shard != "optimizer":
+            sharing = share(ranks, "cpu", 2 if case.shard == "hybrid" else None, **case.knobs)
+            whole, structure = over_same_memory(model), without_memory(model)
+            shards = shard(model, sharing)
+            twin = Twin(whole, shards)
+        optimizer = Optimizer(model, TrainConfig(lr=1e-2), 10, keeps_parameters=True, ranks=ranks, shards=shards)
+        role = Critic("critic", model, optimizer) if case.role == "critic" else Policy("actor", model, 0.8, optimizer, True)
+        loss = algorithm.value_loss if case.role == "critic" else algorithm.loss
+        assert loss
+        return Trained(Trainer(role, loss), shards, twin, structure)
+
+    def passes(self, batch: MiniBatch, ranks: Ranks) -> int:
+        return ranks.most(len(batch.micro_batches), CPU) if self.shards else 0
+
+    def gradients(self) -> dict[str, tuple[int, np.ndarray]]:
+        """This worker's part of the summed gradients, and where each begins."""
+        held = self.trainer.optimizer._held
+        return {name: (held.own[name].start, numbers.numpy().copy()) for name, numbers in held.reduced().items()}
+
+    def numbers(self) -> dict[str, tuple[int, np.ndarray]]:
+        """This worker's part of parameters and moments."""
+        found = {}
+        for key, tensor in self.trainer.optimizer.tensors().items():
+            name, _, start = key.partition("@")
+            found[name] = (int(start or 0), tensor.detach().flatten().double().numpy().copy())
+        return found
+
+
+class Recorded(Allocating):
+    """A gather that says whose it is."""
+
+    def __init__(self, name: str, events: list[str]) -> None:
+        self.name, self.events = name, events
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+        self.events.append(f"gather {self.name}")
+        return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class ShardWorker:
+    def __init__(self, rank: int, size: int, port: int) -> None:
+        self.rank, wait = rank, timedelta(seconds=120)
+        store = dist.TCPStore("127.0.0.1", port, size, timeout=wait)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
+
+    def ranks(self, workers: int) -> Ranks:
+        return Ranks(self.rank % workers, workers, self.groups[workers])
+
+    def gradient(self, case: Case, parts: Sequence[MiniBatch]) -> dict[str, Any]:
+        """The gradient of one mini-batch, of which this worker gets its part, and what it took."""
+        ranks = self.ranks(case.workers)
+        made, part = Trained.of(case, ranks), parts[ranks.rank]
+        if case.adapters:  # the reference role's pass comes first
+            with torch.no_grad(), lora.without_adapters(made.trainer.role.model):  # type: ignore[attr-defined]
+                made.trainer.role.nothing()
+            for shards in [made.shards] if made.shards else []:
+                shards.rest()
+        before = dict(ranks.moved)
+        sums = made.trainer.accumulate(part, made.passes(part, ranks))
+        moved = {kind: count - before.get(kind, 0) for kind, count in ranks.moved.items()}
+        model: Any = made.trainer.role.model  # type: ignore[attr-defined]
+        parameters = list(model.parameters())
+        return {
+            "gradients": made.gradients(),
+            "sums": sums,
+            "moved": moved,
+            "parameters": sum(local(p).numel() for p in parameters),
+            "accumulated": sum(local(p.grad).numel() for p in parameters if p.grad is not None),
+            "states": sum(tensor.nbytes for tensor in made.trainer.optimizer.memory()),
+        }
+
+    def train(self, case: Case, parts: Sequence[MiniBatch], folder: Path) -> dict[str, Any]:
+        """Two steps, after which the worker's part of a checkpoint is written."""
+        ranks = self.ranks(case.workers)
+        made, part = Trained.of(case, ranks), parts[ranks.rank]
+        reports = []
+        for _ in range(2):
+            made.trainer.accumulate(part, made.passes(part, ranks))
+            reports.append(made.trainer.optimizer.step())
+        found = {"numbers": made.numbers(), "norms": [report.grad_norm for report in reports], **self.twins(made)}
+        if self.rank < case.workers:
+            write_tensors(folder, made.trainer.optimizer.tensors(), ranks.rank, ranks.size)
+        dist.barrier()
+        return found
+
+    def twins(self, made: Trained) -> dict[str, Any]:
+        if made.twin is None or made.shards is None:
+            return {}
+        addresses = [parameter.data_ptr() for parameter in made.twin.model.parameters()]
+        stale = made.twin.current
+        made.twin.sync()
+        assert addresses == [parameter.data_ptr() for parameter in made.twin.model.parameters()]
+        copy = whole_on_host(made.shards, made.structure)
+        assert (copy is None) == (made.shards.sharing.everyone.rank > 0)
+        values = {name: parameter.detach().double().numpy() for name, parameter in made.twin.model.named_parameters()}
+        pairs = zip(copy.parameters(), made.twin.model.parameters(), strict=True) if copy is not None else ()
+        same = all(torch.equal(one, other) for one, other in pairs)
+        return {"stale": not stale, "current": made.twin.current, "twin": values, "copy is the same": same}
+
+    def resume(self, case: Case, folder: Path, files: Sequence[str]) -> dict[str, Any]:
+        made = Trained.of(case, self.ranks(case.workers))
+        restore(made, folder, files)
+        return {"numbers": made.numbers()}
+
+    def trace(self, case: Case, parts: Sequence[MiniBatch]) -> list[str]:
+        """The order of gathers and of layers in a micro-batch."""
+        ranks = self.ranks(case.workers)
+        made, events = Trained.of(case, ranks), list[str]()
+        assert made.shards
+        for number, unit in enumerate(made.shards.model.base_model.layers):  # type: ignore[union-attr, arg-type]
+            unit.set_custom_all_gather(Recorded(str(number), events))
+            unit.self_attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"compute {number}"))
+        made.shards.model.set_custom_all_gather(Recorded("rest", events))  # type: ignore[operator]
+        made.trainer.accumulate(parts[ranks.rank], made.passes(parts[ranks.rank], ranks))
+        return events
+
+
+def restore(made: Trained, folder: Path, files: Sequence[str]) -> None:
+    with ExitStack() as stack:
+        opened = [stack.enter_context(safe_open(folder / name, framework="pt")) for name in files]
+        made.trainer.optimizer.restore(SavedTensors(folder, pieces_of(folder, opened)), updates=2, skipped=0)
+
+
+def make(order: tuple[int, int, int]) -> ShardWorker:
+    torch.set_num_threads(1)
+    return ShardWorker(*order)

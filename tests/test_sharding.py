@@ -1,0 +1,226 @@
+"""Parameters that workers share out: the gradient, the checkpoints and the memory, with real processes over gloo.
+
+One pool of four processes serves all: cases with two workers run twice in it, in both halves.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+from shard_worker import Case, Trained, restore
+
+from fulltilt.batching.pack import MicroSizing, minibatch
+from fulltilt.cluster.checks import wrong_sharing
+from fulltilt.cluster.processes import Processes
+from fulltilt.parallel.shard import RowLayout
+from fulltilt.records import MiniBatch, Row
+from fulltilt.schema import Config
+
+SIZE = 4
+LAYERS = 2
+Folders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    host = Processes([(rank, SIZE, store.port) for rank in range(SIZE)], "shard_worker:make", environment={"GLOO_SOCKET_IFNAME": "lo"})
+    try:
+        yield host
+    finally:
+        host.close()
+
+
+def call(pool: Processes, method: str, *args: Any) -> list[Any]:
+    return pool.start(method, [args] * pool.size, what=method).results()
+
+
+def one_batch() -> MiniBatch:
+    """Six micro-batches."""
+    random = np.random.default_rng(0)
+    rows = []
+    for length in (9, 17, 30, 12, 25, 8):
+        numbers = {name: random.normal(size=length).astype(np.float32) for name in ("advantages", "values", "returns")}
+        logprobs = {f"{name}_logprobs": (random.normal(size=length) - 4).astype(np.float32) for name in ("rollout", "old", "ref")}
+        rows.append(Row(random.integers(3, 90, length), np.arange(length) >= 4, **numbers, **logprobs))
+    found = minibatch(rows, "token-mean", 1, MicroSizing(token_budget=1))
+    assert len(found.micro_batches) == 6
+    return found
+
+
+def dealt(counts: tuple[int, ...]) -> list[MiniBatch]:
+    """One worker has many micro-batches, another few or none."""
+    batch, borders = one_batch(), [0, *itertools.accumulate(counts)]
+    return [replace(batch, micro_batches=batch.micro_batches[start:stop]) for start, stop in itertools.pairwise(borders)]
+
+
+COUNTS = {2: (5, 1), 4: (3, 1, 0, 2)}
+
+
+def put_together(found: list[dict[str, tuple[int, np.ndarray]]]) -> dict[str, np.ndarray]:
+    """Whole tensors from the parts of workers; workers that have the same part agree bit for bit."""
+    parts: dict[str, dict[int, np.ndarray]] = {}
+    for name, (start, numbers) in (pair for own in found for pair in own.items()):
+        other = parts.setdefault(name, {}).setdefault(start, numbers)
+        assert np.array_equal(other, numbers), name
+    return {name: np.concatenate([own[start] for start in sorted(own)]) for name, own in parts.items()}
+
+
+def assert_near(found: dict[str, np.ndarray], expected: dict[str, np.ndarray], tolerance: float) -> None:
+    assert found.keys() == expected.keys() and found
+    size = max(float(np.abs(numbers).max()) for numbers in expected.values())
+    assert size > 1e-4
+    for name, numbers in expected.items():
+        assert numbers.shape == found[name].shape and float(np.abs(found[name] - numbers).max()) <= tolerance * size, name
+
+
+WAYS = [("full", 2), ("full", 4), ("hybrid", 4)]
+CASES = [
+    *[("qwen2", {}, *way) for way in WAYS],
+    *[("llama-tied", {}, *way) for way in WAYS[:1]],
+    *[("qwen3-moe", {}, *way) for way in WAYS[1:]],
+    *[("qwen2", {"role": "critic"}, *way) for way in WAYS[1:]],
+    *[("qwen2", {"adapters": True}, *way) for way in WAYS[1:]],
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "shard", "workers"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else None
+)
+def test_the_gradient_is_that_of_one_process(
+    pool: Processes, model_folders: Folders, family: str, kind: dict[str, Any], shard: str, workers: int
+) -> None:
+    case = Case(model_folders(family), workers, shard, **kind)
+    alone = Trained.of(replace(case, workers=1, shard="optimizer"))
+    sums = alone.trainer.accumulate(one_batch())
+    expected = {name: numbers for name, (_, numbers) in alone.gradients().items()}
+    found = call(pool, "gradient", case, dealt(COUNTS[workers]))
+    assert_near(put_together([each["gradients"] for each in found]), expected, 1e-9)
+    together = found[0]["sums"]
+    for each in found[1:workers]:
+        together += each["sums"]
+    metrics, same = (each.metrics(one_batch().trained_tokens, silent=False) for each in (together, sums))
+    assert metrics == pytest.approx(same, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize(("shard", "workers"), WAYS)
+def test_a_worker_holds_its_part_and_moves_what_is_predicted(
+    pool: Processes, model_folders: Folders, shard: str, workers: int, reshard: bool
+) -> None:
+    case = Case(model_folders("qwen2"), workers, shard, knobs={"reshard_after_forward": reshard})
+    found, group = call(pool, "gradient", case, dealt(COUNTS[workers])), 2 if shard == "hybrid" else workers
+    model: Any = Trained.of(replace(case, workers=1, shard="optimizer")).trainer.role.model  # type: ignore[attr-defined]
+    layout = RowLayout({name: tuple(parameter.shape) for name, parameter in model.named_parameters()}, group)
+    for rank, each in enumerate(found):
+        own = sum(layout.own(name, rank % group).stop - layout.own(name, rank % group).start for name in layout.shapes)
+        assert each["parameters"] == each["accumulated"] == own < 0.6 * sum(p.numel() for p in model.parameters())
+        passes, number = max(COUNTS[workers]), torch.float64.itemsize
+        assert 0 <= each["states"] - 2 * own * number < 2 * 256 * len(layout.shapes)  # each is aligned
+        of_layers = sum(layout.width(name) for name in layout.shapes if ".layers." in name)
+        gathered = (2 if reshard else 1) * of_layers + layout.stretch - of_layers
+        assert each["moved"]["all-gather"] == passes * group * gathered * number
+        assert each["moved"]["reduce-scatter"] == passes * group * layout.stretch * number
+        over_groups, count = passes * layout.stretch * number if shard == "hybrid" else 0, torch.int64.itemsize
+        assert each["moved"]["all-reduce"] == over_groups + count  # the workers agree on the number of passes first
+
+
+PREFETCHED = ["gather rest", "gather 0", "gather 1", "compute 0", "compute 1"]
+IN_TURN = ["gather rest", "gather 0", "compute 0", "gather 1", "compute 1"]
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: Processes, model_folders: Folders, prefetch: bool) -> None:
+    case = Case(model_folders("qwen2"), 4, "full", knobs={"forward_prefetch": prefetch})
+    for events in call(pool, "trace", case, dealt((1, 1, 1, 1))):
+        assert events[:5] == (PREFETCHED if prefetch else IN_TURN)
+        assert sorted(events[5:]) == ["gather 0", "gather 1"]  # for the backward pass
+
+
+@pytest.mark.parametrize(("shard", "adapters"), [("full", False), ("hybrid", False), ("full", True)])
+def test_what_four_workers_saved_others_go_on_from(
+    pool: Processes, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
+) -> None:
+    """In bfloat16: shards are the masters, rounded for the twin."""
+    case = Case(model_folders("qwen2"), 4, shard, dtype="bfloat16", adapters=adapters)
+    found = call(pool, "train", case, dealt(COUNTS[4]), tmp_path)
+    saved = put_together([each["numbers"] for each in found])
+    files = [f"trainer-0000{rank}-of-00004.safetensors" for rank in range(4)]
+    for each in found:
+        assert each["stale"] and each["current"] and each["copy is the same"]
+        for name, values in each["twin"].items():
+            master = saved.get(f"master/{name}")
+            rounded = None if master is None else torch.from_numpy(master).float().bfloat16().double().numpy()
+            assert rounded is None or np.array_equal(values.flatten(), rounded)
+    for other in (Case(case.folder, 2, "optimizer"), Case(case.folder, 2, "full"), Case(case.folder, 4, "hybrid")):
+        other = replace(other, dtype="bfloat16", adapters=adapters)
+        assert_near(put_together([each["numbers"] for each in call(pool, "resume", other, tmp_path, files)]), saved, 0)
+    alone = Trained.of(replace(case, workers=1, shard="optimizer"))
+    restore(alone, tmp_path, files)
+    assert_near({name: numbers for name, (_, numbers) in alone.numbers().items()}, saved, 0)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------------------------
+
+
+def config(workers: int, **train: Any) -> Config:
+    return Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}, "train": train, "cluster": {"workers": workers}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"workers": 1, "shard": "full"}, 'train.shard: "full", but the run has one worker'),
+        ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 1, 2 or 4"),
+        ({"workers": 2, "shard": "full", "offload_params": True}, "train.offload_params: true is not available with train.shard"),
+        ({"workers": 2, "shard": "full", "offload_activations": True}, "train.offload_activations: true is not available"),
+        ({"workers": 2, "shard": "full", "fused_layers": True}, "train.fused_layers: true is not available"),
+    ],
+)
+def test_what_does_not_go_with_shared_parameters_is_refused(settings: dict[str, Any], said: str) -> None:
+    (found,) = wrong_sharing(config(**settings), "cpu")
+    assert re.search(said, found)
+
+
+def test_what_goes_together_is_not_refused() -> None:
+    for settings in ({"shard": "optimizer"}, {"shard": "full", "recompute": "full"}, {"shard": "hybrid", "shard_size": 2}):
+        assert not list(wrong_sharing(config(4, **settings), "cpu"))
+
+
+# -- whole runs -------------------------------------------------------------------------------------------------------------------------
+
+COMPARED = ("train/", "actor/", "critic/", "reward/", "response_length/", "val")
+OF_WORKERS = ("micro_batches", "pad_tokens", "load_spread")
+
+
+def assert_near_runs(one: Path, other: Path, steps: int) -> None:
+    """The metrics that do not depend on workers, of the first steps."""
+    for line, same in list(zip(runs.metrics(one), runs.metrics(other), strict=False))[: steps + 1]:
+        chosen = [name for name in same if name.startswith(COMPARED) and not name.endswith(OF_WORKERS)]
+        assert chosen and line["step"] == same["step"]
+        assert {name: line[name] for name in chosen} == pytest.approx({name: same[name] for name in chosen}, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.long
+def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
+    model_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PPO: the actor with its twin, a critic and a reference, on four workers, then on two that share out the optimizer alone."""
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    alone, shared = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("alone", "shared"))
+    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3")
+    runs.train(alone, *ppo, "run.steps=3")  # the schedule ends with the run
+    runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
+    assert_near_runs(shared, alone, 3)
+    runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
+    assert runs.metrics(shared)[-1]["step"] == 4
