@@ -295,17 +295,22 @@ class Pool:
     def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:
         """`fulltilt train` with so many workers, and what they have noted."""
         with self.used():
-            trained = runs.train(folder, f"cluster.workers={workers}", *overrides)
+            trained = runs.train(folder, *for_workers(workers, overrides))
         return trained, self.noted(workers)
 
     @contextlib.contextmanager
     def assembled(self, folder: Path, workers: int, *overrides: str) -> Generator[RunParts, None, None]:
         """The parts of a run that makes no step by itself."""
-        config = runs.read_config(folder, f"cluster.workers={workers}", *overrides)
+        config = runs.read_config(folder, *for_workers(workers, overrides))
         with self.used(), contextlib.chdir(folder), assembly.torch_as_it_was():
             parts = assembly.assemble(config)
             with contextlib.closing(parts):
                 yield parts
+
+
+def for_workers(count: int, overrides: Sequence[str]) -> list[str]:
+    """The settings of a run with so many workers. A single one refuses those that would have no effect."""
+    return [f"cluster.workers={count}", *(each for each in overrides if count > 1 or not each.startswith("train.balance="))]
 
 
 def joined(pieces: Sequence[Pieces]) -> Whole:
