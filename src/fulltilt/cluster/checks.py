@@ -32,7 +32,7 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import Config, conditions, keys, shown, uses_reward_model, value_of
+from fulltilt.schema import Config, conditions, keys, row_of, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
 
@@ -150,7 +150,18 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_rollout(config, device),
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
+        *among_own_checkpoints(config),
     ]
+
+
+def among_own_checkpoints(config: Config) -> Iterator[str]:
+    """A run deletes its older checkpoints, and must not delete what it was started from."""
+    checkpoints = Path(config.run.dir, "checkpoints").resolve()
+    for key, field in keys().items():
+        path = value_of(config, key) if row_of(field).names in ("model", "adapter", "file") else None
+        if path is not None and Path(path).resolve().is_relative_to(checkpoints):
+            remedy = "Use another run.dir, or copy what you need of the checkpoint to another place and name the copy"
+            yield f"{key}: {shown(path)} is in {config.run.dir}/checkpoints, from which this run deletes all but the newest. {remedy}"
 
 
 def count_workers(config: Config, device: str) -> int:
