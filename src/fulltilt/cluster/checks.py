@@ -7,7 +7,7 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,15 +79,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def find_mistakes(config: Config) -> list[str]:
+def find_mistakes(config: Config, wrong_rows: Callable[[RunData], Iterable[str]] = lambda data: ()) -> list[str]:
     """What a run would refuse before its model loads: its folder, model folders, data, reward functions, each of which is called once,
-    packages, device."""
+    packages, device. `wrong_rows`: what else is wrong with the data."""
     algorithm, prompts = build(config), list[Prompt]()
 
     def data() -> None:
         if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
             return
         read = read_training_data(config, algorithm)
+        found.extend(wrong_rows(read))
         prompts.extend(prompt for each in (read.train, read.val) if isinstance(each, PromptSet) for prompt in each.items)
 
     def rewards() -> None:
