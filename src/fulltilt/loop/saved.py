@@ -138,8 +138,8 @@ def changed_rows(config: Config, state: SavedState, digest: str) -> Iterator[Cha
     read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
     refusal = (
         f"data.train: its rows are not those that the run in {config.run.dir} was started with{read}, or the chat template or the "
-        "tokenizer of model.path makes other tokens of them. Bring the old files back, use another run.dir for a new run, or set run.resume = force "
-        "to resume with the new ones"
+        "tokenizer of model.path makes other tokens of them. Bring the old files back, use another run.dir for a new run, or set "
+        "run.resume = force to resume with the new ones"
     )
     yield Change(refusal, "the rows of data.train changed, or the tokens that are made of them")
 
