@@ -165,13 +165,13 @@ def check_on_step(on_step: OnStep | None) -> None:
 def check(
     run: Source = None, /, *, overrides: Sequence[str] = (), on_step: OnStep | None = None, quiet: bool = True, **settings: Any
 ) -> None:
-    """Check what `train` would be given: the configuration, the reward and the data. Raises one UserError with every mistake. It takes all
-    that `train` takes, and prints nothing, `quiet` or not."""
+    """Check what `train` would be given: the configuration, the reward and the data, and whether a run in `run.dir` could be resumed with
+    them. Raises one UserError with every mistake. It takes all that `train` takes, and prints nothing, `quiet` or not."""
     check_on_step(on_step)
     with configured("fulltilt.check", run, settings, overrides, logged=True) as config:
-        from fulltilt.cluster.checks import find_mistakes
+        from fulltilt import loop
 
-        if mistakes := find_mistakes(config):
+        if mistakes := loop.find_mistakes(config):
             raise UserError(configuration.report(origin_of(run, "fulltilt.check"), mistakes))
 
 

@@ -9,6 +9,7 @@ function. Imports only the standard library: reward processes start from here an
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import inspect
@@ -77,6 +78,40 @@ def locate(name: str) -> UserCode:
         return UserCode(name, str(path), attribute, path.read_bytes())
     except OSError as error:
         raise UserCodeError(f"cannot read {path}: {error.strerror}. Paths are relative to the current directory") from None
+
+
+def imported_files(code: UserCode) -> dict[str, bytes]:
+    """The content of the files that the function's file imports, and of those that they import, as far as they lie in its folder or below:
+    by their paths from there. Finds import statements only, and executes nothing."""
+    folder, own = Path(code.path).parent, Path(code.path)
+    found: dict[str, bytes] = {}
+    waiting = [(own, code.source)]
+    while waiting:
+        for file in _imports(*waiting.pop(), folder):
+            name = file.relative_to(folder).as_posix()
+            if name not in found and file != own:
+                with contextlib.suppress(OSError):  # the import reports it
+                    found[name] = file.read_bytes()
+                    waiting.append((file, found[name]))
+    return found
+
+
+def _imports(path: Path, source: bytes, folder: Path) -> Iterator[Path]:
+    """The files below the folder that a file's import statements may read."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # executing the file reports it
+        return
+    for node in ast.walk(tree):
+        start, names = folder, list[str]()
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            start = path.parents[min(node.level, len(path.parents)) - 1] if node.level else folder
+            names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
+        for parts in (name.split(".") for name in names if start.is_relative_to(folder)):
+            modules = (start.joinpath(*parts[:count]) for count in range(1, len(parts) + 1))
+            yield from (file for module in modules for file in (module.with_suffix(".py"), module / "__init__.py") if file.is_file())
 
 
 def function(code: UserCode, *, as_script: bool = False) -> Callable[..., Any]:

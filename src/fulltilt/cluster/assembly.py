@@ -64,6 +64,7 @@ class RunParts:
     train_data: InEpochs[Prompt] | InEpochs[Row]
     val_data: PromptSet | RowSet | None
     data_digest: str  # identifies the training data by its tokens
+    val_digest: str | None  # the same for the validation data
     reward: RewardPool | None  # None: nothing is sampled (SFT)
     encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
     crew: Crew
@@ -149,7 +150,8 @@ def put_together(
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device, paths)
         notes = (*data.notes, *describe(config, reward), *crew.notes)
-        parts = RunParts(algorithm, crew.plan, data.train, data.val, data.train.digest(), reward, data.encoder, crew, notes)
+        digests = data.train.digest(), data.val.digest() if data.val else None
+        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, reward, data.encoder, crew, notes)
         on_error.pop_all()
         return parts
 

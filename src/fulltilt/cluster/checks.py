@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
-from fulltilt.schema import Config, conditions, keys, shares_parameters, shown, uses_reward_model, value_of
+from fulltilt.schema import Config, conditions, keys, row_of, shares_parameters, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either
@@ -88,15 +88,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def find_mistakes(config: Config) -> list[str]:
+def find_mistakes(config: Config, wrong_rows: Callable[[RunData], Iterable[str]] = lambda data: ()) -> list[str]:
     """What a run would refuse before its model loads: its folder, model folders, data, reward functions, each of which is called once,
-    packages, device."""
+    packages, device. `wrong_rows`: what else is wrong with the data."""
     algorithm, prompts = build(config), list[Prompt]()
 
     def data() -> None:
         if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
             return
         read = read_training_data(config, algorithm)
+        found.extend(wrong_rows(read))
         prompts.extend(prompt for each in (read.train, read.val) if isinstance(each, PromptSet) for prompt in each.items)
 
     def rewards() -> None:
@@ -167,7 +168,18 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
+        *among_own_checkpoints(config),
     ]
+
+
+def among_own_checkpoints(config: Config) -> Iterator[str]:
+    """A run deletes its older checkpoints, and must not delete what it was started from."""
+    checkpoints = Path(config.run.dir, "checkpoints").resolve()
+    for key, field in keys().items():
+        path = value_of(config, key) if row_of(field).names in ("model", "adapter", "file") else None
+        if path is not None and Path(path).resolve().is_relative_to(checkpoints):
+            remedy = "Use another run.dir, or copy what you need of the checkpoint to another place and name the copy"
+            yield f"{key}: {shown(path)} is in {config.run.dir}/checkpoints, from which this run deletes all but the newest. {remedy}"
 
 
 def count_workers(config: Config, device: str) -> int:

@@ -1,6 +1,6 @@
-"""The run: steps, validation, checkpoints, resume. `train` and `evaluate` are the ways in."""
+"""The run: steps, validation, checkpoints, resume. `train`, `evaluate` and `find_mistakes` are the ways in."""
 
-from fulltilt.loop.opening import evaluate, train
+from fulltilt.loop.opening import evaluate, find_mistakes, train
 from fulltilt.loop.run import OnStep, Summary
 
-__all__ = ["OnStep", "Summary", "evaluate", "train"]
+__all__ = ["OnStep", "Summary", "evaluate", "find_mistakes", "train"]

@@ -10,28 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, NonNegativeInt
-
 from fulltilt import config as configuration
-from fulltilt import user_code
+from fulltilt.cluster import checks
 from fulltilt.cluster.assembly import RunParts, assemble, assemble_evaluation
+from fulltilt.cluster.checks import RunData
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
-from fulltilt.cluster.worker import SURPLUS_TENSORS, Reading, enough_memory
-from fulltilt.data.order import Cursor
+from fulltilt.cluster.worker import SURPLUS_TENSORS, enough_memory
 from fulltilt.data.prompts import PromptSet
 from fulltilt.folders import RUN_MARKER, read_file, refuse_foreign
 from fulltilt.interrupts import hangup_restored
 from fulltilt.loop.experience import validate
 from fulltilt.loop.folder import METRICS, PLAN, ROLLOUTS, SNAPSHOT, VALIDATION, RunFolder, open_run_folder
 from fulltilt.loop.run import OnStep, Progress, Run, Summary
+from fulltilt.loop.saved import Change, SavedState, changed_keys, changed_rows, changes_since, edited, file_digests, read_state
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import Health, Unhealthy
 from fulltilt.observe.loggers import open_loggers
@@ -40,49 +38,12 @@ from fulltilt.plan import Budgets
 from fulltilt.records import UserError
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
-from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, to_toml, value_of, why_invalid
-from fulltilt.settings import own_functions
-from fulltilt.training.checkpoint import BestCheckpoint, Checkpoint, CheckpointStore, open_checkpoint
+from fulltilt.schema import Config, to_toml, value_of
+from fulltilt.training.checkpoint import Checkpoint, CheckpointStore, open_checkpoint
 from fulltilt.words import joined, many
 
 SIZES = {field.name for field in fields(Budgets)}
 STATS_INTERVAL_S = 10.0  # seconds of generating between two lines about its progress
-
-
-class SavedState(BaseModel):
-    """The `state.json` of a checkpoint, as far as the loop reads it. What an older version did not save has a default."""
-
-    step: NonNegativeInt
-    updates: NonNegativeInt
-    skipped: NonNegativeInt
-    critic: dict[str, NonNegativeInt] | None = None
-    cursor: Cursor
-    surplus: list[dict[str, Any]] = []
-    reward_kl_coef: float | None = None
-    health: dict[str, int] = {}
-    first_entropy: float | None = None
-    best: BestCheckpoint | None = None
-    budgets: dict[str, NonNegativeInt]
-    data: str
-    data_versions: list[str] = []
-    files: dict[str, str] = {}
-    metrics_offset: NonNegativeInt
-    seconds: dict[str, float] = {}
-    memory: dict[str, Reading] = {}
-    config: dict[str, Any]
-
-
-def read_state(found: Checkpoint) -> SavedState:
-    """Its hash is right, so no accident has changed it: what it lacks was never there, or someone has edited it."""
-    try:
-        return SavedState.model_validate(found.state())
-    except (ValueError, RecursionError) as error:
-        raise edited(found, why_invalid(error)) from None
-
-
-def edited(found: Checkpoint, why: object) -> UserError:
-    remedy = f"Delete {found.path} to continue from the checkpoint before it, or use another run.dir"
-    return UserError(f"{found.path}: its state.json is not as fulltilt writes it: {why}. {remedy}")
 
 
 def train(config: Config, console: Console, on_step: OnStep | None = None, origin: Path | None = None) -> Summary:
@@ -152,18 +113,26 @@ class Attempts:
         store = self._store
         with contextlib.ExitStack() as stack:
             files = file_digests(config)
-            found, state, changed = find_checkpoint(config, store, files, console, restarted=self.restarts > 0)
+            found = find_checkpoint(config, store, restarted=self.restarts > 0)
+            for text in store.skipped:
+                console.warn(f"skipped a damaged checkpoint: {text}")
+            state = read_state(found) if found else None
+            changed = changed_keys(config, state, files) if state else []
+            if found and state:
+                require_force(config, console, changes_since(config, state, files))
+                console.note(f"resuming from step {found.step} ({found.path})")
             for text in configuration.warnings(config):
                 console.warn(text)
             with enough_memory("set-up"):
                 parts = assemble(config, found, kept=kept_budgets(config, path, state, changed, console))
             stack.callback(parts.close)
             parts.crew.report_rollout(console.note, STATS_INTERVAL_S)
-            check_data(config, parts, state, console)
+            if state:
+                require_force(config, console, changed_rows(config, state, parts.data_digest))
             for text in (*parts.notes, *parts.plan.words) if not self.restarts else ():
                 console.note(text)
-            if found and found.step >= parts.plan.steps:
-                console.note(f"the run is at step {found.step} already: nothing to do. Ask for more with run.steps")
+            if state:
+                warn_of_effects(config, parts, state, console)
             store.require_space(parts.crew.checkpoint_bytes)
             self.folder = self.folder or self.locks.enter_context(open_run_folder(path, new=True))
             write_set_up(config, parts, self.folder, state, self.origin, console)
@@ -195,69 +164,54 @@ def freeze_existing_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def find_checkpoint(
-    config: Config, store: CheckpointStore, files: dict[str, str], console: Console, *, restarted: bool = False
-) -> tuple[Checkpoint | None, SavedState | None, list[str]]:
-    """The checkpoint to resume from, its state, and the keys that changed since. `files`: digests of the files that keys name. `restarted`:
-    this process has written the checkpoint, which no setting keeps from being resumed."""
-    found = store.latest()
-    for text in store.skipped if found else ():
-        console.warn(f"skipped a damaged checkpoint: {text}")
-    if found is None:
-        if store.skipped:
-            raise UserError(
-                f"{store.folder} holds checkpoints but none that can be used: {'; '.join(store.skipped)}. Restore one, use another "
-                f"run.dir, or delete {store.folder} to start over"
-            )
-        return None, None, []
-    where = f"{config.run.dir} holds a run at step {found.step}"
-    if config.run.resume == "never" and not restarted:
-        raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to resume it")
-    state = read_state(found)
-    saved, now = state.config, configuration.snapshot(config)
-    changed = configuration.differences(saved, now)
-    values = ", ".join(f"{key} ({shown(saved[key])}, now {shown(now[key], 'other rows given from Python')})" for key in changed)
-    if changed:
-        remedy = "Use another run.dir for a new run, give the old values to resume, or set run.resume = force to resume with the new ones"
-        require_force(config, console, f"{where} that was started with other values of {values}. {remedy}", f"these keys changed: {values}")
-    others = ", ".join(name for name, digest in files.items() if state.files.get(name, digest) != digest)
-    if others:
-        remedy = (
-            "Use another run.dir for a new run, bring the old content back to resume, or set run.resume = force to resume with the new one"
+def find_checkpoint(config: Config, store: CheckpointStore, *, restarted: bool = False, hashes: bool = True) -> Checkpoint | None:
+    """The checkpoint to resume from. `restarted`: this process has written it, and no setting keeps it from being resumed. `hashes`:
+    whether every byte of it is read."""
+    found = store.latest(hashes=hashes)
+    if found is None and store.skipped:
+        raise UserError(
+            f"{store.folder} holds checkpoints but none that can be used: {'; '.join(store.skipped)}. Restore one, use another "
+            f"run.dir, or delete {store.folder} to start over"
         )
-        refusal = f"{where} that was started with another content of {others}. {remedy}"
-        require_force(config, console, refusal, f"the content of these files changed: {others}")
-    if config.train.schedule != "constant" and any(saved.get(key) != now[key] for key in ("run.steps", "run.epochs")):
-        console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
-    console.note(f"resuming from step {found.step} ({found.path})")
-    return found, state, changed
+    if found and config.run.resume == "never" and not restarted:
+        where = f"{config.run.dir} holds a run at step {found.step}"
+        raise UserError(f"run.resume = never: {where}. Use another run.dir, or run.resume = auto to resume it")
+    return found
 
 
-def require_force(config: Config, console: Console, refusal: str, changed: str) -> None:
+def find_mistakes(config: Config) -> list[str]:
+    """What `train` would refuse before its models load; in the folder of a run, also why it would not resume that run."""
+    state: SavedState | None = None
+    refused: list[str] = []
+    try:
+        found = find_checkpoint(config, CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep), hashes=False)
+        state = read_state(found) if found and config.run.resume != "force" else None
+        refused += [change.refusal for change in changes_since(config, state, file_digests(config))] if state else []
+    except UserError as error:
+        refused.append(str(error))
+
+    def wrong_rows(data: RunData) -> list[str]:
+        return [change.refusal for change in changed_rows(config, state, data.train.digest())] if state else []
+
+    return [*checks.find_mistakes(config, wrong_rows), *refused]
+
+
+def require_force(config: Config, console: Console, changes: Iterable[Change]) -> None:
     """Refuse to resume what has changed since its checkpoint, unless the user insists; then it is a warning."""
-    if config.run.resume != "force":
-        raise UserError(refusal)
-    console.warn(f"resuming although {changed}")
+    for change in changes:
+        if config.run.resume != "force":
+            raise UserError(change.refusal)
+        console.warn(f"resuming although {change.told}")
 
 
-def file_digests(config: Config) -> dict[str, str]:
-    """The sha256 of each file with a function of the user's, by the function's name, and of each other file, by the key that names it. What
-    such a file imports or includes is not known."""
-    named = {key: value_of(config, key) for key, field in keys().items() if row_of(field).names == "file"}
-    found: dict[str, str] = {}
-    for key, path in named.items():
-        with contextlib.suppress(OSError):  # who uses the file reports it
-            found |= {key: hashlib.sha256(Path(path).read_bytes()).hexdigest()} if path else {}
-    functions = [function.code for function in own_functions(config).values()]
-    for name in rewards_named(config.reward.function, config.reward.sources):
-        with contextlib.suppress(user_code.UserCodeError):  # one of fulltilt's own
-            functions.append(user_code.locate(name))
-    return dict(sorted((found | {code.name: code.digest for code in functions if code.source}).items()))
-
-
-def shown(value: Any, rows: str = "rows given from Python") -> str:
-    """A key's value; `rows`: what to call those that are in memory."""
-    return "left out" if value is None else rows if isinstance(value, str) and value.startswith(MEMORY) else json.dumps(value)
+def warn_of_effects(config: Config, parts: RunParts, state: SavedState, console: Console) -> None:
+    """Tell what a resumed run does otherwise because of changes that are allowed."""
+    if state.val_data and parts.val_digest and state.val_data != parts.val_digest:
+        console.warn(f"the rows of data.val changed, or their tokens: validations after step {state.step} do not compare with those before")
+    if state.step >= parts.plan.steps:
+        console.note(f"the run is at step {state.step} already: nothing to do. Ask for more with run.steps")
+    elif config.train.schedule != "constant" and any(state.config.get(key) != value_of(config, key) for key in ("run.steps", "run.epochs")):
+        console.warn(f"the {config.train.schedule} schedule now ends at another step: learning rates differ from those first planned")
 
 
 def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: list[str], console: Console) -> dict[str, int] | None:
@@ -277,18 +231,6 @@ def kept_budgets(config: Config, path: Path, state: SavedState | None, changed: 
         console.warn(f"{path / PLAN} is not a plan of this version ({type(error).__name__}: {error}): sizes are planned again")
         return None
     return None if configuration.differences(known, configuration.snapshot(config)) else budgets
-
-
-def check_data(config: Config, parts: RunParts, state: SavedState | None, console: Console) -> None:
-    """Refuse other rows under the same path: they would make it another run."""
-    if state is None or state.data == parts.data_digest:
-        return
-    read = f", which were {' and '.join(state.data_versions)}" if state.data_versions else ""
-    refusal = (
-        f"data.train: its rows are not those that the run in {config.run.dir} was started with{read}. Bring them back, use another "
-        "run.dir for a new run, or set run.resume = force to resume with the new ones"
-    )
-    require_force(config, console, refusal, "the rows of data.train changed")
 
 
 def write_set_up(
@@ -406,7 +348,7 @@ def assemble_checkpoint(
 
 def refuse_other_adapters(config: Config, state: SavedState) -> None:
     """Trained adapters on another base, or scaled otherwise, would be evaluated as a model that was never trained."""
-    changed = configuration.differences(state.config, configuration.snapshot(config))
+    changed = changed_keys(config, state, file_digests(config))
     wrong = [key for key in changed if key == "model.path" or (key.startswith("lora.") and key != "lora.critic")]
     if config.lora.rank and wrong:
         raise UserError(f"{config.run.dir} holds a run with other values of {', '.join(wrong)}. Give those to evaluate its adapters")

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from fulltilt.data.order import Cursor
 from fulltilt.interrupts import Interrupted, Interrupts
 from fulltilt.loop.experience import make_rows, sample_groups, score_groups, shaped_reward, training_sampling, validate
 from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
+from fulltilt.loop.saved import FileDigests
 from fulltilt.observe import metrics as measure
 from fulltilt.observe.console import Console
 from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last_good
@@ -82,7 +83,7 @@ class Summary:
 class Run:
     def __init__(
         self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
-        on_step: OnStep | None = None, folder: RunFolder | None = None, files: Mapping[str, str] | None = None,
+        on_step: OnStep | None = None, folder: RunFolder | None = None, files: FileDigests | None = None,
     ) -> None:  # fmt: skip
         """`folder`: needed by `train`, not by single steps. `files`: digests of files that the configuration names, for the checkpoints."""
         self.config = config
@@ -499,6 +500,7 @@ class Run:
             "best": asdict(best) if best else None,
             "budgets": asdict(self.parts.plan.budgets),
             "data": self.parts.data_digest,
+            "val_data": self.parts.val_digest,
             "data_versions": list(self.parts.train_data.versions),
             "files": dict(self.files),
             "metrics_offset": self.metrics.offset(),

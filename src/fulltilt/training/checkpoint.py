@@ -306,10 +306,11 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
-    def latest(self) -> Checkpoint | None:
-        """The newest checkpoint whose files are complete and unchanged. Reads every byte of it; writes nothing."""
+    def latest(self, *, hashes: bool = True) -> Checkpoint | None:
+        """The newest checkpoint whose files are complete and unchanged. Writes nothing, and reads every byte of it; without `hashes`, only
+        the sizes of its files."""
         self.finish()
-        found = self._first_intact(self._finished)
+        found = self._first_intact(self._finished, hashes)
         self.newest = found.step if found else 0
         return found
 
@@ -318,17 +319,17 @@ class CheckpointStore:
         link = self.folder / BEST
         return self._first_intact(lambda: [(path, step) for path, step in self._finished() if path.resolve() == link.resolve()])
 
-    def _first_intact(self, known: Callable[[], list[tuple[Path, int]]]) -> Checkpoint | None:
+    def _first_intact(self, known: Callable[[], list[tuple[Path, int]]], hashes: bool = True) -> Checkpoint | None:
         self.skipped = []
         for path, step in known():
-            damage = find_damage(path, step)
+            damage = find_damage(path, step, hashes)
             if damage is None:
-                self._verified.add(path)
+                self._verified |= {path} if hashes else set()
                 return Checkpoint(path, step)
             if path.exists():
                 self.skipped.append(f"{path}: {damage}")
             else:  # a run that is still training has deleted it, and has newer ones
-                return self._first_intact(known)
+                return self._first_intact(known, hashes)
         return None
 
     def at(self, step: int) -> Checkpoint:
