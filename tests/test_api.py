@@ -240,6 +240,23 @@ def test_check_takes_what_train_takes(small: dict[str, Any]) -> None:
     assert list(Path().iterdir()) == []
 
 
+def test_a_ground_truth_that_no_row_has_is_refused_and_one_that_some_lack_is_noted(small: dict[str, Any]) -> None:
+    misspelt = [{"prompt": row["prompt"], "groundtruth": row["ground_truth"]} for row in ROWS]
+    (found,) = mistakes(**{**small, "data": misspelt})
+    assert re.search("data.train: no row has a ground truth, which .*letters requires", found)
+    assert 'The columns are "prompt", "groundtruth" (the nearest: "groundtruth"). Name the column ground_truth, or' in found
+    with pytest.raises(fulltilt.UserError, match="data.val: no row has a ground truth, which .*exact_match requires"):
+        fulltilt.evaluate(**{**small, "data": misspelt, "reward": ["exact_match"]})
+    fulltilt.check(**{**small, "data": misspelt, "reward": lambda solution_str, ground_truth=None: 1.0})
+    told: list[str] = []
+    console = Console(quiet=True)
+    console.note = told.append  # type: ignore[method-assign]
+    some = [{key: value for key, value in row.items() if key == "prompt" or number} for number, row in enumerate(ROWS)]
+    fulltilt.evaluate(**{**small, "data": some, "reward": "exact_match", "console": console})
+    note = "data.val: 1 of the 18 rows that exact_match scores have no ground truth, which it requires: it gets None for them"
+    assert note in told
+
+
 def test_rows_are_freed(small: dict[str, Any]) -> None:
     with pytest.raises(fulltilt.UserError):
         fulltilt.check(**small, stesp=3)

@@ -240,6 +240,7 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n\xff,5\n", ["a.csv:2", "not UTF-8"]),
         ("a.csv", b"prompt,answer\n\"[{'role': 'user'}]\",5\n", ["a.csv:2", "as Python prints them", "json.dumps"]),
         ("a.csv", b'prompt\n"[{""role"": ""user"", ""role"": ""user""}]"\n', ["a.csv:2", "the key 'role' is there twice"]),
+        ("a.csv", b"prompt, answer\nx, 5\n", ["a.csv: the header has spaces around the column name ' answer'", "cells keep their spaces"]),
         ("a.csv", b"prompt,answer\n", ["a.csv", "holds no rows"]),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n', mtime=0)[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
         ("a.jsonl.gz", b'{"prompt": "x"}\n', ["a.jsonl.gz", "cannot be read after row 0", "ot a gzip"]),

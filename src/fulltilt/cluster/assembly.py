@@ -22,6 +22,7 @@ from fulltilt.cluster.checks import (
     RunData,
     TextFacts,
     check_lengths,
+    check_truths,
     choose_device,
     count_workers,
     model_paths,
@@ -144,9 +145,10 @@ def put_together(
             lora.require_peft()
         refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
         data = read(config, algorithm)
+        truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device)
-        notes = (*data.notes, *describe(config, reward), *crew.notes)
+        notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
         parts = RunParts(algorithm, crew.plan, data.train, data.val, data.train.digest(), reward, data.encoder, crew, notes)
         on_error.pop_all()
         return parts

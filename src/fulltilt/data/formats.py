@@ -223,6 +223,9 @@ def _read_csv(file: Path) -> Iterator[PlacedRow]:
         rows = csv.reader((text for text, _ in _lines(file)), strict=True)
         header = next(rows, [])
         _refuse_twice(header, file)
+        if spaced := [name for name in header if name != name.strip()]:
+            remedy = "Remove them, and those after the commas of the rows: cells keep their spaces."
+            raise UserError(f"{file}: the header has spaces around the column name {spaced[0]!r}. {remedy}")
         for cells in filter(None, rows):
             place = f"{file}:{rows.line_num}"
             if len(cells) != len(header):

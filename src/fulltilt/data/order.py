@@ -60,6 +60,7 @@ class InEpochs(Generic[Item]):
     items: tuple[Item, ...]
     said: str = ""  # what was read and what was left out, in words
     versions: tuple[str, ...] = ()  # the commits of the data sets on the hub that were read
+    columns: tuple[str, ...] = ()  # that rows have
 
     @property
     def longest(self) -> int:
@@ -143,6 +144,7 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
     beyond: list[tuple[Limit, int]] = []  # for each item left out: the first limit that it breaks, and its tokens
     rows_read = 0
     versions, counted = [], ""
+    columns: dict[str, None] = {}
     for name in names:
         source = open_data(name)
         versions.extend([source.version] if source.version else [])
@@ -158,6 +160,7 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
                     kept.append(item)
                 else:
                     beyond.append(broken)
+            columns.update(dict.fromkeys(row))
             rows_read += 1
     if not rows_read:
         raise UserError("the data set is empty: no file was given. Set data.train.")
@@ -165,7 +168,7 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
         _refuse_all_beyond(names, beyond, counted)
     read_from = f" from {' and '.join(versions)}" if versions else ""
     said = [f"{many(rows_read, 'row')} read{read_from}", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]
-    return kind(tuple(kept), ", ".join(said), tuple(versions))
+    return kind(tuple(kept), ", ".join(said), tuple(versions), tuple(columns))
 
 
 def _refuse_all_beyond(names: Sequence[str], beyond: Sequence[tuple[Limit, int]], counted: str) -> None:

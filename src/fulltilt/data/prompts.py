@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     from fulltilt.schema import DataConfig
 
+GROUND_TRUTHS = ("ground_truth", "answer")  # the columns with it, the first that a row has before the others
+
 
 class PromptSet(InEpochs[Prompt]):
     noun = "prompt"
@@ -44,7 +46,7 @@ def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase,
 
 def _ground_truth(row: Columns) -> Any:
     reward_model = column(row, "reward_model", dict, "an object with a 'ground_truth'") or {}
-    candidates = (reward_model.get("ground_truth"), row.get("ground_truth"), row.get("answer"))
+    candidates = (reward_model.get("ground_truth"), *map(row.get, GROUND_TRUTHS))
     return next((candidate for candidate in candidates if candidate is not None), None)
 
 
