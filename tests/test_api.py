@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import runs
 import torch
@@ -124,14 +125,18 @@ def test_ctrl_c_saves_and_returns(small: dict[str, Any]) -> None:
     assert fulltilt.train(**small).steps == 2
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_callback_ends_a_run_after_it_is_saved(small: dict[str, Any], raises: bool) -> None:
-    def stop(step: int, metrics: dict[str, Any]) -> bool:
-        if raises:
-            raise RuntimeError("enough")
-        return False
+@pytest.mark.parametrize("returned", [False, np.bool_(False), None])
+def test_a_callback_ends_a_run_after_it_is_saved(small: dict[str, Any], tmp_path: Path, returned: Any) -> None:
+    """Also one that changes the current folder."""
+    (tmp_path / "elsewhere").mkdir()
 
-    if raises:
+    def stop(step: int, metrics: dict[str, Any]) -> Any:
+        os.chdir(tmp_path / "elsewhere")
+        if returned is None:
+            raise RuntimeError("enough")
+        return returned
+
+    if returned is None:
         with pytest.raises(RuntimeError, match="enough"):
             fulltilt.train(**small, on_step=stop)
     else:
@@ -245,7 +250,7 @@ def test_a_ground_truth_that_no_row_has_is_refused_and_one_that_some_lack_is_not
     (found,) = mistakes(**{**small, "data": misspelt})
     assert re.search("data.train: no row has a ground truth, which .*letters requires", found)
     assert 'The columns are "prompt", "groundtruth" (the nearest: "groundtruth"). Name the column ground_truth, or' in found
-    with pytest.raises(fulltilt.UserError, match="data.val: no row has a ground truth, which .*exact_match requires"):
+    with pytest.raises(fulltilt.UserError, match=r"data\.val: no row has a ground truth, which .*exact_match requires"):
         fulltilt.evaluate(**{**small, "data": misspelt, "reward": ["exact_match"]})
     fulltilt.check(**{**small, "data": misspelt, "reward": lambda solution_str, ground_truth=None: 1.0})
     told: list[str] = []

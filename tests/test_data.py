@@ -178,6 +178,7 @@ def refused(path: str | Path) -> str:
 def test_every_format_gives_the_same_prompts(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = load_prompts(write_format(kind, tmp_path, ROWS), tokenizer, data())
     assert f"{len(ROWS)} rows read" in loaded.describe() and len(loaded) == len(ROWS)
+    assert ("rows read from" in loaded.describe()) == (kind in ("saved", "saved-splits", "hub"))  # which files of a folder were taken
     for number, prompt in enumerate(loaded.items):
         assert prompt.uid == number
         assert prompt.text == f"<s>[system]Add.</s>\n[user]{number}+1=</s>\n[assistant]"

@@ -39,6 +39,7 @@ _in_memory: dict[str, tuple[dict[str, Any], ...]] = {}  # rows given from Python
 class DataSource:
     rows: Iterator[PlacedRow]
     version: str = ""  # what the rows of a name on the hub were read from, to read the same ones again
+    files: tuple[Path, ...] = ()  # those that were chosen for a folder or a name on the hub
 
 
 def open_data(name: str | Path) -> DataSource:
@@ -50,12 +51,12 @@ def open_data(name: str | Path) -> DataSource:
     dataset = hub_dataset(given)
     if dataset is not None:
         fetched = hub.fetch(dataset)
-        return DataSource(_read_files(given, fetched.files), fetched.version)
+        return DataSource(_read_files(given, fetched.files), fetched.version, fetched.files)
     files = _files_of_folder(path) if _is_folder(path) else [path]
     # Looked up before the first row is read: a wrong name among the last shards is reported before the first are read.
     for file in files:
         _refuse_unknown_kind(file)
-    return DataSource(_read_files(given, files))
+    return DataSource(_read_files(given, files), files=() if files == [path] else tuple(files))
 
 
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:

@@ -21,7 +21,7 @@ import numpy as np
 from fulltilt.data.files import open_data
 from fulltilt.data.template import OverLong
 from fulltilt.records import Prompt, Row, UserError
-from fulltilt.words import many
+from fulltilt.words import listed, many
 
 Item = TypeVar("Item", Prompt, Row)
 Value = TypeVar("Value")
@@ -143,11 +143,12 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
     kept: list[Any] = []
     beyond: list[tuple[Limit, int]] = []  # for each item left out: the first limit that it breaks, and its tokens
     rows_read = 0
-    versions, counted = [], ""
+    versions, chosen, counted = [], [], ""
     columns: dict[str, None] = {}
     for name in names:
         source = open_data(name)
         versions.extend([source.version] if source.version else [])
+        chosen.extend([f"{source.version or name} ({listed([file.name for file in source.files], 3)})"] if source.files else [])
         for row, place in source.rows:
             try:
                 items = _parsed(parse, rows_read, row, place)
@@ -166,7 +167,7 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
         raise UserError("the data set is empty: no file was given. Set data.train.")
     if not kept:
         _refuse_all_beyond(names, beyond, counted)
-    read_from = f" from {' and '.join(versions)}" if versions else ""
+    read_from = f" from {' and '.join(chosen)}" if chosen else ""
     said = [f"{many(rows_read, 'row')} read{read_from}", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]
     return kind(tuple(kept), ", ".join(said), tuple(versions), tuple(columns))
 
