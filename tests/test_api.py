@@ -31,6 +31,7 @@ from fulltilt.callables import Callables, travelling
 from fulltilt.data import files
 from fulltilt.loop.folder import SNAPSHOT
 from fulltilt.observe.console import Console
+from fulltilt.records import RunWarning
 from fulltilt.user_code import UserCodeError
 
 ModelFolders = Callable[[str], Path]
@@ -260,6 +261,31 @@ def test_a_ground_truth_that_no_row_has_is_refused_and_one_that_some_lack_is_not
     fulltilt.evaluate(**{**small, "data": some, "reward": "exact_match", "console": console})
     note = "data.val: 1 of the 18 rows that exact_match scores have no ground truth, which it requires: it gets None for them"
     assert note in told
+
+
+def test_check_tells_mistakes_of_all_rows_and_of_the_reward(small: dict[str, Any]) -> None:
+    def fails(solution_str: str) -> float:
+        raise RuntimeError("never works")
+
+    rows = [*ROWS[:2], {"prompt": 3}, *ROWS[2:], *({"promt": "x"} for _ in range(7))]
+    *of_rows, more, reward = mistakes(**{**small, "data": rows, "val": [{"prompt": ""}, *ROWS], "reward": fails})
+    assert [re.search(r"row (\d+)", text)[1] for text in of_rows] == ["0", "2", "19", "20", "21", "22"]  # type: ignore[index]
+    assert more == "data.train: 3 more rows with mistakes" and "never works" in reward
+
+
+def test_splits_of_a_data_set_are_not_rows(small: dict[str, Any]) -> None:
+    from datasets import Dataset, DatasetDict
+
+    whole = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)})
+    told = "has the splits train and test. Give one split, for example dataset['train']"
+    assert mistakes(**{**small, "data": whole}) == [f"data: {told}"]
+    assert mistakes(**{**small, "data": {"train": ROWS, "val": whole}}) == [f"data.val: {told}"]
+
+
+def test_reading_rows_for_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_TELL_S", 0.0)
+    with pytest.warns(RunWarning, match=r"17 rows read from Python so far"):
+        files.forget_rows(files.rows_in_memory(row for row in ROWS))
 
 
 def test_rows_are_freed(small: dict[str, Any]) -> None:

@@ -333,6 +333,17 @@ def test_a_file_that_is_named_twice_is_told(run: dict[str, dict[str, Any]], tmp_
     assert told.startswith("data.train: ") and told.endswith("is there 3 times, so that each of its rows counts 3 times")
 
 
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/step-00000010"])
+def test_a_run_in_place_of_its_model(run: dict[str, dict[str, Any]], tmp_path: Path, given: str) -> None:
+    for step in (9, 10):
+        (tmp_path / f"run/checkpoints/step-{step:08d}/model").mkdir(parents=True)
+        (tmp_path / f"run/checkpoints/step-{step:08d}/model/config.json").touch()
+    meant = "run/checkpoints/step-00000010/model"
+    assert mistakes_of(run, f"model.path={given}") == [
+        f'model.path: "{given}" has no config.json. Give the folder of the checkpoint\'s model: {meant}'
+    ]
+
+
 def test_an_override_below_a_value(run: dict[str, dict[str, Any]]) -> None:
     assert mistakes_of(run, "model.path.x=3") == ['model.path.x: model.path is a value ("model"), not a table: nothing can be set below it']
 

@@ -617,7 +617,7 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             yield f"{given} holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path"
         elif not (folder / "config.json").is_file():
-            yield f"{given} has no config.json. Give the folder of a Hugging Face model"
+            yield f"{given} has no config.json. Give {_model_meant(folder)}"
     elif os.path.exists(folder):
         yield f"{given} is a file. Give the folder of a Hugging Face model"
     elif not _HUB_NAME.fullmatch(path):
@@ -627,6 +627,14 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
             f"{key}: no such folder: {shown(path)}; it is not in the hub's cache and HF_HUB_OFFLINE forbids asking the hub for it. "
             "Give the folder of a Hugging Face model, or unset HF_HUB_OFFLINE"
         )
+
+
+def _model_meant(folder: Path) -> str:
+    """What to give in place of a folder without a model: of a run, its newest checkpoint's."""
+    for pattern in ("model/config.json", "step-*/model/config.json", "checkpoints/step-*/model/config.json"):
+        if found := sorted(folder.glob(pattern)):
+            return f"the folder of the checkpoint's model: {found[-1].parent}"
+    return "the folder of a Hugging Face model"
 
 
 def _there(path: str | Path) -> bool:

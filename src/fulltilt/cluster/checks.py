@@ -39,6 +39,7 @@ from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import listed, many
 
+ROWS_TOLD = 5  # of one data set: a mistake is often in every row
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 
 
@@ -96,8 +97,12 @@ def find_mistakes(config: Config) -> list[str]:
     def data() -> None:
         if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
             return
-        read = read_training_data(config, algorithm)
-        prompt_sets.update(read.prompt_sets)
+        try:
+            prompt_sets.update(read_training_data(config, algorithm).prompt_sets)
+        except UserError as error:
+            readable, mistakes = read_what_can_be(config, algorithm)
+            prompt_sets.update(readable)
+            found.extend(mistakes if str(error) in mistakes else [str(error), *mistakes])
 
     def rewards() -> None:
         if "rollout" in algorithm.needs:
@@ -265,6 +270,23 @@ def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
     return RunData(tokenizer, ends, longest, steps_per_epoch, train, val, make_encoder(config, prompts), notes)
 
 
+def read_what_can_be(config: Config, algorithm: Algorithm) -> tuple[dict[str, PromptSet], list[str]]:
+    """The prompts of rows without mistakes, and the mistakes of the others: the first few of each data set, and how many more."""
+    found: dict[str, PromptSet] = {}
+    mistakes: list[str] = []
+    for key, paths in (("data.val", config.data.val), ("data.train", config.data.train)):
+        wrong: list[str] = []
+        try:
+            tokenizer = load.load_tokenizer(config.model)
+            data = read(paths or [], config, algorithm, tokenizer, load.end_tokens(config.model, tokenizer), wrong) if paths else None
+            found |= {key: data} if isinstance(data, PromptSet) else {}
+        except UserError as error:
+            wrong.append(str(error))
+        more = f"{key}: {many(len(wrong) - ROWS_TOLD, 'more row')} with mistakes"
+        mistakes += dict.fromkeys(wrong if len(wrong) <= ROWS_TOLD else [*wrong[:ROWS_TOLD], more])
+    return found, list(dict.fromkeys(mistakes))
+
+
 def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
     """The data of an evaluation. Fewer settings are checked than in training: some are for data that is not read here."""
     assert config.data.val is not None
@@ -302,11 +324,12 @@ def missing_truths(key: str, prompts: PromptSet, reward: RewardPool) -> Iterator
 
 
 def read(
-    paths: str | list[str], config: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> PromptSet | RowSet:
+    paths: str | list[str], config: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int],
+    wrong: list[str] | None = None,
+) -> PromptSet | RowSet:  # fmt: skip
     if "rollout" in algorithm.needs:
-        return load_prompts(paths, tokenizer, config.data)
-    return load_sft(paths, tokenizer, config.data, ends)
+        return load_prompts(paths, tokenizer, config.data, wrong)
+    return load_sft(paths, tokenizer, config.data, ends, wrong)
 
 
 def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:

@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import stat
+import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,11 +23,12 @@ from typing import Any
 from fulltilt.data import hub
 from fulltilt.data.formats import SUFFIXES, PlacedRow, plain_row, read_rows_of, suffix_of
 from fulltilt.data.shards import choose_files
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 from fulltilt.schema import MEMORY, hub_dataset
-from fulltilt.words import listed
+from fulltilt.words import listed, many
 
 _MOST_FILES = 100_000
+_TELL_S = 10.0  # seconds of reading rows from Python between two lines about it
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -106,7 +109,12 @@ def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         raise UserError(f"found {type(rows).__name__}, not rows. {accepted}")
     kept, found = [], hashlib.sha256()
+    told_at = time.monotonic() + _TELL_S
     for number, row in enumerate(rows):
+        if time.monotonic() > told_at:
+            text = f"{many(number, 'row')} read from Python so far. A run begins once all have been read"
+            warnings.warn(text, RunWarning, stacklevel=2)
+            told_at += _TELL_S
         if not isinstance(row, Mapping):
             raise UserError(f"{_memory_place(number)}: found {type(row).__name__}, not a dictionary of columns. {accepted}")
         kept.append(plain_row(row, _memory_place(number)))

@@ -137,8 +137,11 @@ class Limit:
         return f"{left_out} left out with {self.noun}s of more than {self.most} tokens"
 
 
-def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, limits: Sequence[Limit]) -> DataSet:
-    """Every row of `paths`, in order, through `parse`; items beyond a limit are left out."""
+def load_items(
+    kind: type[DataSet], paths: str | Sequence[str], parse: Parse, limits: Sequence[Limit], wrong: list[str] | None = None
+) -> DataSet:
+    """Every row of `paths`, in order, through `parse`; items beyond a limit are left out. `wrong`: a list for the mistakes in rows, which
+    are then left out, to find all of them; otherwise the first one is raised."""
     names = [paths] if isinstance(paths, str) else list(paths)
     kept: list[Any] = []
     beyond: list[tuple[Limit, int]] = []  # for each item left out: the first limit that it breaks, and its tokens
@@ -155,6 +158,11 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
             except OverLong as error:
                 beyond.append((next(limit for limit in limits if limit.key == error.key), error.tokens))
                 items, counted = (), "at least "
+            except UserError as error:
+                if wrong is None:
+                    raise
+                wrong.append(str(error))
+                items = ()
             for item in items:
                 broken = next(((limit, found) for limit in limits if (found := limit.tokens(item)) > limit.most), None)
                 if broken is None:
@@ -165,7 +173,7 @@ def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, li
             rows_read += 1
     if not rows_read:
         raise UserError("the data set is empty: no file was given. Set data.train.")
-    if not kept:
+    if not kept and beyond:
         _refuse_all_beyond(names, beyond, counted)
     read_from = f" from {' and '.join(chosen)}" if chosen else ""
     said = [f"{many(rows_read, 'row')} read{read_from}", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]

@@ -29,8 +29,10 @@ class PromptSet(InEpochs[Prompt]):
     noun = "prompt"
 
 
-def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
-    """Read, encode and filter the prompts of all `paths`, as one data set."""
+def load_prompts(
+    paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, wrong: list[str] | None = None
+) -> PromptSet:
+    """Read, encode and filter the prompts of all `paths`, as one data set. `wrong`: as in `load_items`."""
     encoder = PromptEncoder(tokenizer, config)
 
     def parse(number: int, row: Columns) -> list[Prompt]:
@@ -41,7 +43,7 @@ def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase,
         return [Prompt(number, ids, text, "unknown" if data_source is None else data_source, _ground_truth(row), _extra_info(row), source)]
 
     limit = Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda prompt: len(prompt.ids))
-    return load_items(PromptSet, paths, parse, [limit])
+    return load_items(PromptSet, paths, parse, [limit], wrong)
 
 
 def _ground_truth(row: Columns) -> Any:
