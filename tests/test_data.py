@@ -227,7 +227,6 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.parquet", b"<!DOCTYPE html><html>", ["a.parquet", "a web page"]),
         ("a.jsonl", b'\n<?xml version="1.0"?><Error>', ["a.jsonl: it is a web page, not the file itself. Download or copy it again."]),
         ("a.arrow", b"ARROW1\x00\x00", ["a.arrow", "random-access format"]),
-        ("a.json", b'{\n "data": [\n  {"prompt": "x"}\n ]\n}\n', ["a.json:1", "may also be one list of objects"]),
         ("a.json", b'[{"prompt": "x"},\n {"prompt": "y"}', ["a.json", "the list is not closed after row 1 (counted from 0)"]),
         ("a.json", b'[{"prompt": "x"},\n {"prompt": "y", "prompt": "z"}]', ["a.json row 1", "the key 'prompt' is there twice"]),
         ("a.json", b'[{"prompt": "x"} {"prompt": "y"}]', ["a.json", "no comma follows row 0"]),
