@@ -170,7 +170,7 @@ def _run_command(
     os.dup2(stdout.fileno(), 1)
     stdout.close()
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-    sys.argv = ["fulltilt", *arguments]
+    sys.argv = ["fulltilt", *last_of_each(arguments)]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup this suite begins with it ignored
     first()
     cli.main()
@@ -221,7 +221,7 @@ class Ended:
 def command(folder: Path, *arguments: str) -> Ended:
     """The command in a new interpreter, run to its end."""
     ended = subprocess.run(
-        [sys.executable, "-m", "fulltilt.cli", *arguments],
+        [sys.executable, "-m", "fulltilt.cli", *last_of_each(arguments)],
         cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     return Ended(ended.returncode, ended.stdout, ended.stderr)
@@ -251,7 +251,7 @@ def code_forked(folder: Path, code: str, *arguments: str) -> Ended:
 def command_here(folder: Path, *arguments: str) -> Ended:
     """The command line without the cost of a new process."""
     out, error, before = io.StringIO(), io.StringIO(), sys.argv
-    sys.argv = ["fulltilt", *arguments]
+    sys.argv = ["fulltilt", *last_of_each(arguments)]
     try:
         with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
             cli.main()
@@ -269,9 +269,15 @@ class Trained:
     said: str  # notes and warnings
 
 
+def last_of_each(arguments: Sequence[str]) -> list[str]:
+    """The arguments, of overrides of one key the last: tests share lists of overrides and change some of them."""
+    keys = [argument.lstrip("~").partition("=")[0] if argument.startswith("~") or "=" in argument else None for argument in arguments]
+    return [argument for place, argument in enumerate(arguments) if keys[place] is None or keys[place] not in keys[place + 1 :]]
+
+
 def read_config(folder: Path, *overrides: str) -> Config:
     with contextlib.chdir(folder):
-        return configuration.load("run.toml", overrides)
+        return configuration.load("run.toml", last_of_each(overrides))
 
 
 def train(folder: Path, *overrides: str) -> Trained:

@@ -13,12 +13,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import runs
 import torch
@@ -30,6 +32,7 @@ from fulltilt.callables import Callables, travelling
 from fulltilt.data import files
 from fulltilt.loop.folder import SNAPSHOT
 from fulltilt.observe.console import Console
+from fulltilt.records import RunWarning
 from fulltilt.user_code import UserCodeError
 
 ModelFolders = Callable[[str], Path]
@@ -124,14 +127,18 @@ def test_ctrl_c_saves_and_returns(small: dict[str, Any]) -> None:
     assert fulltilt.train(**small).steps == 2
 
 
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_callback_ends_a_run_after_it_is_saved(small: dict[str, Any], raises: bool) -> None:
-    def stop(step: int, metrics: dict[str, Any]) -> bool:
-        if raises:
-            raise RuntimeError("enough")
-        return False
+@pytest.mark.parametrize("returned", [False, np.bool_(False), None])
+def test_a_callback_ends_a_run_after_it_is_saved(small: dict[str, Any], tmp_path: Path, returned: Any) -> None:
+    """Also one that changes the current folder."""
+    (tmp_path / "elsewhere").mkdir()
 
-    if raises:
+    def stop(step: int, metrics: dict[str, Any]) -> Any:
+        os.chdir(tmp_path / "elsewhere")
+        if returned is None:
+            raise RuntimeError("enough")
+        return returned
+
+    if returned is None:
         with pytest.raises(RuntimeError, match="enough"):
             fulltilt.train(**small, on_step=stop)
     else:
@@ -238,6 +245,48 @@ def test_values_that_no_run_can_use(small: dict[str, Any], given: dict[str, Any]
 def test_check_takes_what_train_takes(small: dict[str, Any]) -> None:
     fulltilt.check(**small, quiet=True, on_step=print)
     assert list(Path().iterdir()) == []
+
+
+def test_a_ground_truth_that_no_row_has_is_refused_and_one_that_some_lack_is_noted(small: dict[str, Any]) -> None:
+    misspelt = [{"prompt": row["prompt"], "groundtruth": row["ground_truth"]} for row in ROWS]
+    (found,) = mistakes(**{**small, "data": misspelt})
+    assert re.search("data.train: no row has a ground truth, which .*letters requires", found)
+    assert 'The columns are "prompt", "groundtruth" (the nearest: "groundtruth"). Name the column ground_truth, or' in found
+    with pytest.raises(fulltilt.UserError, match=r"data\.val: no row has a ground truth, which .*exact_match requires"):
+        fulltilt.evaluate(**{**small, "data": misspelt, "reward": ["exact_match"]})
+    fulltilt.check(**{**small, "data": misspelt, "reward": lambda solution_str, ground_truth=None: 1.0})
+    told: list[str] = []
+    console = Console(quiet=True)
+    console.note = told.append  # type: ignore[method-assign]
+    some = [{key: value for key, value in row.items() if key == "prompt" or number} for number, row in enumerate(ROWS)]
+    fulltilt.evaluate(**{**small, "data": some, "reward": "exact_match", "console": console})
+    note = "data.val: 1 of the 18 rows that exact_match scores have no ground truth, which it requires: it gets None for them"
+    assert note in told
+
+
+def test_check_tells_mistakes_of_all_rows_and_of_the_reward(small: dict[str, Any]) -> None:
+    def fails(solution_str: str) -> float:
+        raise RuntimeError("never works")
+
+    rows = [*ROWS[:2], {"prompt": 3}, *ROWS[2:], *({"promt": "x"} for _ in range(7))]
+    *of_rows, more, reward = mistakes(**{**small, "data": rows, "val": [{"prompt": ""}, *ROWS], "reward": fails})
+    assert [re.search(r"row (\d+)", text)[1] for text in of_rows] == ["0", "2", "19", "20", "21", "22"]  # type: ignore[index]
+    assert more == "data.train: 3 more rows with mistakes" and "never works" in reward
+
+
+def test_splits_of_a_data_set_are_not_rows(small: dict[str, Any]) -> None:
+    from datasets import Dataset, DatasetDict
+
+    whole = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)})
+    told = "has the splits train and test. Give one split, for example dataset['train']"
+    assert mistakes(**{**small, "data": whole}) == [f"data: {told}"]
+    assert mistakes(**{**small, "data": {"train": ROWS, "val": whole}}) == [f"data.val: {told}"]
+
+
+def test_reading_rows_for_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_TELL_S", 0.05)
+    with pytest.warns(RunWarning, match=r"2 rows read from Python so far\. A run begins once all have been read"):
+        files.forget_rows(files.rows_in_memory(row for row in ROWS[:3] if row is not ROWS[2] or not time.sleep(0.1)))
 
 
 def test_rows_are_freed(small: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ import runs
 
 import fulltilt
 from fulltilt import cli
-from fulltilt.chat import ChatOptions, ShownAnswer, chat
+from fulltilt.chat import HELP, ChatOptions, ShownAnswer, chat
 from fulltilt.loop import generation
 from fulltilt.loop.generation import TextCodec
 from fulltilt.model import load
@@ -60,11 +60,15 @@ def expected(model: Path, prompt: Any, **given: Any) -> str:
 
 
 def test_a_line_is_the_next_turn(trained: Path) -> None:
-    answers, notes = talk(trained, "hi", "more", "", "/reset", "hi", "/exit", "never asked")
+    answers, notes = talk(trained, "hi", "more", "", "/reset", "hi", "/quit", "/help", "/exit", "never asked")
     first = {"role": "user", "content": "hi"}
     second = [first, {"role": "assistant", "content": answers[0]}, {"role": "user", "content": "more"}]
     assert answers == [expected(trained, [first]), expected(trained, second), answers[0]]
-    assert "step 2; each line is a turn of the conversation" in notes[0] and notes[1:] == ["a new conversation"]
+    assert "step 2; each line is a turn of the conversation" in notes[0] and notes[1:] == [
+        "a new conversation",
+        f"/quit: no such command. {HELP}",
+        HELP,
+    ]
 
 
 def test_options_of_a_conversation(trained: Path, model_folders: ModelFolders) -> None:

@@ -145,6 +145,16 @@ def test_knobs_explains_every_key(tmp_path: Path) -> None:
 def test_doctor_of_a_run_that_is_not_there(tmp_path: Path) -> None:
     ended = runs.command_here(tmp_path, "doctor", "runs/mien")
     assert (ended.code, ended.out) == (2, "") and "runs/mien: no such folder" in ended.error
+    (tmp_path / "run.toml").touch()
+    assert_refused(runs.command_here(tmp_path, "doctor", "run.toml"), "run.toml: is a file. Give the folder of a run")
+    (tmp_path / "config.json").touch()
+    assert_refused(runs.command_here(tmp_path, "doctor", "."), ".: is the folder of a model. Give the folder of a run")
+    assert_refused(runs.command_here(tmp_path, "init", "sft", "-"), "-: init writes files, and nothing to standard output")
+
+
+def test_eval_says_options_as_they_are_typed(folder: Path) -> None:
+    both = runs.command_here(folder, "eval", "run.toml", "--latest", "--best")
+    assert_refused(both, "--latest and --best each choose a checkpoint to evaluate")
 
 
 def test_doctor_for_machines(tmp_path: Path) -> None:
@@ -216,6 +226,7 @@ def test_check_only_checks(folder: Path) -> None:
     good = runs.command_here(folder, "train", "run.toml", "--check", "run.steps=3")
     assert (good.code, good.out) == (0, "run.toml: no mistakes found\n")
     assert json.loads(runs.command_forked(folder, "train", "run.toml", "--check", "--json").out) == {"ok": True}
+    assert runs.command_here(folder, "train", "run.toml", "--check", "--quiet").out == ""
     assert_refused(runs.command_here(folder, "train", "run.toml", "--check", "run.steps=0"), "run.steps")
     assert not (folder / "run").exists()
 

@@ -72,12 +72,12 @@ def test_config_is_frozen(run: dict[str, dict[str, Any]]) -> None:
 # ---- files
 
 
-def test_load_reads_a_file_and_overrides_win_over_it_and_the_last_wins(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+def test_load_reads_a_file_and_overrides_win_over_it(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(to_toml(parse(run)))
     assert load(path).run.steps == 3
     assert load(path, ["run.steps=5"]).run.steps == 5
-    assert load(str(path), ["run.steps=5", "run.steps=6"]).run.steps == 6
+    assert load(str(path), ["run.steps=5"]).run.steps == 5
 
 
 def test_bad_toml_names_file_line_and_shows_the_line(tmp_path: Path) -> None:
@@ -302,6 +302,46 @@ def test_a_key_of_the_file_can_be_unset(run: dict[str, dict[str, Any]]) -> None:
     assert parse(run, ["~train"]).train.lr == 1e-6
     assert parse(run, ["~run.steps", "run.epochs=1"]).run.steps is None
     assert run["train"] == {"lr": 1.0}
+
+
+def test_a_table_for_a_section_is_merged_into_it(run: dict[str, dict[str, Any]]) -> None:
+    run["train"] = {"weight_decay": 0.5, "lr": 1.0}
+    merged = parse(run, ["train={lr=0.001, clip_grad=2.0}"]).train
+    assert (merged.lr, merged.weight_decay, merged.clip_grad) == (0.001, 0.5, 2.0)
+    # The value of one key that is a table replaces the one before it.
+    run["data"]["template_args"] = {"a": 1}
+    assert parse(run, ["data.template_args={b=2}"]).data.template_args == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mistake"),
+    [
+        (["run.steps=5", "run.steps=6"], "run.steps=5 and run.steps=6 both set run.steps. Give one of them"),
+        (["run.steps=5", "run.seed=1", "run={steps=6}"], "run.steps=5 and run={steps=6} both set run.steps. Give one of them"),
+        (["train.lr=1.0", "~train"], "train.lr=1.0 and ~train both set train. Give one of them"),
+        (["train={}"], "train={}: sets no key. Remove it, or write ~train to unset all keys of the section"),
+    ],
+)
+def test_a_key_is_given_once(run: dict[str, dict[str, Any]], overrides: list[str], mistake: str) -> None:
+    assert mistakes_of(run, *overrides) == [mistake]
+
+
+def test_a_file_that_is_named_twice_is_told(run: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    file = run["data"]["train"]
+    run["data"]["train"] = [file, file, os.path.join(os.path.dirname(file), ".", os.path.basename(file))]
+    (told,) = configuration.warnings(parse(run))
+    assert told.startswith("data.train: ") and told.endswith("is there 3 times, so that each of its rows counts 3 times")
+
+
+@pytest.mark.parametrize("given", ["run", "run/checkpoints", "run/checkpoints/step-00000010"])
+def test_a_run_in_place_of_its_model(run: dict[str, dict[str, Any]], tmp_path: Path, given: str) -> None:
+    for step in (9, 10):
+        (tmp_path / f"run/checkpoints/step-{step:08d}/model").mkdir(parents=True)
+        (tmp_path / f"run/checkpoints/step-{step:08d}/model/config.json").touch()
+    meant = "run/checkpoints/step-00000010/model"
+    assert mistakes_of(run, f"model.path={given}") == [
+        f'model.path: "{given}" has no config.json. Give the folder of the checkpoint\'s model: {meant}'
+    ]
 
 
 def test_an_override_below_a_value(run: dict[str, dict[str, Any]]) -> None:

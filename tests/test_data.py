@@ -178,6 +178,7 @@ def refused(path: str | Path) -> str:
 def test_every_format_gives_the_same_prompts(kind: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     loaded = load_prompts(write_format(kind, tmp_path, ROWS), tokenizer, data())
     assert f"{len(ROWS)} rows read" in loaded.describe() and len(loaded) == len(ROWS)
+    assert ("rows read from" in loaded.describe()) == (kind in ("saved", "saved-splits", "hub"))  # which files of a folder were taken
     for number, prompt in enumerate(loaded.items):
         assert prompt.uid == number
         assert prompt.text == f"<s>[system]Add.</s>\n[user]{number}+1=</s>\n[assistant]"
@@ -226,7 +227,6 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.parquet", b"<!DOCTYPE html><html>", ["a.parquet", "a web page"]),
         ("a.jsonl", b'\n<?xml version="1.0"?><Error>', ["a.jsonl: it is a web page, not the file itself. Download or copy it again."]),
         ("a.arrow", b"ARROW1\x00\x00", ["a.arrow", "random-access format"]),
-        ("a.json", b'{\n "data": [\n  {"prompt": "x"}\n ]\n}\n', ["a.json:1", "may also be one list of objects"]),
         ("a.json", b'[{"prompt": "x"},\n {"prompt": "y"}', ["a.json", "the list is not closed after row 1 (counted from 0)"]),
         ("a.json", b'[{"prompt": "x"},\n {"prompt": "y", "prompt": "z"}]', ["a.json row 1", "the key 'prompt' is there twice"]),
         ("a.json", b'[{"prompt": "x"} {"prompt": "y"}]', ["a.json", "no comma follows row 0"]),
@@ -240,6 +240,11 @@ def test_places_name_the_line_or_the_row(tmp_path: Path) -> None:
         ("a.csv", b"prompt,answer\n\xff,5\n", ["a.csv:2", "not UTF-8"]),
         ("a.csv", b"prompt,answer\n\"[{'role': 'user'}]\",5\n", ["a.csv:2", "as Python prints them", "json.dumps"]),
         ("a.csv", b'prompt\n"[{""role"": ""user"", ""role"": ""user""}]"\n', ["a.csv:2", "the key 'role' is there twice"]),
+        ("a.csv", b"prompt,answer\rx,5\r", ["a.csv: its lines end in a carriage return (CR) alone", "LF or CRLF"]),
+        ("a.jsonl", b'{"prompt": "x"}\r{"prompt": "y"}', ["a.jsonl: its lines end in a carriage return (CR) alone"]),
+        ("a.json", b'{"prompt": ["x", "y"], "answer": [1, 2]}', ["a.json: one JSON object with the keys 'prompt', 'answer', not rows"]),
+        ("a.json", b'{\n "version": 1,\n "data": [{"prompt": "x"}]\n}', ["a.json: one JSON object with the keys 'version', 'data', not"]),
+        ("a.csv", b"prompt, answer\nx, 5\n", ["a.csv: the header has spaces around the column name ' answer'", "cells keep their spaces"]),
         ("a.csv", b"prompt,answer\n", ["a.csv", "holds no rows"]),
         ("a.jsonl.gz", gzip.compress(b'{"prompt": "x"}\n', mtime=0)[:-9], ["a.jsonl.gz", "cannot be read after row", "incomplete"]),
         ("a.jsonl.gz", b'{"prompt": "x"}\n', ["a.jsonl.gz", "cannot be read after row 0", "ot a gzip"]),

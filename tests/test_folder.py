@@ -548,7 +548,7 @@ def test_an_error_of_the_users_function_replaces_no_good_checkpoint(folder: Path
 
 
 def test_one_checkpoint_at_most_is_evaluated(folder: Path) -> None:
-    with contextlib.chdir(folder), pytest.raises(UserError, match=r"latest and best each choose a checkpoint.*Give only one"):
+    with contextlib.chdir(folder), pytest.raises(UserError, match=r"latest=True and best=True each choose a checkpoint.*Give only one"):
         loop.evaluate(runs.read_config(folder), Console(quiet=True), latest=True, best=True)
 
 

@@ -229,7 +229,7 @@ def test_quantized_models_are_refused_before_they_are_loaded(method: str, folder
     assert "quantized models are not supported. Give the model that it was made from" in message
 
 
-@pytest.mark.parametrize("left", [None, b"{}"])
+@pytest.mark.parametrize("left", [None, b"{}", b'{"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}'])
 def test_a_folder_without_a_tokenizer_is_refused(left: bytes | None, broken) -> None:
     folder = broken("model", "tokenizer_config.json", left)
     (folder / "tokenizer.json").unlink()

@@ -117,9 +117,9 @@ def test_mistakes(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "a")
     with pytest.raises(UserError, match=r"--metric reward/mean: no run has it. Similar: val/reward/mean"):
         plot.read([run], ["reward/mean"])
-    with pytest.raises(UserError, match=r"metrics\.jsonl: cannot be read \(No such file"):
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl: it is not a run's folder, or its run has finished no step"):
         plot.read([tmp_path], [])
-    with pytest.raises(UserError, match=r"nowhere\.json: cannot be read"):
+    with pytest.raises(UserError, match=r"nowhere\.json: no such file"):
         plot.read([tmp_path / "nowhere.json"], [])
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="has no curves"):

@@ -31,7 +31,7 @@ from fulltilt.records import Group, Prompt, Row, Sample, Score, UserError
 from fulltilt.reward import confine, functions, process, sums
 from fulltilt.reward.base import ERRORS_FILE, RewardPool, RewardStats
 from fulltilt.reward.calls import RewardCall
-from fulltilt.reward.rules import gsm8k
+from fulltilt.reward.rules import exact_match, gsm8k
 from fulltilt.reward.worker import MOST_CHILDREN, Request, family_of
 from fulltilt.schema import RewardConfig
 
@@ -269,6 +269,20 @@ def test_gsm8k_says_what_it_read(text: str, strict: str | None, flexible: str | 
 def test_gsm8k_refuses_a_ground_truth_without_number(truth: Any) -> None:
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k.strict("#### 18", truth)
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "expected"),
+    [("0", 0, 1), ("False", False, 1), ("0", 1, 0), (" Paris\n", ["London", "paris"], 1), ("Rome", ["London", "paris"], 0), ("7", [7], 1)],
+)
+def test_exact_match(text: str, truth: Any, expected: int) -> None:
+    assert exact_match.score(text, truth)["score"] == expected
+
+
+@pytest.mark.parametrize("truth", [None, "", " ", [], ["a", ""], [None]])
+def test_exact_match_refuses_an_empty_ground_truth(truth: Any) -> None:
+    with pytest.raises(ValueError, match="is empty: exact_match needs"):
+        exact_match.score("a", truth)
 
 
 # Functions: names, signatures, results

@@ -382,7 +382,10 @@ def add_keywords(tables: dict[str, Any], keywords: Mapping[str, Any], functions:
     set_here: dict[str, str] = {}
     for name, value in sorted(given.items(), key=lambda entry: entry[0] not in sections()):
         meant = meanings(name)
-        if name in sections():
+        if splits := splits_of(value):
+            yield f"{name}: has the splits {joined(splits, 'and')}. Give one split, for example dataset[{splits[0]!r}]"
+            tables[name] = {**as_table(tables.get(name)), "train": "."}
+        elif name in sections():
             if name == "reward" and not isinstance(value, Mapping):
                 listed = isinstance(value, list | tuple)
                 entries = [plain(entry, functions) for entry in (value if listed else [value])]
@@ -441,13 +444,22 @@ def is_section(name: str, value: Any) -> bool:
 def name_rows(tables: dict[str, Any]) -> Iterator[str]:
     """Replace rows by the name under which the run finds them, and say what is wrong with them."""
     for key, value in as_table(tables.get("data")).items():
-        if key in ("train", "val") and is_rows(value):
+        if splits := splits_of(value):
+            yield f"data.{key}: has the splits {joined(splits, 'and')}. Give one split, for example dataset[{splits[0]!r}]"
+            tables["data"] = {**tables["data"], key: "."}
+        elif key in ("train", "val") and is_rows(value):
             name = "."
             try:
                 name = rows_in_memory(value)
             except UserError as error:
                 yield f"data.{key}: {error}"
             tables["data"] = {**tables["data"], key: name}
+
+
+def splits_of(value: Any) -> list[str]:
+    """The names of the splits, where the value is a whole data set of `datasets`; otherwise none."""
+    whole = any(kind.__name__ in ("DatasetDict", "IterableDatasetDict") for kind in type(value).__mro__)
+    return list(map(str, value)) or ["no names"] if whole else []
 
 
 def is_rows(value: Any) -> bool:

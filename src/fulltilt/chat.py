@@ -9,6 +9,7 @@ ends an answer, not the conversation.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
@@ -93,6 +94,8 @@ class Conversation:
             if line.strip() == "/reset":
                 self.turns.clear()
                 self.note("a new conversation")
+            elif re.fullmatch(r"/\w*", line.strip()):
+                self.note(HELP if line.strip() == "/help" else f"{line.strip()}: no such command. {HELP}")
             elif line.strip():
                 try:
                     self.answer(line)

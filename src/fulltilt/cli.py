@@ -221,7 +221,8 @@ def train(
 
     if check:
         api.check(run, overrides=overrides or ())
-        tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
+        if as_json or not quiet:
+            tell(json.dumps({"ok": True}) if as_json else f"{run}: no mistakes found")
         return
     console = Console(json=as_json, quiet=quiet)
     result = api.train(run, overrides=overrides or (), console=console)
@@ -262,7 +263,8 @@ def evaluate(
 
     # Only the result is for standard output.
     people = Console(quiet=quiet, stdout=sys.stderr)
-    result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest, best=best)
+    with api.said_as({"latest=True": "--latest", "best=True": "--best"}):
+        result = api.evaluate(run, overrides=overrides or (), console=people, latest=latest, best=best)
     if as_json:
         print(json.dumps(result))
         return
@@ -317,7 +319,10 @@ def doctor(
 ) -> None:
     """Report what is installed and usable here, and what is missing."""
     if run is not None and not run.is_dir():
-        raise UserError(f"{run}: no such folder. Give the folder of a run (its run.dir), or nothing")
+        what = "is a file" if run.exists() else "no such folder"
+        raise UserError(f"{run}: {what}. Give the folder of a run (its run.dir), or nothing")
+    if run is not None and (run / "config.json").is_file():
+        raise UserError(f"{run}: is the folder of a model. Give the folder of a run (its run.dir), or nothing")
     loading("PyTorch")
     from fulltilt import doctor as examination
 

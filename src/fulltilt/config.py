@@ -17,6 +17,7 @@ import re
 import shlex
 import stat
 import tomllib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -162,16 +163,37 @@ def _syntax_error(path: Path, text: str, message: str) -> str:
 
 
 def _apply_overrides(tables: dict[str, Any], overrides: Sequence[str]) -> Iterator[Mistake]:
+    said: dict[tuple[str, ...], str] = {}  # the override that set or unset a key
     for typed, override in _separated(overrides):
         key, equals, value = (part.strip() for part in override.partition("="))
         name = key.lstrip("~+")
-        parts, given = _key_parts(name), _override_value(value)
+        parts, given = tuple(_key_parts(name)), _override_value(value)
         if not all(parts) or len(parts) > MOST_DEPTH or _too_deep(given) or not (equals or key.startswith("~")):
             yield Mistake(f"{_in_a_line(typed)}: not an override. Write section.key=value, for example run.steps=100")
         elif wrong := _wrong_spelling(typed, override, key, value):
             yield Mistake(f"{_in_a_line(typed)}: {wrong}", (name,))
+        elif len(parts) == 1 and given == {}:
+            yield Mistake(f"{_in_a_line(typed)}: sets no key. Remove it, or write ~{name} to unset all keys of the section")
         else:
-            yield from _set(tables, parts, given) if equals else _unset(tables, parts)
+            yield from _apply(tables, typed, _places(parts, given), said, unset=not equals)
+
+
+def _places(parts: tuple[str, ...], given: Any) -> dict[tuple[str, ...], Any]:
+    """The keys that an override is about. A table in place of a section sets the keys that it has, and leaves the others as they are."""
+    return {(*parts, key): each for key, each in given.items()} if len(parts) == 1 and isinstance(given, dict) else {parts: given}
+
+
+def _apply(
+    tables: dict[str, Any], typed: str, places: Mapping[tuple[str, ...], Any], said: dict[tuple[str, ...], str], *, unset: bool
+) -> Iterator[Mistake]:
+    """Set or unset keys, unless an override before has done so: which of the two is meant is not known."""
+    for place, value in places.items():
+        if before := next((said[other] for other in said if other[: len(place)] == place), None):
+            key = ".".join(place)
+            yield Mistake(f"{_in_a_line(before)} and {_in_a_line(typed)} both set {_in_a_line(key)}. Give one of them", (key,))
+            continue
+        said[place] = typed
+        yield from _unset(tables, place) if unset else _set(tables, place, value)
 
 
 def _wrong_spelling(typed: str, override: str, key: str, value: str) -> str | None:
@@ -595,7 +617,7 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
         if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
             yield f"{given} holds an adapter, not a model. Give the model that it belongs to, and the adapter as lora.path"
         elif not (folder / "config.json").is_file():
-            yield f"{given} has no config.json. Give the folder of a Hugging Face model"
+            yield f"{given} has no config.json. Give {_model_meant(folder)}"
     elif os.path.exists(folder):
         yield f"{given} is a file. Give the folder of a Hugging Face model"
     elif not _HUB_NAME.fullmatch(path):
@@ -605,6 +627,14 @@ def _model_exists(key: str, path: str) -> Iterator[str]:
             f"{key}: no such folder: {shown(path)}; it is not in the hub's cache and HF_HUB_OFFLINE forbids asking the hub for it. "
             "Give the folder of a Hugging Face model, or unset HF_HUB_OFFLINE"
         )
+
+
+def _model_meant(folder: Path) -> str:
+    """What to give in place of a folder without a model: of a run, its newest checkpoint's."""
+    for pattern in ("model/config.json", "step-*/model/config.json", "checkpoints/step-*/model/config.json"):
+        if found := sorted(folder.glob(pattern)):
+            return f"the folder of the checkpoint's model: {found[-1].parent}"
+    return "the folder of a Hugging Face model"
 
 
 def _there(path: str | Path) -> bool:
@@ -690,7 +720,16 @@ def warnings(config: Config) -> list[str]:
     """Settings that are allowed but may not be what the user meant."""
     not_applied = "the trainer does not apply it, its log-probs are those of the full softmax"
     values = {key: getattr(config.rollout, key) for key, off in (("top_p", 1), ("top_k", 0)) if getattr(config.rollout, key) != off}
-    return [f"rollout.{key} = {value}: {not_applied}" for key, value in values.items()]
+    unapplied = [f"rollout.{key} = {value}: {not_applied}" for key, value in values.items()]
+    return [*unapplied, *_data_twice("data.train", config.data.train), *_data_twice("data.val", config.data.val or [])]
+
+
+def _data_twice(key: str, given: str | list[str]) -> Iterator[str]:
+    paths = Counter(os.path.realpath(path) for path in given) if isinstance(given, list) else Counter[str]()
+    for path, count in paths.items():
+        if count > 1:
+            names = list(dict.fromkeys(shown(each) for each in given if os.path.realpath(each) == path))
+            yield f"{key}: {' and '.join(names)} is there {count} times, so that each of its rows counts {count} times"
 
 
 # ---- writing and comparing ---------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def write(task: str, file: Path | None, model: str | None, data: str | None) -> 
     file = file or Path(f"{task}.toml")
     if (shown := printable(str(file)).replace("\n", "\\n")) != str(file):
         raise UserError(f"{shown}: the name has a line break or another character that cannot be printed. {ANOTHER}")
+    if str(file) == "-":
+        raise UserError(f"-: init writes files, and nothing to standard output. Give the name of a file, such as {task}.toml")
     if os.path.isdir(file):
         raise UserError(f"{file} is a folder. Give the name of a file, such as {file / f'{task}.toml'}")
     reward = file.parent / "reward.py"

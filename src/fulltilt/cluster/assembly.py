@@ -22,6 +22,7 @@ from fulltilt.cluster.checks import (
     RunData,
     TextFacts,
     check_lengths,
+    check_truths,
     choose_device,
     count_workers,
     model_paths,
@@ -147,9 +148,10 @@ def put_together(
         paths = model_paths(config, algorithm, learns=bool(roles))
         refuse(wrong_models(config, paths))
         data = read(config, algorithm)
+        truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device, paths)
-        notes = (*data.notes, *describe(config, reward), *crew.notes)
+        notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
         digests = data.train.digest(), data.val.digest() if data.val else None
         parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, reward, data.encoder, crew, notes)
         on_error.pop_all()

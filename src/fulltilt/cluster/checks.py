@@ -6,8 +6,10 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
-from fulltilt.data.prompts import PromptSet, load_prompts
+from fulltilt.data.prompts import GROUND_TRUTHS, PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.data.template import TEMPLATE_REMEDY, PromptEncoder
 from fulltilt.folders import RUN_MARKER, refuse_foreign
@@ -36,8 +38,9 @@ from fulltilt.rollout.engine import engine_mistakes, why_one_worker
 from fulltilt.schema import Config, conditions, keys, row_of, shares_parameters, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
-from fulltilt.words import either
+from fulltilt.words import either, listed, many
 
+ROWS_TOLD = 5  # of one data set: a mistake is often in every row
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {
@@ -67,6 +70,12 @@ class RunData(TextFacts):
     encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
     notes: tuple[str, ...]  # for the console
 
+    @property
+    def prompt_sets(self) -> dict[str, PromptSet]:
+        """The data sets with prompts, by the keys that name them."""
+        sets = {"data.val": self.val} if self.train is self.val else {"data.train": self.train, "data.val": self.val}
+        return {key: each for key, each in sets.items() if isinstance(each, PromptSet)}
+
 
 @dataclass(frozen=True, eq=False)
 class TextCodec:
@@ -91,18 +100,29 @@ def choose_device(name: str) -> torch.device:
 def find_mistakes(config: Config, wrong_rows: Callable[[RunData], Iterable[str]] = lambda data: ()) -> list[str]:
     """What a run would refuse before its model loads: its folder, model folders, data, reward functions, each of which is called once,
     packages, device. `wrong_rows`: what else is wrong with the data."""
-    algorithm, prompts = build(config), list[Prompt]()
+    algorithm, prompt_sets = build(config), dict[str, PromptSet]()
 
     def data() -> None:
         if any(text.startswith("model.path:") for text in found):  # its tokenizer reads the data
             return
-        read = read_training_data(config, algorithm)
-        found.extend(wrong_rows(read))
-        prompts.extend(prompt for each in (read.train, read.val) if isinstance(each, PromptSet) for prompt in each.items)
+        try:
+            read = read_training_data(config, algorithm)
+        except UserError as error:
+            readable, mistakes = read_what_can_be(config, algorithm)
+            prompt_sets.update(readable)
+            found.extend(mistakes if str(error) in mistakes else [str(error), *mistakes])
+        else:
+            prompt_sets.update(read.prompt_sets)
+            found.extend(wrong_rows(read))
 
     def rewards() -> None:
         if "rollout" in algorithm.needs:
             with closing(RewardPool(config.reward, Path(config.run.dir), write_errors=False)) as pool:
+                prompts: list[Prompt] = []
+                for key, each in prompt_sets.items():
+                    lacking = list(missing_truths(key, each, pool))
+                    found.extend(text for text, all_lack_it in lacking if all_lack_it)
+                    prompts.extend(() if any(all_lack_it for _, all_lack_it in lacking) else each.items)
                 found.extend(pool.failures_on(prompts))
 
     def packages() -> None:
@@ -296,6 +316,23 @@ def read_training_data(config: Config, algorithm: Algorithm) -> RunData:
     return RunData(tokenizer, ends, longest, steps_per_epoch, train, val, make_encoder(config, prompts), notes)
 
 
+def read_what_can_be(config: Config, algorithm: Algorithm) -> tuple[dict[str, PromptSet], list[str]]:
+    """The prompts of rows without mistakes, and the mistakes of the others: the first few of each data set, and how many more."""
+    found: dict[str, PromptSet] = {}
+    mistakes: list[str] = []
+    for key, paths in (("data.val", config.data.val), ("data.train", config.data.train)):
+        wrong: list[str] = []
+        try:
+            tokenizer = load.load_tokenizer(config.model)
+            data = read(paths or [], config, algorithm, tokenizer, load.end_tokens(config.model, tokenizer), wrong) if paths else None
+            found |= {key: data} if isinstance(data, PromptSet) else {}
+        except UserError as error:
+            wrong.append(str(error))
+        more = f"{key}: {many(len(wrong) - ROWS_TOLD, 'more row')} with mistakes"
+        mistakes += dict.fromkeys(wrong if len(wrong) <= ROWS_TOLD else [*wrong[:ROWS_TOLD], more])
+    return found, list(dict.fromkeys(mistakes))
+
+
 def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
     """The data of an evaluation. Fewer settings are checked than in training: some are for data that is not read here."""
     assert config.data.val is not None
@@ -306,12 +343,39 @@ def read_validation_data(config: Config, algorithm: Algorithm) -> RunData:
     return RunData(tokenizer, ends, val.longest, 1, val, val, encoder, (f"validation data: {val.describe()}",))
 
 
+def check_truths(data: RunData, reward: RewardPool) -> list[str]:
+    """Refuse data in which no row has the ground truth that a reward function requires; where some rows lack it, a note says so."""
+    found = [each for key, prompts in data.prompt_sets.items() for each in missing_truths(key, prompts, reward)]
+    refuse(text for text, all_lack_it in found if all_lack_it)
+    return [text for text, _ in found]
+
+
+def missing_truths(key: str, prompts: PromptSet, reward: RewardPool) -> Iterator[tuple[str, bool]]:
+    """For each reward function that requires a ground truth which rows lack: what is missing, and whether every row lacks it."""
+    scored, missing = Counter[str](), Counter[str]()
+    needing = {source: reward.need_truth(source) for source in {prompt.data_source for prompt in prompts.items}}
+    for prompt in prompts.items:
+        scored.update(needing[prompt.data_source])
+        missing.update(needing[prompt.data_source] if prompt.ground_truth is None else ())
+    for name, lacking in missing.items():
+        if lacking < scored[name]:
+            of = f"{lacking} of the {many(scored[name], 'row')} that {name} scores"
+            yield f"{key}: {of} have no ground truth, which it requires: it gets None for them", False
+            continue
+        near = [each for each in prompts.columns if difflib.get_close_matches(each.strip().casefold(), GROUND_TRUTHS)]
+        meant = f" (the nearest: {shown(near[0])})" if near else ""
+        remedy = f"Name the column ground_truth, or, if {name} does not need it, give its parameter a default"
+        columns = listed([shown(each) for each in prompts.columns])
+        yield f"{key}: no row has a ground truth, which {name} requires. The columns are {columns}{meant}. {remedy}", True
+
+
 def read(
-    paths: str | list[str], config: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> PromptSet | RowSet:
+    paths: str | list[str], config: Config, algorithm: Algorithm, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int],
+    wrong: list[str] | None = None,
+) -> PromptSet | RowSet:  # fmt: skip
     if "rollout" in algorithm.needs:
-        return load_prompts(paths, tokenizer, config.data)
-    return load_sft(paths, tokenizer, config.data, ends)
+        return load_prompts(paths, tokenizer, config.data, wrong)
+    return load_sft(paths, tokenizer, config.data, ends, wrong)
 
 
 def check_lengths(config: Config, algorithm: Algorithm, longest: int) -> None:

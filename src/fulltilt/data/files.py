@@ -12,6 +12,8 @@ import hashlib
 import json
 import os
 import stat
+import time
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,11 +23,12 @@ from typing import Any
 from fulltilt.data import hub
 from fulltilt.data.formats import SUFFIXES, PlacedRow, plain_row, read_rows_of, suffix_of
 from fulltilt.data.shards import choose_files
-from fulltilt.records import UserError
+from fulltilt.records import RunWarning, UserError
 from fulltilt.schema import MEMORY, hub_dataset
-from fulltilt.words import listed
+from fulltilt.words import listed, many
 
 _MOST_FILES = 100_000
+_TELL_S = 10.0  # seconds of reading rows from Python between two lines about it
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -39,6 +42,7 @@ _in_memory: dict[str, tuple[dict[str, Any], ...]] = {}  # rows given from Python
 class DataSource:
     rows: Iterator[PlacedRow]
     version: str = ""  # what the rows of a name on the hub were read from, to read the same ones again
+    files: tuple[Path, ...] = ()  # those that were chosen for a folder or a name on the hub
 
 
 def open_data(name: str | Path) -> DataSource:
@@ -50,12 +54,12 @@ def open_data(name: str | Path) -> DataSource:
     dataset = hub_dataset(given)
     if dataset is not None:
         fetched = hub.fetch(dataset)
-        return DataSource(_read_files(given, fetched.files), fetched.version)
+        return DataSource(_read_files(given, fetched.files), fetched.version, fetched.files)
     files = _files_of_folder(path) if _is_folder(path) else [path]
     # Looked up before the first row is read: a wrong name among the last shards is reported before the first are read.
     for file in files:
         _refuse_unknown_kind(file)
-    return DataSource(_read_files(given, files))
+    return DataSource(_read_files(given, files), files=() if files == [path] else tuple(files))
 
 
 def read_rows(path: str | Path) -> Iterator[PlacedRow]:
@@ -105,7 +109,12 @@ def rows_in_memory(rows: Iterable[Mapping[str, Any]]) -> str:
     if isinstance(rows, Mapping | str | bytes) or not isinstance(rows, Iterable):
         raise UserError(f"found {type(rows).__name__}, not rows. {accepted}")
     kept, found = [], hashlib.sha256()
+    told_at = time.monotonic() + _TELL_S
     for number, row in enumerate(rows):
+        if time.monotonic() > told_at:
+            text = f"{many(number, 'row')} read from Python so far. A run begins once all have been read"
+            warnings.warn(text, RunWarning, stacklevel=2)
+            told_at += _TELL_S
         if not isinstance(row, Mapping):
             raise UserError(f"{_memory_place(number)}: found {type(row).__name__}, not a dictionary of columns. {accepted}")
         kept.append(plain_row(row, _memory_place(number)))

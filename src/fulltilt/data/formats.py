@@ -29,7 +29,7 @@ import pyarrow.parquet as pq
 
 from fulltilt.folders import substitute_in
 from fulltilt.records import UserError
-from fulltilt.words import first_line, in_bytes
+from fulltilt.words import first_line, in_bytes, listed
 
 PlacedRow = tuple[dict[str, Any], str]
 Reader = Callable[[Path], Iterator[PlacedRow]]
@@ -155,6 +155,12 @@ def _lines(file: Path) -> Iterator[tuple[str, str]]:
             yield text, place
 
 
+def _refuse_carriage_returns(text: str, file: Path) -> None:
+    if "\r" in text.rstrip("\r\n"):
+        remedy = "Save it with LF or CRLF at the end of lines."
+        raise UserError(f"{file}: its lines end in a carriage return (CR) alone. {remedy}")
+
+
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
@@ -190,6 +196,7 @@ def _read_json_lines(file: Path) -> Iterator[PlacedRow]:
         if line := text.strip():
             row, end = _json_value(line, 0, place, remedy)
             if end != len(line):
+                _refuse_carriage_returns(line, file)
                 raise UserError(f"{place}: not valid JSON (extra text after column {end}). {remedy}")
             yield _json_row(row, line, place), place
 
@@ -197,7 +204,27 @@ def _read_json_lines(file: Path) -> Iterator[PlacedRow]:
 def _read_json(file: Path) -> Iterator[PlacedRow]:
     """One list of objects, or one object a line."""
     first = next((text.strip() for text, _ in _lines(file) if text.strip()), "")
-    return _read_json_list(file) if first.startswith("[") else _read_json_lines(file)
+    if first.startswith("["):
+        return _read_json_list(file)
+    _refuse_one_object(file, first)
+    return _read_json_lines(file)
+
+
+def _refuse_one_object(file: Path, first: str) -> None:
+    """Refuse a file that is one object, over several lines or with its columns as lists, in place of rows."""
+    try:
+        found = json.loads(first)
+        is_row = (
+            not isinstance(found, dict) or not found or any(not isinstance(each, list) or _are_messages(each) for each in found.values())
+        )
+    except (ValueError, RecursionError):
+        try:
+            found, is_row = json.loads("".join(text for text, _ in _lines(file))), False
+        except (ValueError, RecursionError):
+            return
+    if isinstance(found, dict) and not is_row:
+        keys, remedy = listed([repr(key) for key in found]), "Write a list of rows, with pandas: frame.to_json(file, orient='records')."
+        raise UserError(f"{file}: one JSON object with the keys {keys}, not rows. {remedy}")
 
 
 def _read_json_list(file: Path) -> Iterator[PlacedRow]:
@@ -220,9 +247,15 @@ def _read_json_list(file: Path) -> Iterator[PlacedRow]:
 def _read_csv(file: Path) -> Iterator[PlacedRow]:
     before = csv.field_size_limit(_MOST_LINE_BYTES)
     try:
+        first = next((text for text, _ in _lines(file)), "")
+        if first.count('"') == 0 or "\n" not in first:
+            _refuse_carriage_returns(first, file)
         rows = csv.reader((text for text, _ in _lines(file)), strict=True)
         header = next(rows, [])
         _refuse_twice(header, file)
+        if spaced := [name for name in header if name != name.strip()]:
+            remedy = "Remove them, and those after the commas of the rows: cells keep their spaces."
+            raise UserError(f"{file}: the header has spaces around the column name {spaced[0]!r}. {remedy}")
         for cells in filter(None, rows):
             place = f"{file}:{rows.line_num}"
             if len(cells) != len(header):
@@ -244,10 +277,13 @@ def _cell(name: str, text: str, place: str) -> Any:
             raise UserError(f"{place}: column {name!r}: {error}") from error
         except (ValueError, RecursionError):
             return text
-        messages = isinstance(value, list) and value and all(isinstance(entry, dict) and "role" in entry for entry in value)
-        if not text[end:].strip() and (messages or isinstance(value, dict)):
+        if not text[end:].strip() and (_are_messages(value) or isinstance(value, dict)):
             return _json_row({name: value}, text, place)[name]
     return text or None
+
+
+def _are_messages(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) and "role" in entry for entry in value)
 
 
 # ---- arrow -------------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import numpy as np
 from fulltilt.data.files import open_data
 from fulltilt.data.template import OverLong
 from fulltilt.records import Prompt, Row, UserError
-from fulltilt.words import many
+from fulltilt.words import listed, many
 
 Item = TypeVar("Item", Prompt, Row)
 Value = TypeVar("Value")
@@ -60,6 +60,7 @@ class InEpochs(Generic[Item]):
     items: tuple[Item, ...]
     said: str = ""  # what was read and what was left out, in words
     versions: tuple[str, ...] = ()  # the commits of the data sets on the hub that were read
+    columns: tuple[str, ...] = ()  # that rows have
 
     @property
     def longest(self) -> int:
@@ -136,36 +137,47 @@ class Limit:
         return f"{left_out} left out with {self.noun}s of more than {self.most} tokens"
 
 
-def load_items(kind: type[DataSet], paths: str | Sequence[str], parse: Parse, limits: Sequence[Limit]) -> DataSet:
-    """Every row of `paths`, in order, through `parse`; items beyond a limit are left out."""
+def load_items(
+    kind: type[DataSet], paths: str | Sequence[str], parse: Parse, limits: Sequence[Limit], wrong: list[str] | None = None
+) -> DataSet:
+    """Every row of `paths`, in order, through `parse`; items beyond a limit are left out. `wrong`: a list for the mistakes in rows, which
+    are then left out, to find all of them; otherwise the first one is raised."""
     names = [paths] if isinstance(paths, str) else list(paths)
     kept: list[Any] = []
     beyond: list[tuple[Limit, int]] = []  # for each item left out: the first limit that it breaks, and its tokens
     rows_read = 0
-    versions, counted = [], ""
+    versions, chosen, counted = [], [], ""
+    columns: dict[str, None] = {}
     for name in names:
         source = open_data(name)
         versions.extend([source.version] if source.version else [])
+        chosen.extend([f"{source.version or name} ({listed([file.name for file in source.files], 3)})"] if source.files else [])
         for row, place in source.rows:
             try:
                 items = _parsed(parse, rows_read, row, place)
             except OverLong as error:
                 beyond.append((next(limit for limit in limits if limit.key == error.key), error.tokens))
                 items, counted = (), "at least "
+            except UserError as error:
+                if wrong is None:
+                    raise
+                wrong.append(str(error))
+                items = ()
             for item in items:
                 broken = next(((limit, found) for limit in limits if (found := limit.tokens(item)) > limit.most), None)
                 if broken is None:
                     kept.append(item)
                 else:
                     beyond.append(broken)
+            columns.update(dict.fromkeys(row))
             rows_read += 1
     if not rows_read:
         raise UserError("the data set is empty: no file was given. Set data.train.")
-    if not kept:
+    if not kept and beyond:
         _refuse_all_beyond(names, beyond, counted)
-    read_from = f" from {' and '.join(versions)}" if versions else ""
+    read_from = f" from {' and '.join(chosen)}" if chosen else ""
     said = [f"{many(rows_read, 'row')} read{read_from}", *(each.said(sum(limit is each for limit, _ in beyond)) for each in limits)]
-    return kind(tuple(kept), ", ".join(said), tuple(versions))
+    return kind(tuple(kept), ", ".join(said), tuple(versions), tuple(columns))
 
 
 def _refuse_all_beyond(names: Sequence[str], beyond: Sequence[tuple[Limit, int]], counted: str) -> None:

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 
     from fulltilt.schema import DataConfig
 
+GROUND_TRUTHS = ("ground_truth", "answer")  # the columns with it, the first that a row has before the others
+
 
 class PromptSet(InEpochs[Prompt]):
     noun = "prompt"
 
 
-def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> PromptSet:
-    """Read, encode and filter the prompts of all `paths`, as one data set."""
+def load_prompts(
+    paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, wrong: list[str] | None = None
+) -> PromptSet:
+    """Read, encode and filter the prompts of all `paths`, as one data set. `wrong`: as in `load_items`."""
     encoder = PromptEncoder(tokenizer, config)
 
     def parse(number: int, row: Columns) -> list[Prompt]:
@@ -39,12 +43,12 @@ def load_prompts(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase,
         return [Prompt(number, ids, text, "unknown" if data_source is None else data_source, _ground_truth(row), _extra_info(row), source)]
 
     limit = Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda prompt: len(prompt.ids))
-    return load_items(PromptSet, paths, parse, [limit])
+    return load_items(PromptSet, paths, parse, [limit], wrong)
 
 
 def _ground_truth(row: Columns) -> Any:
     reward_model = column(row, "reward_model", dict, "an object with a 'ground_truth'") or {}
-    candidates = (reward_model.get("ground_truth"), row.get("ground_truth"), row.get("answer"))
+    candidates = (reward_model.get("ground_truth"), *map(row.get, GROUND_TRUTHS))
     return next((candidate for candidate in candidates if candidate is not None), None)
 
 

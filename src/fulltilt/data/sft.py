@@ -36,10 +36,14 @@ class RowSet(InEpochs[Row]):
     noun = "row"
 
 
-def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int] = ()) -> RowSet:
+def load_sft(
+    paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, config: DataConfig, end_ids: Collection[int] = (),
+    wrong: list[str] | None = None,
+) -> RowSet:  # fmt: skip
     """Read, encode and filter the rows of all `paths`, as one data set.
 
     `end_ids`: further tokens that end a response (those of the generation config); the tokenizer's own always does.
+    `wrong`: as in `load_items`.
     """
     writer = _Writer(tokenizer, config, end_ids)
     split: list[int] = []  # rows of each conversation that became several
@@ -52,7 +56,7 @@ def load_sft(paths: str | Sequence[str], tokenizer: PreTrainedTokenizerBase, con
     limits = [Limit("data.max_prompt_tokens", config.max_prompt_tokens, "prompt", lambda row: int(np.argmax(row.mask)))]
     if config.max_tokens is not None:
         limits.append(Limit("data.max_tokens", config.max_tokens, "row", lambda row: row.tokens))
-    loaded = load_items(RowSet, paths, parse, limits)
+    loaded = load_items(RowSet, paths, parse, limits, wrong)
     changed = f"; {many(len(split), 'conversation')} became {sum(split)} rows, since the chat template changes earlier turns"
     return replace(loaded, said=loaded.said + changed) if split else loaded
 

@@ -79,7 +79,7 @@ class PromptEncoder:
         else:
             ids = self.encode_messages(messages, add_generation_prompt=True, limit=limit)
         if not ids:
-            raise UserError("the prompt has no tokens. Remove the row, or give it a prompt.")
+            raise UserError("the prompt has no tokens. Give it a text, or leave it out.")
         return Encoded(np.asarray(ids, dtype=np.int64), self.decode(ids), str(prompt) if messages is None else tuple(messages))
 
     def messages(self, prompt: object) -> list[Message] | None:
@@ -128,14 +128,16 @@ class PromptEncoder:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # a panic in the tokenizer's compiled code is not an Exception
-            raise UserError(f"the tokenizer cannot read this text ({first_line(error)}). Change or remove the row.") from error
+            raise UserError(f"the tokenizer cannot read this text ({first_line(error)}). Change it, or leave it out.") from error
 
     def _short_enough(self, text: str, limit: str) -> str:
         """Refuse a text that is too long for any tokenizer to bring it within the limit: tokenising it could take minutes."""
         most = self._limits.get(limit)
         if most is None:
             if len(text) > _MOST_CHARACTERS:
-                raise UserError(f"the text has {len(text)} characters. Shorten or remove the row; for SFT, data.max_tokens leaves it out.")
+                raise UserError(
+                    f"the text has {len(text)} characters. Shorten it, or leave it out; for SFT, data.max_tokens leaves it out."
+                )
         # A few tokens at the end of a text may not count.
         elif len(text) > 32 * (most + 16) and len(text) > self._longest_token * (most + 16):
             raise OverLong(limit, len(text) // self._longest_token)
@@ -154,7 +156,7 @@ class PromptEncoder:
 
     def _plain_string(self, text: str) -> None:
         if not text.strip():
-            raise UserError("the prompt is empty. Remove the row, or give it a prompt.")
+            raise UserError("the prompt is empty. Give it a text, or leave it out.")
         self._refuse_settings_of_templates("the prompt is a plain string and data.apply_template is not 'always'")
 
     def _refuse_settings_of_templates(self, reason: str) -> None:
@@ -191,7 +193,7 @@ def checked_messages(value: object) -> list[Message]:
         raise UserError(f"expected a string or a list of messages, found {type(value).__name__}. Check data.prompt_key.")
     messages = [_checked_message(number, message) for number, message in enumerate(value, start=1)]
     if not any(message.get("content") or message.get("tool_calls") for message in messages):
-        raise UserError("the prompt is empty. Remove the row, or give it a prompt.")
+        raise UserError("the prompt is empty. Give it a text, or leave it out.")
     return messages
 
 

@@ -299,7 +299,7 @@ def evaluate(config: Config, console: Console, *, latest: bool = False, best: bo
     """Validation rewards (for SFT: the loss) of `model.path`, or of the newest, the best or one step's checkpoint of `run.dir`."""
     if config.data.val is None:
         raise UserError("data.val: nothing to evaluate on. Set data.val")
-    chosen = [name for name, given in {"latest": latest, "best": best, "checkpoint": step is not None}.items() if given]
+    chosen = [name for name, given in {"latest=True": latest, "best=True": best, f"checkpoint={step}": step is not None}.items() if given]
     if len(chosen) > 1:
         raise UserError(f"{joined(chosen, 'and')} each choose a checkpoint to evaluate. Give only one of them")
     store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep)
@@ -335,7 +335,7 @@ def assemble_checkpoint(
             console.warn(f"skipped a damaged checkpoint: {text}")
         if found is None:
             best = find == store.find_best
-            which, option, how = ("best", "--best", "; run.keep_best keeps a best checkpoint") if best else ("intact", "--latest", "")
+            which, option, how = ("best", "best=True", "; run.keep_best keeps a best checkpoint") if best else ("intact", "latest=True", "")
             raise UserError(f"{config.run.dir} holds no {which} checkpoint. Run without {option} to evaluate model.path{how}")
         return found
 

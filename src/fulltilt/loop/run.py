@@ -80,6 +80,11 @@ class Summary:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+def is_false(value: Any) -> bool:
+    """Whether it is False, of Python, numpy or torch."""
+    return value is False or (getattr(value, "ndim", None) == 0 and str(getattr(value, "dtype", "")).endswith("bool") and not value)
+
+
 class Run:
     def __init__(
         self, config: Config, parts: RunParts, store: CheckpointStore, progress: Progress, console: Console, loggers: Loggers,
@@ -376,11 +381,12 @@ class Run:
         if self.on_step is None:
             return
         try:
-            go_on = self.on_step(step, json.loads(measure.encode_line(step, metrics)))
+            with contextlib.chdir("."):  # the run's paths are relative to the folder that it was started in
+                go_on = self.on_step(step, json.loads(measure.encode_line(step, metrics)))
         except Exception:
             self._save_before_error()
             raise
-        if go_on is False and step < self.parts.plan.steps:
+        if is_false(go_on) and step < self.parts.plan.steps:
             raise Interrupted
 
     def _require_folder(self) -> None:

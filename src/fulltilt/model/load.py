@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -200,9 +201,10 @@ def load_tokenizer(
             if "instantiate the backend tokenizer" in str(error) and not any(Path(source).glob("*.model")):
                 raise no_tokenizer from error
             raise
-    if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
         # Without files, transformers creates tokenizers of some families that have special tokens only.
-        raise no_tokenizer
+        only_special = tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys()
+        if only_special or not tokenizer(string.printable, add_special_tokens=False)["input_ids"]:
+            raise no_tokenizer
     template = chat_template if path else config.chat_template
     if template:
         tokenizer.chat_template = read_template(template, f"{key.partition('.')[0]}.chat_template")

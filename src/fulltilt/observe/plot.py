@@ -103,6 +103,11 @@ def of_source(source: Path, label: str) -> list[Curve]:
         return [of_json(each) for each in json.loads(path.read_bytes())["curves"]]
     except UserError:
         raise
+    except FileNotFoundError as error:
+        what = (
+            f"{source}: has no {METRICS}: it is not a run's folder, or its run has finished no step" if is_run else f"{path}: no such file"
+        )
+        raise UserError(f"{what}. {remedy}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}). {remedy}") from error
     except (ValueError, LookupError, TypeError, OverflowError, RecursionError):

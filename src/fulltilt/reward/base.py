@@ -137,6 +137,11 @@ class RewardPool:
         found = self._dispatcher.confinement
         return confine.lacking(found.landlock, found.seccomp) if found else ()
 
+    def need_truth(self, data_source: str) -> list[str]:
+        """The functions that require a ground truth and score prompts of this data source."""
+        numbers = [component.function for component in self._sums.of(data_source)]
+        return [self._sums.names[number] for number in numbers if self._dispatcher.needs_truth[number]]
+
     def submit(self, group: Group) -> None:
         """Hands a group's samples to the processes and returns at once."""
         self._submit(group, self._sums.of(group.prompt.data_source))

@@ -76,6 +76,7 @@ class Dispatcher:
         self._held = contextlib.ExitStack()  # what `close` gives back
         self.batch: tuple[bool, ...] = ()  # for each function, once loaded
         self.asynchronous: tuple[bool, ...] = ()
+        self.needs_truth: tuple[bool, ...] = ()
         self.memory_limited = True
         self.confinement: confine.Confinement | None = None
         if names:
@@ -182,7 +183,7 @@ class Dispatcher:
             if self._closing.is_set():
                 process.interrupt()
         try:
-            self.memory_limited, self.batch, self.asynchronous = self._load(process)
+            self.memory_limited, self.batch, self.asynchronous, self.needs_truth = self._load(process)
             self._failed_starts = 0
             self._loaded.set()
             yield process

@@ -57,6 +57,7 @@ class RewardFunction:
     batch: bool
     takes: tuple[str, ...]  # the names of SINGLE or BATCH it is given
     args: Mapping[str, Any] = field(default_factory=dict)
+    needs_truth: bool = False  # it requires the ground truth: its parameter has no default
 
     @property
     def asynchronous(self) -> bool:
@@ -188,4 +189,5 @@ def _bind(function: Callable[..., Any], args: Mapping[str, Any]) -> RewardFuncti
             f"parameter a default or a value in reward.args"
         )
     takes = tuple(key for key in known if key in by_keyword or (open_ended and key in known[: len(VERL)]))
-    return RewardFunction(function, batch, takes, {key: value for key, value in args.items() if open_ended or key in by_keyword})
+    used_args = {key: value for key, value in args.items() if open_ended or key in by_keyword}
+    return RewardFunction(function, batch, takes, used_args, needs_truth=not {"ground_truth", "ground_truths"}.isdisjoint(required))

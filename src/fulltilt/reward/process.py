@@ -87,6 +87,7 @@ class Loaded(NamedTuple):
     memory_limited: bool
     batch: tuple[bool, ...]  # for each function of the setup
     asynchronous: tuple[bool, ...]
+    needs_truth: tuple[bool, ...]
 
 
 # What a worker sends, in this order: what it has loaded, or why it cannot; then, for each handful of requests, that it begins, and the

@@ -178,7 +178,8 @@ class RewardWorker:
         except UserCodeError as error:
             self._send(str(error)[:DETAIL_LENGTH])
             return False
-        self._send([memory_limited, [function.batch for function in self._functions], [each.asynchronous for each in self._functions]])
+        facts = ("batch", "asynchronous", "needs_truth")
+        self._send([memory_limited, *([getattr(each, fact) for each in self._functions] for fact in facts)])
         return True
 
     def _answer_all(self, requests: Sequence[Request]) -> None:

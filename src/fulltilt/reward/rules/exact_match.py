@@ -1,13 +1,22 @@
-"""The simplest rule reward: 1.0 if the response is the ground truth, white space at the ends and letter case aside; otherwise 0.0."""
+"""The simplest rule reward: 1.0 if the response is the ground truth, white space at the ends and letter case aside; otherwise 0.0.
+
+The ground truth is a text, a number, or a list of these, each acceptable.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 
-def score(solution_str: str, ground_truth: str | None) -> dict[str, Any]:
+def score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
     """`pred` is the response as it was compared. Example: (" Paris\\n", "paris") -> {"score": 1.0, "pred": "paris"}"""
-    truth, answer = str(ground_truth or "").strip().casefold(), solution_str.strip().casefold()
-    if not truth:
-        raise ValueError(f"ground_truth {ground_truth!r} is empty: exact_match needs the text of the right response")
-    return {"score": float(answer == truth), "pred": answer}
+    given = ground_truth.tolist() if hasattr(ground_truth, "tolist") else ground_truth
+    truths = [_compared("" if each is None else str(each)) for each in (given if isinstance(given, (list, tuple)) else [given])]
+    if not truths or not all(truths):
+        raise ValueError(f"ground_truth {ground_truth!r} is empty: exact_match needs the text of the right response, or a list of them")
+    answer = _compared(solution_str)
+    return {"score": float(answer in truths), "pred": answer}
+
+
+def _compared(text: str) -> str:
+    return text.strip().casefold()
