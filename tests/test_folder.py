@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -374,18 +375,39 @@ def test_a_refusal_of_the_system_is_no_internal_error(folder: Path) -> None:
 # ---- other commands that write
 
 
-@pytest.mark.parametrize("prepare", [demo.prepare], ids=["demo"])
-def test_a_demo_replaces_only_a_demo(tmp_path: Path, prepare: Callable[[Path], None]) -> None:
+def test_a_demo_replaces_only_a_demo(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match=r"holds mine\.txt, which fulltilt did not write there"):
-        prepare(tmp_path)
+        demo.prepare(tmp_path)
     (tmp_path / "mine.txt").unlink()
-    prepare(tmp_path)
+    assert demo.prepare(tmp_path) is None
     (tmp_path / "mine.txt").write_text("mine")
     (tmp_path / "grpo").mkdir()
-    prepare(tmp_path)
+    assert demo.prepare(tmp_path) == tmp_path / "before-1"
     assert (tmp_path / "mine.txt").read_text() == "mine" and not (tmp_path / "grpo").exists()
     assert stat.S_IMODE((tmp_path / "model" / "model.safetensors").stat().st_mode) == stat.S_IMODE((tmp_path / "reward.py").stat().st_mode)
+
+
+def test_a_demo_deletes_nothing_of_an_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pages tell people to use its model and its data in runs of their own, and a demo that is stopped early has no others to offer."""
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train", stop)
+    folder = tmp_path / "demo"
+    for number, mine in enumerate(("warm/mine", "data/mine.jsonl", "sft.toml"), start=1):
+        with pytest.raises(KeyboardInterrupt):
+            demo.warm_up(folder, Console())
+        assert number == 1 or f"{folder} was moved to {folder}/before-{number - 1}, with everything in it" in capsys.readouterr().err
+        (folder / mine).parent.mkdir(exist_ok=True)
+        (folder / mine).write_text("mine")
+    demo.prepare(folder)
+    for number, mine in enumerate(("warm/mine", "data/mine.jsonl", "sft.toml"), start=1):
+        assert (folder / f"before-{number}" / mine).read_text() == "mine"
+        assert (folder / f"before-{number}" / "data" / "train.jsonl").read_bytes() == (folder / "data" / "train.jsonl").read_bytes()
 
 
 def test_a_benchmark_measures_only_in_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def common(
 @app.command()
 def demo(
     folder: Annotated[
-        Path, typer.Option("--dir", help="Folder for the model, the data and the runs. An earlier demo in it is replaced.")
+        Path, typer.Option("--dir", help="Folder for the model, the data and the runs. An earlier demo in it is moved to before-1 there.")
     ] = Path("runs/demo"),
     as_json: Json = False,
     quiet: Quiet = False,

@@ -1,12 +1,14 @@
 """The demo: a small random model learns to add, on this machine alone.
 
 Enters: a folder. Leaves: in it a model with its own tokenizer, data, two run folders (SFT warm-up, then GRPO) and `summary.json`. The demo
-uses what every run uses: files on disk, the same configuration, the same loop. Nothing is downloaded.
+uses what every run uses: files on disk, the same configuration, the same loop. Nothing is downloaded. Guaranteed: nothing is deleted or
+written over; an earlier demo in the folder is moved, with whatever was changed or added inside it, to `before-1/`, `before-2/`, ...
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
@@ -16,7 +18,7 @@ from typing import Any
 
 from fulltilt import config as configuration
 from fulltilt import loop
-from fulltilt.folders import DEMO_MARKER, refuse_foreign, use_usual_modes
+from fulltilt.folders import DEMO_MARKER, move_aside, refuse_foreign, use_usual_modes
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 
@@ -25,7 +27,7 @@ RIGHT, WRONG = 9, 11  # how often each sum is right in the warm-up data, and how
 SFT_STEPS = 700
 GRPO_STEPS = 90
 LEARNED = 0.9  # the reward that the demo must reach
-WRITTEN = ("model", "data", "sft", "grpo", "warm", "reward.py", "sft.toml", "grpo.toml", "summary.json")  # replaced by the next demo
+WRITTEN = ("model", "data", "sft", "grpo", "warm", "reward.py", "sft.toml", "grpo.toml", "summary.json")
 
 REWARD = '''"""1 for the right sum, 0 otherwise."""
 
@@ -110,7 +112,8 @@ def run(folder: Path, console: Console) -> DemoSummary:
 
 def warm_up(folder: Path, console: Console) -> loop.Summary:
     """Everything before reinforcement learning: the files of both runs, and in `warm/` a model that knows the form of an answer."""
-    prepare(folder)
+    if aside := prepare(folder):
+        console.note(f"the earlier demo in {folder} was moved to {aside}, with everything in it")
     for name, text in (("sft", SFT), ("grpo", GRPO)):
         filled = text.format(folder=folder.as_posix(), sft_steps=SFT_STEPS, grpo_steps=GRPO_STEPS)
         (folder / f"{name}.toml").write_text(filled, encoding="utf-8")
@@ -127,12 +130,12 @@ def train(path: Path, console: Console) -> loop.Summary:
     return summary
 
 
-def prepare(folder: Path) -> None:
-    """Write the model, the tokenizer, the data and the reward, as a user would provide them."""
+def prepare(folder: Path) -> Path | None:
+    """Write the model, the tokenizer, the data and the reward, as a user would provide them. Returns where an earlier demo is now."""
     refuse_foreign(folder, DEMO_MARKER, "--dir")
     try:
-        for name in WRITTEN:  # what else is in the folder is the user's
-            shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(missing_ok=True)
+        # Files in these folders may be the user's, who may have edited the others: what else is in the folder is not touched.
+        aside = move_aside([path for name in WRITTEN if os.path.lexists(path := folder / name)], folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DEMO_MARKER).touch()
         (folder / "data").mkdir()
@@ -145,6 +148,7 @@ def prepare(folder: Path) -> None:
     tasks = [{"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "data_source": "addition"} for a, b in pairs]
     write_lines(folder / "data" / "train.jsonl", tasks)
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+    return aside
 
 
 def sloppy_sums(pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:

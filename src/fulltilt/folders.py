@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,18 @@ def refuse_foreign(folder: Path, marker: str, key: str) -> None:
             f"{key}: {folder} holds {listed(inside, NAMED)}, which fulltilt did not write there: it has no file {marker}. Nothing was "
             "changed. Use another folder; it need not exist"
         )
+
+
+def move_aside(found: Sequence[Path], folder: Path) -> Path | None:
+    """Move what was found in the folder into the first of its folders `before-1/`, `before-2/`, ... that is free. Returns that one; None
+    if nothing was found."""
+    if not found:
+        return None
+    aside = next(path for number in count(1) if not os.path.lexists(path := folder / f"before-{number}"))
+    aside.mkdir()
+    for path in found:
+        path.rename(aside / path.name)
+    return aside
 
 
 def without_waiting(path: str, flags: int) -> int:

@@ -17,12 +17,11 @@ import os
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from fulltilt.folders import RUN_MARKER, refuse_foreign
+from fulltilt.folders import RUN_MARKER, move_aside, refuse_foreign
 from fulltilt.records import RunWarning, UserError
 from fulltilt.words import listed
 
@@ -53,21 +52,14 @@ class RunFolder:
             return None
         found = [path for name in (METRICS, ROLLOUTS, VALIDATION) if has_content(path := self.path / name)]
         with self.writing():
-            aside = self._move(found) if found else None
+            aside = move_aside(found, self.path)
+            for path in (self.path / SNAPSHOT, self.path / PLAN):
+                if aside and path.is_file():
+                    shutil.copy(path, aside)
             self._marker.truncate(0)
             self._marker.write(MARKER_TEXT)
             self._marker.flush()
         self.had_checkpoint = False
-        return aside
-
-    def _move(self, found: Sequence[Path]) -> Path:
-        aside = next(path for number in count(1) if not (path := self.path / f"before-{number}").exists())
-        aside.mkdir()
-        for path in found:
-            path.rename(aside / path.name)
-        for path in (self.path / SNAPSHOT, self.path / PLAN):
-            if path.is_file():
-                shutil.copy(path, aside)
         return aside
 
     @contextlib.contextmanager
