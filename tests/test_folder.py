@@ -401,7 +401,7 @@ def test_a_demo_deletes_nothing_of_an_earlier_one(
     for number, mine in enumerate(("warm/mine", "data/mine.jsonl", "sft.toml"), start=1):
         with pytest.raises(KeyboardInterrupt):
             demo.warm_up(folder, Console())
-        assert number == 1 or f"{folder} was moved to {folder}/before-{number - 1}, with everything in it" in capsys.readouterr().err
+        assert number == 1 or f"{folder} was moved to {folder}/before-{number - 1}, with everything in it" in capsys.readouterr().out
         (folder / mine).parent.mkdir(exist_ok=True)
         (folder / mine).write_text("mine")
     demo.prepare(folder)
