@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import toy_worker
 
-from fulltilt.cluster import stacks
+from fulltilt.cluster import processes, stacks
 from fulltilt.cluster.hosts import Hosts, WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.processes import Processes
@@ -305,6 +305,21 @@ def test_a_silent_worker_is_reported_with_its_stack_then_given_up() -> None:
     assert re.fullmatch(r"worker 0 \(process \d+\): has nothing to do", idle)
     assert re.fullmatch(r"worker 1 \(process \d+\): sleep_forever, at work", busy)
     assert len(frames) == 1 and re.fullmatch(r" +toy_worker.py:\d+ in sleep_forever", frames[0])
+
+
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_after_an_interrupt_a_worker_that_does_nothing_is_soon_given_up(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """And one that computes is not, however long it is silent."""
+    monkeypatch.setattr(processes, "HURRY_S", 0.6)
+    with workers() as host:
+        host.hurry()
+        assert call(host, "compute", 1.5) == [0, 1]
+        if how == "stopped":
+            os.kill(host.pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(WorkerStuck, match=r"^worker 1 .* has sent nothing for \d s during"):
+            call(host, *(("add", 1) if how == "stopped" else ("sleep_forever", 1)))
+        assert time.monotonic() - began < 10
 
 
 def test_a_worker_that_takes_no_message_is_given_up() -> None:

@@ -3,7 +3,8 @@
 Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
 
 - Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for `stall_s`
-  seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up.
+  seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up. Once the driver has asked to
+  `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for the disk.
 - The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
   consequence: another cause that arrives within a moment is raised in their place.
 - An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
@@ -28,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO, Any, TypeAlias
 
@@ -40,6 +42,8 @@ LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
 REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
+HURRY_S = 15.0  # of a worker that does nothing, after Ctrl-C
+COMPUTED_S = 0.1  # processor time that is more than writing a stack
 STACK_S = 1.0  # how long workers may take to write their stacks
 OUTPUT_LINES = 10  # of a dead worker's output that are shown
 
@@ -61,6 +65,7 @@ class Child:
     stacks: IO[bytes]
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
+    computed_s: float = 0.0  # processor time, when it was last looked at
     over: bool = False  # whether the process has ended, and its group was killed
 
     @property
@@ -78,6 +83,18 @@ class Child:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
         return self.process.returncode
+
+    def is_active(self) -> bool:
+        """Whether it has computed since the last time, or waits for a disk. Where the system does not say (not Linux): yes."""
+        try:
+            threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
+        except OSError:  # a thread has ended meanwhile
+            return True
+        used_s = sum(int(fields[11]) + int(fields[12]) for fields in threads) / os.sysconf("SC_CLK_TCK")
+        if not threads or abs(used_s - self.computed_s) > COMPUTED_S:
+            self.computed_s = used_s
+            return True
+        return any(fields[0] == "D" for fields in threads)
 
     def last_output(self) -> str:
         size = os.fstat(self.output.fileno()).st_size
@@ -112,6 +129,7 @@ class ProcessCall:
         self.answered = [False] * host.size
         self.sent = [False] * host.size
         self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
+        self.idle_s = [0.0] * host.size  # of them, those in which the worker did nothing; counted once the driver is in a hurry
         self.reported = [False] * host.size  # as silent
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
         self.cancelled = False
@@ -151,7 +169,7 @@ class ProcessCall:
     # -- called by the threads that send and receive ----------------------------------------------------------------------------------
 
     def add_item(self, rank: int, item: Any) -> None:
-        self.silent_s[rank] = 0.0
+        self.silent_s[rank] = self.idle_s[rank] = 0.0
         if not self.cancelled:
             self._items.append((rank, item))
         self.news.put(None)
@@ -181,6 +199,7 @@ class Processes:
         tells that it makes progress. `environment`: variables besides those of this process. `on_stall` is given each report of silence."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
+        self.hurried = False
         self._numbers = itertools.count()
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
@@ -249,8 +268,13 @@ class Processes:
             for rank, answered in enumerate(call.answered):
                 if not answered:
                     call.silent_s[rank] += waited_s
+                    if self.hurried:
+                        call.idle_s[rank] = 0.0 if self._children[rank].is_active() else call.idle_s[rank] + waited_s
             self._look_for_deaths()
             self._look_for_silence(call)
+
+    def hurry(self) -> None:
+        self.hurried = True
 
     def close(self) -> None:
         """End all workers: those that do not leave within a second are killed. May be called again, also where it was interrupted."""
@@ -381,20 +405,28 @@ class Processes:
     def _look_for_silence(self, call: ProcessCall) -> None:
         pending = [rank for rank, answered in enumerate(call.answered) if not answered]
         late = [rank for rank in pending if call.silent_s[rank] > self.stall_s and not call.reported[rank]]
-        stuck = [rank for rank in pending if call.silent_s[rank] > self.deadline_s]
-        if not late and not stuck:
+        if not late and not self._stuck(call):
             return
         everyone = self._whereabouts()
+        in_collective = [rank for rank in pending if everyone[rank].collective]
+        if len(in_collective) < len(pending):
+            for rank in in_collective:  # another one is the cause
+                call.idle_s[rank] = 0.0
         waiting = [rank for rank in pending if everyone[rank].waits_for_driver]
         if len(waiting) < len(pending):  # the driver will have messages for these when another worker has made progress
             for rank in waiting:
-                call.silent_s[rank] = 0.0
-        if stuck := [rank for rank in stuck if call.silent_s[rank]]:
+                call.silent_s[rank] = call.idle_s[rank] = 0.0
+        if stuck := self._stuck(call):
             self._break_down(Breakdown(WorkerStuck(f"{self._report(call, stuck, everyone)}\nThe workers were ended")))
         elif late := [rank for rank in late if call.silent_s[rank]]:
             for rank in late:
                 call.reported[rank] = True
             self.on_stall(self._report(call, late, everyone))
+
+    def _stuck(self, call: ProcessCall) -> list[int]:
+        """The workers to give up."""
+        pending = (rank for rank, answered in enumerate(call.answered) if not answered)
+        return [rank for rank in pending if call.silent_s[rank] > self.deadline_s or call.idle_s[rank] > HURRY_S]
 
     def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
         seconds = min(call.silent_s[rank] for rank in silent)
