@@ -3,8 +3,9 @@
 Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
 
 - Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for `stall_s`
-  seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up. Once the driver has asked to
-  `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for the disk.
+  seconds, four times as many while it is made, is reported once per call with the stacks of all workers; after `deadline_s` seconds it is
+  given up. Once the driver has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited
+  for a disk.
 - The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
   consequence: another cause that arrives within a moment is raised in their place.
 - An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
@@ -44,6 +45,7 @@ LEAVE_S = 1.0  # how long workers may take to end by themselves
 REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
 HURRY_S = 15.0  # of a worker that does nothing, after Ctrl-C
 COMPUTED_S = 0.1  # processor time that is more than writing a stack
+LOADING_STALLS = 4  # times `stall_s` that a worker may be silent while it is made: it imports and reads much
 STACK_S = 1.0  # how long workers may take to write their stacks
 OUTPUT_LINES = 10  # of a dead worker's output that are shown
 
@@ -124,6 +126,7 @@ class ProcessCall:
     def __init__(self, host: Processes, number: int, method: str, what: str) -> None:
         self._host = host
         self.number = number
+        self.makes = number == 0  # the workers
         self.name = what if what == method else f"{what} ({method})"
         self.what = what
         self.answered = [False] * host.size
@@ -404,7 +407,8 @@ class Processes:
 
     def _look_for_silence(self, call: ProcessCall) -> None:
         pending = [rank for rank, answered in enumerate(call.answered) if not answered]
-        late = [rank for rank in pending if call.silent_s[rank] > self.stall_s and not call.reported[rank]]
+        stall_s = self.stall_s * (LOADING_STALLS if call.makes else 1)
+        late = [rank for rank in pending if call.silent_s[rank] > stall_s and not call.reported[rank]]
         if not late and not self._stuck(call):
             return
         everyone = self._whereabouts()
@@ -430,7 +434,7 @@ class Processes:
 
     def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
         seconds = min(call.silent_s[rank] for rank in silent)
-        return report([self._children[rank].name for rank in silent], seconds, call.what, everyone)
+        return report([self._children[rank].name for rank in silent], seconds, call.what, everyone, loading=call.makes)
 
     def _current(self, rank: int) -> str | None:
         """The call that the worker has to answer next."""
