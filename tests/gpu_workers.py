@@ -76,7 +76,6 @@ def main() -> None:
             for name, settings in {"one": (), "apart": (APART,)}.items():
                 found[f"0.5B/{name}, {turn}"] = train(large, f"{name}-{turn}", "run.steps=5", *settings)
         found["0.5B/apart, first"] |= compare(large, "one-first", "apart-first")
-        found["0.5B/two"] = train(large, "two", "run.steps=4", TWO)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
     about = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": commit(), "command": "python tests/gpu_workers.py"}
     out.write_text(json.dumps({**about, "runs": found}, indent=1) + "\n")
