@@ -43,7 +43,7 @@ check: .venv/dev
 	$(BIN)/python tests/faults --cases 300
 
 check-all: check
-	FULLTILT_KILLS=20 $(PYTEST) -m "matrix or long" tests/test_devices.py
+	FULLTILT_KILLS=20 $(PYTEST) -m "matrix or long" tests/test_devices.py tests/test_ray_workers.py
 
 faults: .venv/dev
 	$(BIN)/python tests/faults $(FAULTS)
@@ -77,7 +77,7 @@ reference: .venv/ready
 # What the tests need beside it: their tools (on Linux also triton, whose interpreter runs kernels on CPU), and every extra that runs without
 # a GPU.
 .venv/dev: .venv/ready
-	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev,math,peft,tensorboard,wandb,mlflow,trackio]"
+	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev,math,peft,tensorboard,wandb,mlflow,trackio,ray]"
 	@touch $@
 
 clean:

@@ -81,13 +81,14 @@ class Notes:
         with torch.no_grad():
             next(iter(self.worker.actor.model.parameters())).add_(numbers)
 
-    def slow_down(self, seconds: float) -> None:
-        """Have the engine sleep before every batch of steps."""
+    def hold(self, gate: str) -> None:
+        """Have the engine wait before every batch of steps until there is such a file."""
         decoder: Any = self.worker.engine.decoder  # type: ignore[union-attr]
         launch = decoder.launch
 
         def late(steps: int) -> Any:
-            time.sleep(seconds)
+            while not os.path.exists(gate):
+                time.sleep(0.01)
             return launch(steps)
 
         decoder.launch = late

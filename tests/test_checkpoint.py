@@ -703,8 +703,8 @@ def test_only_the_numbers_asked_for_are_read(tmp_path: Path) -> None:
         "    assert saved.numbers('large', 9_000_001, 9_010_000).sum() == 9_999\n    print(held() - before)\n"
     )
     done = runs.code_forked(tmp_path, code, str(store.path(1)))
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 16
+    assert done.code == 0, done.error
+    assert int(done.out) < 16
 
 
 EVEN = {name: [size // 4, size // 2, size * 3 // 4] for name, size in SIZES.items()}

@@ -67,6 +67,8 @@ BUILT = {
     "reward_model.dynamic_batch": False,
     "reward_model.micro_batch": 2,
     "reward_model.forward_token_budget": 2048,
+    "train.balance": False,
+    "cluster.workers": 2,
 }
 NEEDED_WITH = {
     "algorithm.prompts_per_round": {"algorithm.dynamic_sampling": True},

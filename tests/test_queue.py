@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +49,27 @@ def expected(pool_of_devices: devices.Pool, folder: Path) -> list[list[list[int]
         return sampled(parts.crew)
 
 
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """Two workers with a queue, of which the second waits until the gate is there."""
+
+    crew: Crew
+    gate: Path
+
+
 @pytest.fixture
-def pair(pool_of_devices: devices.Pool, folder: Path) -> Iterator[Crew]:
-    """Two workers with a queue, of which the second is slow."""
+def pair(pool_of_devices: devices.Pool, folder: Path, tmp_path: Path) -> Iterator[Pair]:
     with pool_of_devices.assembled(folder, 2, *SEATS) as parts:
         assert not parts.crew._queue, "on a CPU runs repeat to the bit"
         parts.crew._queue = True
-        seconds = [0.0, 0.3, 0.0, 0.0]
-        pool_of_devices.processes.start("note", [("slow_down", (each,)) for each in seconds], what="a slow worker").results()
-        yield parts.crew
+        gates = [folder, tmp_path / "gate", folder, folder]
+        pool_of_devices.processes.start("note", [("hold", (str(gate),)) for gate in gates], what="a slow worker").results()
+        yield Pair(parts.crew, gates[1])
 
 
-def count_groups(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
-    """By worker, of all calls from now on."""
+def test_a_fast_worker_takes_more_of_the_queue(pair: Pair, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     counts: Counter[int] = Counter()
-    start = crew.hosts.start
+    start = pair.crew.hosts.start
 
     def counting(*args: Any, **options: Any) -> Any:
         call = start(*args, **options)
@@ -71,34 +78,32 @@ def count_groups(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
         def seen() -> Iterator[tuple[int, Any]]:
             for rank, item in items():
                 counts[rank] += isinstance(item, Group)
+                if counts[0] == len(PROMPTS) - 2:
+                    pair.gate.touch()
                 yield rank, item
 
         call.items = seen
         return call
 
-    monkeypatch.setattr(crew.hosts, "start", counting)
-    return counts
+    monkeypatch.setattr(pair.crew.hosts, "start", counting)
+    assert sampled(pair.crew) == expected
+    assert counts == {0: len(PROMPTS) - 2, 1: 2}, "the slow one got what it began with, two groups"
+    assert pair.crew.rollout_stats().first_token.total == len(PROMPTS) * SAMPLING.samples
 
 
-def test_a_fast_worker_takes_more_of_the_queue(pair: Crew, expected: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = count_groups(pair, monkeypatch)
-    assert sampled(pair) == expected
-    assert counts.total() == len(PROMPTS) and counts[0] >= 2 * counts[1] > 0
-    assert pair.rollout_stats().first_token.total == len(PROMPTS) * SAMPLING.samples
-
-
-def test_engines_can_be_used_again_after_a_rollout_that_was_stopped(pair: Crew, expected: list[list[list[int]]]) -> None:
-    with pair.phase("rollout"):
-        groups = pair.generate(PROMPTS, SAMPLING, 3)
+def test_engines_can_be_used_again_after_a_rollout_that_was_stopped(pair: Pair, expected: list[list[list[int]]]) -> None:
+    with pair.crew.phase("rollout"):
+        groups = pair.crew.generate(PROMPTS, SAMPLING, 3)
         next(groups)
         groups.close()
-    assert sampled(pair) == expected
+        pair.gate.touch()
+    assert sampled(pair.crew) == expected
 
 
-def test_fewer_prompts_than_workers(pair: Crew, expected: list[list[list[int]]]) -> None:
-    assert sampled(pair, PROMPTS[:1]) == expected[:1]
-    assert pair.rollout_stats().first_token.total == SAMPLING.samples, "an engine without work has no statistics"
-    assert sampled(pair, []) == []
+def test_fewer_prompts_than_workers(pair: Pair, expected: list[list[list[int]]]) -> None:
+    assert sampled(pair.crew, PROMPTS[:1]) == expected[:1]
+    assert pair.crew.rollout_stats().first_token.total == SAMPLING.samples, "an engine without work has no statistics"
+    assert sampled(pair.crew, []) == []
 
 
 def test_a_clock_decides_only_where_runs_need_not_repeat_to_the_bit(pool_of_devices: devices.Pool, folder: Path) -> None:

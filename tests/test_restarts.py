@@ -28,7 +28,7 @@ BROKEN = """
 import os
 
 def broken(terms):
-    if "FULLTILT_WORKER" in os.environ:  # not where it is tried before anything loads
+    if os.path.exists("run/plan.json"):  # not where it is tried before anything loads
         return {}["no such term"]
     return -terms.logprobs * terms.advantages
 """

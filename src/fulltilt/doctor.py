@@ -70,7 +70,7 @@ PACKAGES = (
     Package("numpy"),
     Package("cloudpickle"),
     Package("triton", extra="gpu", purpose=KERNELS, linux_only=True),
-    Package("ray", extra="ray", purpose="more than one device, which this version does not support", probe=False),
+    Package("ray", extra="ray", purpose="workers on several machines", probe=False),
     Package("vllm", extra="vllm", purpose="benchmarks against vLLM (`fulltilt bench rollout --against vllm`)", probe=False),
     Package("math-verify", extra="math", purpose="rewards that compare mathematical expressions", module="math_verify"),
     Package("tensorboard", extra="tensorboard", purpose="metrics in TensorBoard"),
@@ -89,7 +89,7 @@ MEMORY = "memory_gib/"  # the same as in observe/health.py, which cannot be impo
 
 @dataclass(frozen=True)
 class Finding:
-    """Example: Finding("ray", "missing", "not installed; for more than one device, ...", 'pip install "fulltilt[ray]"')"""
+    """Example: Finding("ray", "missing", "not installed; for workers on several machines", 'pip install "fulltilt[ray]"')"""
 
     name: str
     status: Status

@@ -240,8 +240,12 @@ _if_recomputed = UsedIf(
 )
 
 
-_if_several = UsedIf(("cluster.workers",), lambda workers: workers != 1, "set cluster.workers above 1")
-_if_apart = replace(_if_several, reads=("cluster.workers", "cluster.processes"), holds=lambda workers, apart: workers != 1 or apart)
+_if_several = UsedIf(("cluster.workers", "cluster.nodes"), lambda workers, nodes: workers != 1 or nodes != 1, "set cluster.workers above 1")
+_if_apart = replace(
+    _if_several,
+    reads=("cluster.workers", "cluster.processes", "cluster.address"),
+    holds=lambda workers, apart, address: workers != 1 or apart or address is not None,
+)
 
 
 def reward_weights(function: str | Mapping[str, float]) -> dict[str, float]:
@@ -830,10 +834,28 @@ class ClusterConfig(Section):
     workers: Annotated[int, Field(ge=1, le=1024)] | Auto = _training(
         "auto", "workers started", "trainer.n_gpus_per_node", elsewhere="num_processes"
     )
-    """Workers that compute the run together, each with one device; on a CPU each is a process with its share of the cores. One worker is
-    the program's own process. More workers than GPUs, or on a CPU than cores, are refused, unless FULLTILT_SHARE_DEVICES=1 is set, for
-    tests. `auto`: one for each GPU that torch sees; one on a CPU."""
-    processes: bool = row(False, used_if=UsedIf(("workers",), lambda workers: workers in (1, "auto"), "set cluster.workers = 1"))
+    """Workers of each machine that compute the run together, each with one device; on a CPU each is a process with its share of the cores.
+    One worker on one machine is the program's own process. More workers than GPUs, or on a CPU than cores, are refused, unless
+    FULLTILT_SHARE_DEVICES=1 is set, for tests. `auto`: one for each GPU of the machine; one on a CPU."""
+    nodes: Annotated[int, Field(ge=1, le=1024)] = row(
+        1,
+        elsewhere="nnodes num_machines",
+        used_if=UsedIf(
+            ("nodes", "address"),
+            lambda nodes, address: nodes == 1 or address is not None,
+            "set cluster.address to that of a Ray cluster with these machines",
+        ),
+    )
+    """Machines that compute the run together. Each has `cluster.workers` workers."""
+    address: NotEmpty | None = None
+    """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
+    Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
+    processes: bool = row(
+        False,
+        used_if=UsedIf(
+            ("workers", "address"), lambda workers, address: workers in (1, "auto") and address is None, "set cluster.workers = 1"
+        ),
+    )
     """Run a single worker in a process of its own too, as several always do: to measure what that costs."""
     stall_s: Seconds = row(45.0, used_if=_if_apart)
     """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers; four times as

@@ -8,7 +8,7 @@ anything is written.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,11 @@ from fulltilt.cluster.checks import (
     wrong_workers,
 )
 from fulltilt.cluster.crew import Crew
+from fulltilt.cluster.hosts import Hosts
 from fulltilt.cluster.loading import load_models
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker, make_worker
-from fulltilt.cluster.service import start_processes
+from fulltilt.cluster.service import start_on_ray, start_processes
 from fulltilt.cluster.worker import Worker
 from fulltilt.data.order import InEpochs
 from fulltilt.data.prompts import PromptSet
@@ -142,10 +143,11 @@ def put_together(
             on_error.callback(reward.close)
         if config.lora.rank:
             lora.require_peft()
-        refuse(wrong_models(config, model_paths(config, algorithm, learns=bool(roles))))
+        paths = model_paths(config, algorithm, learns=bool(roles))
+        refuse(wrong_models(config, paths))
         data = read(config, algorithm)
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
-        crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device)
+        crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device, paths)
         notes = (*data.notes, *describe(config, reward), *crew.notes)
         parts = RunParts(algorithm, crew.plan, data.train, data.val, data.train.digest(), reward, data.encoder, crew, notes)
         on_error.pop_all()
@@ -163,13 +165,19 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
         yield f"this kernel does not keep reward functions from what reward.sandbox forbids: they could {joined(reward.lacking, 'and')}"
 
 
-def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device) -> Crew:
-    """The workers that the configuration asks for, each with its models loaded."""
-    config, size = order.config, count_workers(order.config, device.type)
-    apart = size > 1 or config.cluster.processes
-    hosts = start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))
+def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str]) -> Crew:
+    """The workers that the configuration asks for, each with its models loaded. `paths`: the settings that name models."""
+    hosts = open_hosts(order, algorithm, device, paths)
     try:
-        return Crew(config, algorithm, hosts)
+        return Crew(order.config, algorithm, hosts)
     except BaseException:
         hosts.close()
         raise
+
+
+def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str]) -> Hosts:
+    if order.config.cluster.address:
+        return start_on_ray(order, device, paths)
+    size = count_workers(order.config, device.type)
+    apart = size > 1 or order.config.cluster.processes
+    return start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))

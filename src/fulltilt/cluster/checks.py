@@ -6,6 +6,7 @@ UserError with its key and remedy, found without loading a model; `find_mistakes
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -98,6 +99,8 @@ def find_mistakes(config: Config) -> list[str]:
     def packages() -> None:
         if config.lora.rank:
             lora.require_peft()
+        if config.cluster.address:
+            require_ray()
 
     def device() -> None:
         chosen = choose_device(config.run.device)
@@ -114,6 +117,11 @@ def find_mistakes(config: Config) -> list[str]:
         except UserError as error:
             found.append(str(error))
     return found
+
+
+def require_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise UserError('cluster.address: workers on several machines need the package ray. pip install "fulltilt[ray]"')
 
 
 def refuse(mistakes: Iterable[str]) -> None:
@@ -162,13 +170,13 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
     """Workers that there are no devices for, or that the engine or a function of the user does not run on, and keys that only several
     workers obey."""
     workers, most = count_workers(config, device), torch.cuda.device_count() if device == "cuda" else usable_cores()
-    if workers > most and os.environ.get(SHARE_DEVICES) != "1":
+    if workers > most and config.cluster.address is None and os.environ.get(SHARE_DEVICES) != "1":
         each = "a GPU" if device == "cuda" else "a core"
         has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
         remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
         yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
     yield from unused_by(config, workers)
-    if workers > 1:
+    if workers * config.cluster.nodes > 1:
         yield from wrong_on_several(config, algorithm)
 
 

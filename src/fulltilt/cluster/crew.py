@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,6 @@ class Crew:
         self._sizes = facts[0].sizes
         self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
         self._version = 0  # of the weights that engines sample from
-        self.checkpoint_bytes = sum(each.checkpoint_bytes for each in facts)
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
 
@@ -225,6 +224,11 @@ class Crew:
         self._all("restore_memory", dict(pending), what="set-up")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def checkpoint_bytes(self) -> int:
+        """About how many bytes `save` writes."""
+        return sum(self._all("checkpoint_bytes", what="save"))
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's state holds about the optimizers."""

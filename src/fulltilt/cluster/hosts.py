@@ -11,7 +11,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a worker is."""
+
+    machine: str
+    gpu: str  # the machine's name for it; empty on a CPU
+    device: str  # as torch names it in the worker's process
 
 
 class Hosts(Protocol):

@@ -1,4 +1,4 @@
-"""Workers that are processes of this machine, one for each order.
+"""Workers that are processes, one for each order: of this machine, or wherever `launch` starts them.
 
 Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
 
@@ -17,23 +17,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import itertools
-import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
+from fulltilt.cluster.child import REAP_S, ChildProcess, start_child
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck, WorkerTraceback, no_results
 from fulltilt.cluster.stacks import Whereabouts, frames_of_calls, report
 from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, Leave, Result, Start, Tell, pack
@@ -42,14 +37,13 @@ from fulltilt.records import UserError
 LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
-REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
 HURRY_S = 15.0  # of a worker that does nothing, after Ctrl-C
-COMPUTED_S = 0.1  # processor time that is more than writing a stack
 LOADING_STALLS = 4  # times `stall_s` that a worker may be silent while it is made: it imports and reads much
 STACK_S = 1.0  # how long workers may take to write their stacks
-OUTPUT_LINES = 10  # of a dead worker's output that are shown
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
+# Starts the workers of these ranks, with these variables besides those that their machines have.
+Launch: TypeAlias = "Callable[[Sequence[int], Mapping[str, str]], Iterable[Peer]]"
 
 
 def print_stall(text: str) -> None:
@@ -57,67 +51,28 @@ def print_stall(text: str) -> None:
 
 
 @dataclass(eq=False)
-class Child:
-    """One worker process as the driver has it."""
+class Peer:
+    """One worker as the driver has it."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     connection: Connection
-    output: IO[bytes]  # standard output and error of the process
-    stacks: IO[bytes]
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
-    computed_s: float = 0.0  # processor time, when it was last looked at
-    over: bool = False  # whether the process has ended, and its group was killed
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank} (process {self.process.pid})"
+        return f"worker {self.rank} ({self.process.place})"
 
-    def kill(self) -> None:
-        """End the process with everything that it has started. Does nothing once it is gone: another may have its number."""
-        if not self.over:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.over = self.process.poll() is not None
 
-    def wait(self, seconds: float) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(seconds)
-        return self.process.returncode
-
-    def is_active(self) -> bool:
-        """Whether it has computed since the last time, or waits for a disk. Where the system does not say (not Linux): yes."""
-        try:
-            threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{self.process.pid}/task").glob("*/stat")]
-        except OSError:  # a thread has ended meanwhile
-            return True
-        used_s = sum(int(fields[11]) + int(fields[12]) for fields in threads) / os.sysconf("SC_CLK_TCK")
-        if not threads or abs(used_s - self.computed_s) > COMPUTED_S:
-            self.computed_s = used_s
-            return True
-        return any(fields[0] == "D" for fields in threads)
-
-    def last_output(self) -> str:
-        size = os.fstat(self.output.fileno()).st_size
-        text = os.pread(self.output.fileno(), 2**14, max(0, size - 2**14)).decode(errors="replace")
-        return "\n".join(text.rstrip().splitlines()[-OUTPUT_LINES:])
-
-    def ask_for_stacks(self) -> bool:
-        if not self.greeted or self.process.poll() is not None:
-            return False
-        os.ftruncate(self.stacks.fileno(), 0)
-        self.process.send_signal(signal.SIGUSR1)
-        return True
-
-    def read_stacks(self, deadline: float) -> str:
-        """What the process has written since it was asked, once it has written no more for a moment."""
-        text, size = b"", -1
-        while size != len(text) or (not text and time.monotonic() < deadline):
-            size = len(text)
-            time.sleep(0.02)
-            text = os.pread(self.stacks.fileno(), 2**20, 0)
-        return text.decode(errors="replace")
+def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[Peer]:
+    """Processes of this machine."""
+    for rank in ranks:
+        with contextlib.ExitStack() as on_failure:
+            ours, theirs = map(on_failure.enter_context, socket.socketpair())
+            child = start_child(rank, environment, theirs)
+            on_failure.pop_all()
+            yield Peer(rank, child, Connection(ours))
 
 
 class ProcessCall:
@@ -196,26 +151,29 @@ class Breakdown:
 class Processes:
     def __init__(
         self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
-        on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
+        launch: Launch = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
+        kept: Any = None,
     ) -> None:  # fmt: skip
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
-        tells that it makes progress. `environment`: variables besides those of this process. `on_stall` is given each report of silence."""
+        tells that it makes progress. `environment`: variables besides those of this process. `launch` starts the processes: by default, on
+        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
         self.hurried = False
+        self._kept = kept
         self._numbers = itertools.count()
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
         self._closing = False
-        self._children: list[Child] = []
+        self._peers: list[Peer] = []
         self._threads: list[threading.Thread] = []
         atexit.register(self.close)
         try:
-            for rank in range(self.size):
-                self._children.append(start_child(rank, environment or {}))
-            for child in self._children:
+            for peer in launch(range(self.size), environment or {}):
+                self._peers.append(peer)
+            for peer in self._peers:
                 for target in (self._receive, self._send):
-                    thread = threading.Thread(target=target, args=(child,), name=f"worker-{child.rank}", daemon=True)
+                    thread = threading.Thread(target=target, args=(peer,), name=f"worker-{peer.rank}", daemon=True)
                     thread.start()
                     self._threads.append(thread)
             self.start(make, [(order,) for order in orders], what=what).results()
@@ -225,15 +183,15 @@ class Processes:
 
     @property
     def pids(self) -> list[int]:
-        return [child.process.pid for child in self._children]
+        return [peer.process.pid for peer in self._peers]
 
     @property
     def sent_bytes(self) -> int:
-        return sum(child.connection.sent_bytes for child in self._children)
+        return sum(peer.connection.sent_bytes for peer in self._peers)
 
     @property
     def received_bytes(self) -> int:
-        return sum(child.connection.received_bytes for child in self._children)
+        return sum(peer.connection.received_bytes for peer in self._peers)
 
     def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> ProcessCall:
         call = ProcessCall(self, next(self._numbers), method, what)
@@ -248,7 +206,7 @@ class Processes:
         return call
 
     def send(self, rank: int, message: Any) -> None:
-        self._children[rank].outbox.put((pack(message, copy=True), None))
+        self._peers[rank].outbox.put((pack(message, copy=True), None))
 
     def send_all(self, message: Any) -> None:
         self._post([(pack(message, copy=True), None)] * self.size)
@@ -256,7 +214,7 @@ class Processes:
     def _post(self, messages: Sequence[Envelope]) -> None:
         """Hand one message to each worker: by one call of C, which neither a signal nor another thread divides, so that every worker gets
         all calls in the same order."""
-        deque(map(SimpleQueue.put, [child.outbox for child in self._children], messages), maxlen=0)
+        deque(map(SimpleQueue.put, [peer.outbox for peer in self._peers], messages), maxlen=0)
 
     def wait(self, call: ProcessCall, ready: Callable[[], bool]) -> None:
         """Wait until the call is ready, or raise the first failure of any worker."""
@@ -272,7 +230,7 @@ class Processes:
                 if not answered:
                     call.silent_s[rank] += waited_s
                     if self.hurried:
-                        call.idle_s[rank] = 0.0 if self._children[rank].is_active() else call.idle_s[rank] + waited_s
+                        call.idle_s[rank] = 0.0 if self._peers[rank].process.is_active() else call.idle_s[rank] + waited_s
             self._look_for_deaths()
             self._look_for_silence(call)
 
@@ -294,66 +252,65 @@ class Processes:
     def _ask_to_leave(self) -> None:
         deadline = time.monotonic() + LEAVE_S
         self.send_all(Leave())
-        for child in self._children:
-            child.wait(max(0.0, deadline - time.monotonic()))
+        for peer in self._peers:
+            peer.process.wait(max(0.0, deadline - time.monotonic()))
 
     def _clear_away(self) -> None:
-        for child in self._children:
-            child.kill()
-            child.connection.shut()
-            child.outbox.put(None)
-        for child in self._children:
-            child.wait(REAP_S)
+        for peer in self._peers:
+            peer.process.kill()
+            peer.connection.shut()
+            peer.outbox.put(None)
+        for peer in self._peers:
+            peer.process.wait(REAP_S)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(REAP_S)
-        for child in self._children:
-            child.connection.close()
-            child.output.close()
-            child.stacks.close()
+        for peer in self._peers:
+            peer.connection.close()
+            peer.process.close()
         for call in list(self._calls.values()):
             call.news.put(None)
         atexit.unregister(self.close)
 
     # -- messages, each in a thread of its own per worker -----------------------------------------------------------------------------
 
-    def _send(self, child: Child) -> None:
-        while packed := child.outbox.get():
+    def _send(self, peer: Peer) -> None:
+        while packed := peer.outbox.get():
             parts, call = packed
             if call:  # not yet in `start`, which may be interrupted before the call is on its way
                 self._calls[call.number] = call
             try:
-                child.connection.send(parts)
+                peer.connection.send(parts)
             except OSError:  # the thread that receives notices the death
                 return
             if call:
-                call.mark_sent(child.rank)
+                call.mark_sent(peer.rank)
 
-    def _receive(self, child: Child) -> None:
+    def _receive(self, peer: Peer) -> None:
         while True:
             try:
-                self._take(child, child.connection.receive())
+                self._take(peer, peer.connection.receive())
             except (EOFError, OSError):
                 break
             except Exception as error:
-                text = f"{child.name} has sent a message that cannot be read: {type(error).__name__}: {error}"
+                text = f"{peer.name} has sent a message that cannot be read: {type(error).__name__}: {error}"
                 self._break_down(Breakdown(WorkerError(text)))
         if not self._closing:
-            self._break_down(Breakdown(self._death_of(child)))
+            self._break_down(Breakdown(self._death_of(peer)))
 
-    def _take(self, child: Child, message: Any) -> None:
+    def _take(self, peer: Peer, message: Any) -> None:
         match message:
             case Item(number, item):
-                self._calls[number].add_item(child.rank, item)
+                self._calls[number].add_item(peer.rank, item)
             case Result(number, result):
                 call = self._calls[number]
-                call.add_result(child.rank, result)
+                call.add_result(peer.rank, result)
                 if all(call.answered):
                     self._calls.pop(number, None)
             case Failure():
-                self._break_down(self._breakdown_of(child, message))
+                self._break_down(self._breakdown_of(peer, message))
             case Hello():
-                child.greeted = True
+                peer.greeted = True
 
     # -- failures -----------------------------------------------------------------------------------------------------------------------
 
@@ -362,30 +319,22 @@ class Processes:
         for call in list(self._calls.values()):
             call.news.put(None)
 
-    def _breakdown_of(self, child: Child, failure: Failure) -> Breakdown:
+    def _breakdown_of(self, peer: Peer, failure: Failure) -> Breakdown:
         if failure.is_user_error:
             error = UserError(failure.text)
             error.__cause__ = WorkerTraceback(failure.traceback)
             return Breakdown(error)
         during = self._calls[failure.call].name if failure.call is not None else "reading a message"
-        text = f"{child.name} failed in {during}: {failure.text}"
+        text = f"{peer.name} failed in {during}: {failure.text}"
         return Breakdown(WorkerError(text, failure.traceback), failure.of_collective)
 
-    def _death_of(self, child: Child) -> WorkerDied:
+    def _death_of(self, peer: Peer) -> WorkerDied:
         """Called when the socket has ended, in any thread."""
-        code = child.wait(REAP_S)
-        during = self._current(child.rank)
-        child.kill()  # what it has started, and itself if it only closed the socket
-        if code is None:
-            how, hint = "has closed its connection", ""
-        elif code >= 0:
-            how, hint = f"ended with exit code {code}", ""
-        else:
-            how = f"was killed by signal {-code} ({signal_name(-code)})"
-            hint = ". The system kills processes so when the machine's memory is used up: see dmesg" if code == -signal.SIGKILL else ""
-        output = child.last_output()
-        last = f". Its last output:\n{output}" if output else ""
-        return WorkerDied(f"{child.name} {how}{f' during {during}' if during else ''}{hint}{last}")
+        during = self._current(peer.rank)
+        found = peer.process.obituary()
+        hint = f". {found.hint}" if found.hint else ""
+        last = f". Its last output:\n{found.output}" if found.output else ""
+        return WorkerDied(f"{peer.name} {found.how}{f' during {during}' if during else ''}{hint}{last}")
 
     def _raise_breakdown(self) -> None:
         if not self._breakdowns:
@@ -399,9 +348,9 @@ class Processes:
 
     def _look_for_deaths(self) -> None:
         """Where a process that a worker has started holds its socket open, the end of the worker does not end the connection."""
-        for child in self._children:
-            if child.process.poll() is not None:
-                child.connection.shut()
+        for peer in self._peers:
+            if peer.process.ended():
+                peer.connection.shut()
 
     # -- silence ------------------------------------------------------------------------------------------------------------------------
 
@@ -434,56 +383,18 @@ class Processes:
 
     def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
         seconds = min(call.silent_s[rank] for rank in silent)
-        return report([self._children[rank].name for rank in silent], seconds, call.what, everyone, loading=call.makes)
+        return report([self._peers[rank].name for rank in silent], seconds, call.what, everyone, loading=call.makes)
 
     def _current(self, rank: int) -> str | None:
         """The call that the worker has to answer next."""
         return next((call.name for call in list(self._calls.values()) if not call.answered[rank]), None)
 
     def _whereabouts(self) -> list[Whereabouts]:
-        asked = [child.ask_for_stacks() for child in self._children]
+        asked = [peer.greeted and peer.process.ask_for_stacks() for peer in self._peers]
         deadline = time.monotonic() + STACK_S
         found = []
-        for child, was_asked in zip(self._children, asked, strict=True):
-            frames = frames_of_calls(child.read_stacks(deadline)) if was_asked else ()
+        for peer, was_asked in zip(self._peers, asked, strict=True):
+            frames = frames_of_calls(peer.process.read_stacks(deadline)) if was_asked else ()
             problem = "" if frames else "has shown no stack" if was_asked else "still starts"
-            found.append(Whereabouts(child.name, self._current(child.rank), frames, problem))
+            found.append(Whereabouts(peer.name, self._current(peer.rank), frames, problem))
         return found
-
-
-def start_child(rank: int, environment: Mapping[str, str]) -> Child:
-    with contextlib.ExitStack() as on_failure:
-        ours, theirs = socket.socketpair()
-        on_failure.enter_context(ours)
-        output, stacks = (on_failure.enter_context(appended_file()) for _ in range(2))
-        with theirs:
-            passed = (theirs.fileno(), stacks.fileno())
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "fulltilt.cluster.serve", *map(str, passed), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=passed,
-                start_new_session=True,  # Ctrl-C in the terminal is for the driver, and the whole group can be killed at once
-                env={**os.environ, "PYTHONPATH": python_path(), **environment, "FULLTILT_WORKER": str(rank)},
-            )
-        on_failure.pop_all()
-        return Child(rank, process, Connection(ours), output, stacks)
-
-
-def appended_file() -> IO[bytes]:
-    """A file without a name, in which every write goes to the end, also after it was cut."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115
-    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
-    return file
-
-
-def signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return "a real-time signal"
-
-
-def python_path() -> str:
-    """The folders in which this process finds modules; without a name, the current one is meant."""
-    return os.pathsep.join(os.path.abspath(folder) for folder in sys.path if isinstance(folder, str))

@@ -7,12 +7,14 @@ functions from Python are known here under the names that the configuration has 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,8 @@ import torch.distributed as dist
 
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
+from fulltilt.cluster.checks import require_ray
+from fulltilt.cluster.hosts import Place
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
 from fulltilt.cluster.processes import Processes
 from fulltilt.cluster.worker import Worker, enough_memory
@@ -27,6 +31,9 @@ from fulltilt.parallel.ranks import Ranks
 from fulltilt.records import RunWarning
 from fulltilt.settings import own_functions
 from fulltilt.user_code import UserCode, known_functions
+
+SERVE = "fulltilt.cluster.service:serve"
+UNTIL_THE_END = contextlib.ExitStack()  # of the process of a worker
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +74,7 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
         torch.cuda.set_device(device)
     if config.run.deterministic and device.type == "cuda":
         be_deterministic()
-    known_functions(service.functions).__enter__()  # until the process ends
+    UNTIL_THE_END.enter_context(known_functions(service.functions))
     host, port = service.address
     store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
@@ -85,32 +92,50 @@ def report_stall(text: str) -> None:
 
 def start_processes(order: WorkerOrder, device: torch.device, size: int) -> Processes:
     """One process for each worker, on this machine."""
+    gpus = [f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "" for rank in range(size)]
+    services, options = services_of(order, "127.0.0.1", [Place("", gpu, gpu or "cpu") for gpu in gpus])
+    # Workers of one machine talk over its own interface, whatever its name resolves to.
+    variables = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
+    return Processes(services, SERVE, environment=variables, **options)
+
+
+def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, str]) -> Processes:
+    """Workers on the machines of a Ray cluster. `paths`: the keys and values of settings that name what workers read."""
+    require_ray()
+    from fulltilt.cluster.ray import Machines, RayWorkers, Shared
+
+    config, settings = order.config, order.config.cluster
+    assert settings.address is not None
+    workers = settings.workers if settings.workers != "auto" else None if device.type == "cuda" else 1
+    read = {**paths, **({"the checkpoint": str(order.resume.path)} if order.resume else {})}
+    gpus = device.type == "cuda" or (None if config.run.device == "auto" else False)
+    machines = Machines(settings.address, settings.nodes, workers, Shared(Path(config.run.dir), read), gpus=gpus)
+    try:
+        services, options = services_of(order, machines.ip, machines.places)
+        return RayWorkers(machines, services, SERVE, **options)
+    except BaseException:
+        machines.close()
+        raise
+
+
+def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Service], dict[str, Any]]:
+    """What each worker is made from, and the settings of their host. `host`: this machine, as the workers reach it."""
     settings = order.config.cluster
-    devices = [f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "cpu" for rank in range(size)]
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     codes = [function.code for function in own_functions(order.config).values()]
     functions = {code.name: travelling(code) for code in codes if code.given}
     services = [
         Service(
             order=order,
             rank=rank,
-            size=size,
-            device=own,
-            address=("127.0.0.1", store.port),
+            size=len(places),
+            device=place.device,
+            address=(host, store.port),
             deadline_s=settings.deadline_s,
-            beside=size,
-            sharing=devices.count(own),
+            beside=sum(each.machine == place.machine for each in places),
+            sharing=sum((each.machine, each.gpu) == (place.machine, place.gpu) for each in places),
             functions=functions,
         )
-        for rank, own in enumerate(devices)
+        for rank, place in enumerate(places)
     ]
-    # Workers of one machine talk over its own interface, whatever its name resolves to.
-    variables = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
-    return Processes(
-        services,
-        "fulltilt.cluster.service:serve",
-        environment=variables,
-        on_stall=report_stall,
-        stall_s=settings.stall_s,
-        deadline_s=settings.deadline_s,
-    )
+    return services, {"on_stall": report_stall, "stall_s": settings.stall_s, "deadline_s": settings.deadline_s, "kept": store}

@@ -102,8 +102,11 @@ class Connection:
         self._sending = threading.Lock()
         self.sent_bytes = 0
         self.received_bytes = 0
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+        if end.family == socket.AF_UNIX:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER)
+        else:  # the system sizes the buffers of connections between machines by itself, but keeps small messages back
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, parts: list[memoryview]) -> None:
         """Send a packed message. OSError if nobody will receive it."""

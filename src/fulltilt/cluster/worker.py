@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,6 @@ class WorkerFacts:
 
     plan: Plan
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
-    checkpoint_bytes: int  # about how many bytes `save` writes
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
 
@@ -186,7 +185,7 @@ class Worker:
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.sizes, self.checkpoint_bytes, self.notes, self._may_queue)
+        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue)
 
     @property
     def _may_queue(self) -> bool:
@@ -378,8 +377,8 @@ class Worker:
         write, self._unwritten = self._unwritten, None
         return write() if write else {}
 
-    @cached_property
     def checkpoint_bytes(self) -> int:
+        """About how many bytes `save` writes."""
         return self.export_bytes + sum(tensor.nbytes for tensor in self._tensors().values())
 
     def _tensors(self) -> dict[str, torch.Tensor]:

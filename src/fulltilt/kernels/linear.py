@@ -14,6 +14,7 @@ Elsewhere `linear` is torch's own product. The backward pass uses `add_product`,
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -173,10 +174,27 @@ def among(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, rows
     return F.linear(with_rows(x, rows), weight, bias)[: len(x)]
 
 
+@cache
+def take_warning() -> None:
+    """Have torch write once, to nobody, that choosing a BLAS library is an experimental feature. It writes the line to standard error
+    itself, where neither Python's warnings nor the console see it."""
+    library, error = torch.backends.cuda.preferred_blas_library(), os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        torch.backends.cuda.preferred_blas_library("cublaslt")
+    finally:
+        os.dup2(error, 2)
+        os.close(error)
+        os.close(nowhere)
+        torch.backends.cuda.preferred_blas_library(library)
+
+
 def unsplit_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """cuBLAS's product, not split along the inner axis. Only cuBLAS's newer interface has this setting."""
     matmul: Any = torch.backends.cuda.matmul
     name = f"allow_{'bf16' if x.dtype == torch.bfloat16 else 'fp16'}_reduced_precision_reduction"
+    take_warning()
     library = torch.backends.cuda.preferred_blas_library()
     reduced, split = getattr(matmul, name), getattr(matmul, f"{name}_split_k")
     torch.backends.cuda.preferred_blas_library("cublaslt")

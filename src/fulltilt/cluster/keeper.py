@@ -1,0 +1,155 @@
+"""What keeps the workers of one machine for a driver on another: an object there, whose methods the driver calls.
+
+Enters: questions about the machine, then the ranks of its workers and where the driver listens. Leaves: what the machine has, and a process
+for each rank that is connected with the driver. Guaranteed: no method takes long, and no worker outlives the process of its keeper. Knows
+neither torch, whose version is one of the questions, nor how the driver reaches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import struct
+import sys
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import fulltilt
+from fulltilt.cluster.child import Child, Obituary, start_child
+from fulltilt.records import UserError
+
+CONNECT_S = 10.0
+GREETING = struct.Struct("<32sI")  # a secret that only workers of this run know, and the rank
+SHARED_MEMORY = Path("/dev/shm")
+STACK_S = 0.5
+SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What every machine of a run must have."""
+
+    folder: str  # in which the driver works: relative paths begin there
+    marker: str  # a file that the driver has written where the run's folder will be
+    paths: tuple[str, ...]  # that the workers read
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    pid: int  # of the keeper
+    versions: Mapping[str, str]
+    devices: tuple[str, ...]  # the GPUs for these workers
+    shared_memory: int  # free bytes; enough where there is no such file system
+    has_folder: bool
+    sees_marker: bool
+    contents: Mapping[str, Mapping[str, int] | None]  # of each path: names and bytes of its files; None: there is no such path
+
+
+def facts_of_machine(questions: Questions) -> MachineFacts:
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    within = {path: os.path.join(questions.folder, path) for path in questions.paths}
+    return MachineFacts(
+        pid=os.getpid(),
+        versions=versions(),
+        devices=tuple(devices.split(",")) if devices else (),
+        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else sys.maxsize,
+        has_folder=os.path.isdir(questions.folder),
+        sees_marker=os.path.exists(questions.marker),
+        contents={path: contents(Path(place)) for path, place in within.items()},
+    )
+
+
+def contents(path: Path) -> dict[str, int] | None:
+    """Names and sizes of a folder's files, or of the file."""
+    if not path.exists():
+        return None
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {file.name: file.stat().st_size for file in files if file.is_file() and not file.name.startswith(".")}
+
+
+def versions() -> dict[str, str]:
+    found = {"Python": ".".join(map(str, sys.version_info[:3])), "fulltilt": f"{fulltilt.__version__} ({digest_of_source()})"}
+    for package in ("torch", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def digest_of_source() -> str:
+    """Two copies of this package that have the same number may still differ."""
+    root = Path(fulltilt.__file__).parent
+    total = 0
+    for file in sorted(root.rglob("*.py")):
+        total = zlib.crc32(file.read_bytes(), zlib.crc32(str(file.relative_to(root)).encode(), total))
+    return f"{total:08x}"
+
+
+class Keeper:
+    def __init__(self) -> None:
+        self._children: list[Child] = []
+
+    def look(self, questions: Questions) -> MachineFacts:
+        return facts_of_machine(questions)
+
+    def launch(
+        self, ranks: Sequence[int], own_ip: str, driver: tuple[str, int], secret: bytes, environment: Mapping[str, str], folder: str
+    ) -> list[int]:
+        """Start the workers of these ranks. Returns the numbers of their processes."""
+        if "OMP_NUM_THREADS" not in environment:  # set for this process, and not for them
+            os.environ.pop("OMP_NUM_THREADS", None)
+        variables = {**interface_variables(own_ip), **environment}
+        for rank in ranks:
+            try:
+                connection = socket.create_connection(driver, CONNECT_S)
+            except OSError as error:
+                raise UserError(
+                    f"the machine {socket.gethostname()} ({own_ip}) cannot reach this one at {driver[0]}, port {driver[1]}: {error}. "
+                    "Workers connect with the driver, and with one another, on ports that the system chooses: let the network pass them"
+                ) from error
+            connection.settimeout(None)
+            connection.sendall(GREETING.pack(secret, rank))
+            self._children.append(start_child(rank, variables, connection, folder))
+        return [child.pid for child in self._children]
+
+    def ended(self) -> list[bool]:
+        return [child.ended() for child in self._children]
+
+    def kill(self, index: int) -> None:
+        self._children[index].kill()
+
+    def wait(self, index: int, seconds: float) -> None:
+        self._children[index].wait(seconds)
+
+    def obituary(self, index: int) -> Obituary:
+        return self._children[index].obituary()
+
+    def stacks(self, index: int) -> str:
+        child = self._children[index]
+        return child.read_stacks(time.monotonic() + STACK_S) if child.ask_for_stacks() else ""
+
+
+def interface_variables(ip: str) -> dict[str, str]:
+    """Gloo would otherwise use the interface to which the machine's name leads, often one that no other machine reaches."""
+    name = interface_of(ip)
+    return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+
+
+def interface_of(ip: str) -> str | None:
+    """The network interface that has this address, where the system tells."""
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no such address
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == ip:
+                    return name
+    return None

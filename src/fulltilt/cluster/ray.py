@@ -1,0 +1,505 @@
+"""Workers on several machines: Ray finds the machines and starts a keeper on each, which starts the workers there.
+
+Enters: the address of a Ray cluster, how many machines and workers, what every machine must see. Leaves: a host of workers as on one
+machine: each is a process with a connection of its own to the driver, over which calls, items and results go as to a process beside it.
+Guaranteed: what is wrong with the cluster is refused before a worker starts, all of it at once; Ray prints nothing here; `close` leaves
+neither worker nor actor, and no process of Ray where this run has started it. A worker ends with its keeper, and that with the driver.
+
+The only file that imports ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from fulltilt.cluster.child import Obituary
+from fulltilt.cluster.hosts import Place
+from fulltilt.cluster.keeper import GREETING, SHARED_MEMORY, Keeper, MachineFacts, Questions, facts_of_machine
+from fulltilt.cluster.processes import Peer, Processes
+from fulltilt.cluster.wire import Connection
+from fulltilt.memory.host import usable_cores
+from fulltilt.records import UserError
+from fulltilt.words import first_line, in_bytes, joined, many
+
+ANSWER_S = 10.0  # how long a cluster may take to answer, and to find free machines
+START_S = 120.0  # how long the keepers may take to start, and their workers to connect
+LOOK_S = 1.0  # how often a keeper is asked which of its workers have ended
+CALL_S = 5.0  # how long a keeper may take to answer
+OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
+NCCL_BYTES = 32 * 2**20  # of shared memory, for each worker that has a GPU
+CURRENT_CLUSTER = Path("ray", "ray_current_cluster")  # in Ray's temporary folder: the address of the cluster that `ray start` has started
+ENLARGE = "Enlarge it (docker run --shm-size=1g)"
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+# Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
+TRAVELLING = re.compile(
+    r"(FULLTILT|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|(PY)?TORCH|NCCL|GLOO|OMP|MKL|CUBLAS|TRITON)_\w+|PYTHON(PATH|HASHSEED)"
+)
+
+
+# -- the cluster ---------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joined:
+    """This process as a part of a Ray cluster."""
+
+    own: bool = True  # whether it was joined here, and is left here
+    files: str | None = None  # of a cluster that was started here
+
+    def leave(self) -> None:
+        if self.own:
+            ray.shutdown()
+        if self.files:
+            shutil.rmtree(self.files, ignore_errors=True)
+
+
+def join(address: str, nodes: int, workers: int) -> Joined:
+    if ray.is_initialized():  # by the program that has called this one
+        return Joined(own=False)
+    if "://" in address:
+        raise UserError(f"cluster.address: {address} is not HOST:PORT. Start the run on a machine of the cluster, with its address or auto")
+    found = address if address != "auto" else current_cluster()
+    if found:
+        check_answer(found)
+        return start(f"Ray at {found}", address=found)
+    if nodes > 1:
+        raise UserError(
+            f"cluster.nodes: {nodes} machines, but no Ray cluster runs here. Run `ray start --head` on this machine, and `ray start "
+            "--address=HOST:6379` on the others, with this machine's name as HOST"
+        )
+    if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < OBJECT_STORE:
+        raise UserError(f"{SHARED_MEMORY} has {in_bytes(free)} free, and Ray needs {in_bytes(OBJECT_STORE)}. {ENLARGE}")
+    files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")  # whatever TMPDIR is: names of sockets must be short
+    own = {"num_cpus": max(usable_cores(), workers), "object_store_memory": OBJECT_STORE, "include_dashboard": False, "_temp_dir": files}
+    try:
+        return start("Ray", files, address="local", **own)
+    except BaseException:
+        shutil.rmtree(files, ignore_errors=True)
+        raise
+
+
+def current_cluster() -> str | None:
+    """The cluster that Ray itself would find from here. One that is gone may have left its address behind."""
+    if given := os.environ.get("RAY_ADDRESS"):
+        return given
+    with contextlib.suppress(OSError, UserError):
+        found = (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / CURRENT_CLUSTER).read_text().strip()
+        check_answer(found)
+        return found
+    return None
+
+
+def check_answer(address: str) -> None:
+    """Refuse an address at which no Ray cluster answers. Ray itself would end the program after a minute."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise UserError(f"cluster.address: {address} is not HOST:PORT. Example: 10.0.0.1:6379, as `ray start --head` prints it; or auto")
+    try:
+        with socket.create_connection((host, int(port)), ANSWER_S) as connection:
+            connection.settimeout(ANSWER_S)
+            if "RAY_USE_TLS" in os.environ:
+                return
+            connection.sendall(HTTP2_PREFACE)
+            answer = connection.recv(9)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"cluster.address: nothing answers at {address} ({error}). `ray status` shows the cluster of a machine") from error
+    if len(answer) < 4 or answer[3] != HTTP2_PREFACE[-6]:  # a server of Ray begins with its settings
+        raise UserError(f"cluster.address: what answers at {address} is not Ray. `ray status` shows the cluster of a machine")
+
+
+def start(what: str, files: str | None = None, **options: Any) -> Joined:
+    kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # which would outweigh the address given
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    try:
+        ray.init(log_to_driver=False, configure_logging=False, logging_level=logging.ERROR, **options)
+    except Exception as error:  # Ray raises plain ones, too
+        hint = "" if "RAY_AUTH_MODE" in os.environ or files else ". A cluster that asks for a token needs RAY_AUTH_MODE=token here, too"
+        raise UserError(f"cluster.address: {what} cannot be used: {first_line(error)}{hint}") from error
+    finally:
+        if variable is not None:
+            os.environ["RAY_ADDRESS"] = variable
+        if threading.current_thread() is threading.main_thread() and kept is not None:
+            signal.signal(signal.SIGTERM, kept)  # a run that is asked to stop saves first
+    return Joined(files=files)
+
+
+# -- machines ------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Machine:
+    """A machine with a keeper."""
+
+    name: str
+    ip: str
+    keeper: Any
+    open: bool = True
+    lost: str = ""  # why the keeper does not answer any more
+    ended: list[bool] = field(default_factory=list)  # of its workers, as far as it is known
+    _asked: Any = None  # the question which workers have ended, while it is not answered
+    _asked_at: float = 0.0
+    _asking: threading.Lock = field(default_factory=threading.Lock)
+
+    def __str__(self) -> str:
+        return self.name if self.name == self.ip else f"{self.name} ({self.ip})"
+
+    def tell(self, method: str, *args: Any) -> Any:
+        """A call that nobody waits for yet."""
+        if self.open:
+            with contextlib.suppress(RayError):
+                return getattr(self.keeper, method).remote(*args)
+        return None
+
+    def answer(self, question: Any, seconds: float = CALL_S) -> Any:
+        """None where the keeper does not answer."""
+        if self.open and question is not None:
+            try:
+                return ray.get(question, timeout=seconds)
+            except RayError as error:
+                self.lost = first_line(error)
+        return None
+
+    def has_ended(self, index: int) -> bool:
+        """As far as it is known: does not wait."""
+        if self._asking.acquire(blocking=False):
+            try:
+                self._look()
+            finally:
+                self._asking.release()
+        return bool(self.ended and self.ended[index])
+
+    def _look(self) -> None:
+        if self._asked is None and time.monotonic() - self._asked_at > LOOK_S:
+            self._asked, self._asked_at = self.tell("ended"), time.monotonic()
+        if self.open and self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
+            answer = self.answer(self._asked)
+            self.ended = answer if answer is not None else [True] * len(self.ended)
+            self._asked = None
+
+
+@dataclass(eq=False)
+class RemoteChild:
+    """A worker's process on a machine that has a keeper."""
+
+    machine: Machine
+    index: int  # among the workers of the machine
+    pid: int
+    _stacks: Any = None
+
+    @property
+    def place(self) -> str:
+        return f"process {self.pid} on {self.machine.name}"
+
+    def kill(self) -> None:
+        self.machine.tell("kill", self.index)
+
+    def wait(self, seconds: float) -> None:
+        self.machine.answer(self.machine.tell("wait", self.index, seconds), seconds + CALL_S)
+
+    def ended(self) -> bool:
+        return self.machine.has_ended(self.index)
+
+    def is_active(self) -> bool:
+        """Not known here: only its silence counts."""
+        return True
+
+    def obituary(self) -> Obituary:
+        found = self.machine.answer(self.machine.tell("obituary", self.index), 2 * CALL_S)
+        return found or Obituary(f"is gone, with the Ray actor that kept the workers of its machine: {self.machine.lost}")
+
+    def ask_for_stacks(self) -> bool:
+        self._stacks = self.machine.tell("stacks", self.index)
+        return self._stacks is not None
+
+    def read_stacks(self, deadline: float) -> str:
+        found = self.machine.answer(self._stacks, max(0.0, deadline - time.monotonic()) + CALL_S)
+        return found or ""
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all machines must see as this one does: the run's folder, and by their keys the files that workers read."""
+
+    run_folder: Path
+    paths: Mapping[str, str]
+
+
+class Machines:
+    """Machines of a Ray cluster that have been reserved, each with a keeper."""
+
+    def __init__(self, address: str, nodes: int, workers: int | None, shared: Shared, *, gpus: bool | None) -> None:
+        """`workers`: of each machine; None: one for each GPU that it has. `gpus`: whether each has one; None: no, because this machine has
+        none, which must then hold for all."""
+        self._joined = join(address, nodes, workers or 1)
+        self._group: PlacementGroup | None = None
+        self._machines: list[Machine] = []
+        self._gpus = bool(gpus)
+        try:
+            self.workers = workers or count_gpus(nodes)
+            self.ip: str = ray.util.get_node_ip_address()
+            refuse_few(nodes, self.workers, gpus)
+            self._group = reserve(nodes, self.workers, gpus)
+            self._machines = [self._keep(index, node, gpus) for index, node in enumerate(nodes_of(self._group))]
+            self._machines.sort(key=lambda machine: machine.ip != self.ip)
+            self.facts = self._look(shared, gpus)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def size(self) -> int:
+        return len(self._machines) * self.workers
+
+    @property
+    def places(self) -> list[Place]:
+        """Of each rank."""
+        found = []
+        for machine, facts in zip(self._machines, self.facts, strict=True):
+            gpus = facts.devices[: self.workers] if self._gpus else [""] * self.workers
+            found += [Place(machine.ip, gpu, f"cuda:{index}" if gpu else "cpu") for index, gpu in enumerate(gpus)]
+        return found
+
+    def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[Peer]:
+        secret, folder = secrets.token_bytes(32), os.getcwd()
+        variables = {name: value for name, value in travelling().items() if name != "PYTHONPATH"}  # which the keeper adds to its own
+        with contextlib.ExitStack() as on_failure, socket.create_server((self.ip, 0), backlog=len(ranks)) as server:
+            address = (self.ip, server.getsockname()[1])
+            parts = [ranks[index * self.workers : (index + 1) * self.workers] for index in range(len(self._machines))]
+            started = [
+                machine.tell("launch", list(own), machine.ip, address, secret, {**variables, **environment}, folder)
+                for machine, own in zip(self._machines, parts, strict=True)
+            ]
+            connections = accept(server, secret, len(ranks), started, on_failure)
+            for machine, own, question in zip(self._machines, parts, started, strict=True):
+                for index, (rank, pid) in enumerate(zip(own, answer_of(question), strict=True)):
+                    yield Peer(rank, RemoteChild(machine, index, pid), Connection(connections[rank]))
+                machine.ended = [False] * len(own)
+            on_failure.pop_all()
+
+    def close(self) -> None:
+        """End the keepers, and leave Ray. May be called again."""
+        machines, self._machines = self._machines, []
+        group, self._group = self._group, None
+        joined, self._joined = self._joined, Joined(own=False)
+        for machine in machines:
+            machine.open = False
+        with contextlib.suppress(RayError):
+            for machine in machines:
+                ray.kill(machine.keeper)
+            if group:
+                remove_placement_group(group)
+        joined.leave()
+
+    def _keep(self, index: int, node: Mapping[str, Any], gpus: bool | None) -> Machine:
+        place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+        # CUDA_VISIBLE_DEVICES stays as it is where no GPU was asked for.
+        variables = {**travelling(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        keeper = ray.remote(Keeper).options(
+            num_cpus=self.workers,
+            num_gpus=self.workers if gpus else 0,
+            scheduling_strategy=place,
+            runtime_env={"env_vars": variables},
+        )
+        return Machine(node["NodeManagerHostname"], node["NodeManagerAddress"], keeper.remote())
+
+    def _look(self, shared: Shared, gpus: bool | None) -> list[MachineFacts]:
+        with marked(shared.run_folder) as marker:
+            questions = Questions(os.getcwd(), marker, tuple(path for path in shared.paths.values() if os.path.exists(path)))
+            asked = [machine.tell("look", questions) for machine in self._machines]
+            found = [answer_of(question, f"the machine {machine}") for machine, question in zip(self._machines, asked, strict=True)]
+            here = facts_of_machine(questions)
+        mistakes = [
+            text
+            for machine, facts in zip(self._machines, found, strict=True)
+            for text in differences(str(machine), facts, here, shared, self.workers if gpus else 0)
+        ]
+        if mistakes:
+            raise UserError("\n".join(mistakes))
+        return found
+
+
+def count_gpus(nodes: int) -> int:
+    """The most that as many machines have."""
+    counts = sorted((int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]), reverse=True)
+    return max(1, counts[nodes - 1]) if nodes <= len(counts) else 1
+
+
+def refuse_few(nodes: int, workers: int, gpus: bool | None) -> None:
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    fitting = [node for node in alive if all(node["Resources"].get(kind, 0) >= workers for kind in kinds(gpus))]
+    if len(fitting) < nodes:
+        raise UserError(
+            f"{asked_for(nodes, workers, gpus)}, and Ray has {listed_machines(alive)}. Start Ray on more machines (`ray start "
+            f"--address={ray.get_runtime_context().gcs_address}`), or lower cluster.nodes or cluster.workers"
+        )
+    if gpus is None and (having := [node for node in alive if node["Resources"].get("GPU", 0)]):
+        raise UserError(
+            f"run.device: auto takes a CPU, for this machine has no GPU; but Ray has {listed_machines(having)}. Start the run on a machine "
+            "that has GPUs, or set run.device = cpu"
+        )
+
+
+def kinds(gpus: bool | None) -> tuple[str, ...]:
+    return ("CPU", "GPU") if gpus else ("CPU",)
+
+
+def asked_for(nodes: int, workers: int, gpus: bool | None) -> str:
+    each = " each" if nodes > 1 else ""
+    things = joined([many(workers, {"CPU": "core"}.get(kind, kind)) for kind in kinds(gpus)], "and")
+    return f"cluster.nodes and cluster.workers ask for {many(nodes, 'machine')} with {things}{each}"
+
+
+def listed_machines(nodes: Sequence[Mapping[str, Any]]) -> str:
+    resources = [(node["NodeManagerHostname"], node["Resources"]) for node in nodes]
+    return joined([f"{name} ({has.get('CPU', 0):.0f} cores, {has.get('GPU', 0):.0f} GPUs)" for name, has in resources], "and") or "none"
+
+
+def reserve(nodes: int, workers: int, gpus: bool | None) -> PlacementGroup:
+    bundle = {kind: float(workers) for kind in kinds(gpus)}
+    group = placement_group([bundle] * nodes, strategy="STRICT_SPREAD" if nodes > 1 else "PACK")
+    if group.wait(ANSWER_S):
+        return group
+    remove_placement_group(group)
+    free = ray.available_resources()
+    have = joined([f"{free.get(kind, 0):.0f} {kind}s" for kind in kinds(gpus)], "and")
+    raise UserError(
+        f"{asked_for(nodes, workers, gpus)}, but others use them: of the whole Ray cluster {have} are free. `ray status` shows by whom"
+    )
+
+
+def nodes_of(group: PlacementGroup) -> list[Mapping[str, Any]]:
+    """The machine of each bundle."""
+    known = {node["NodeID"]: node for node in ray.nodes()}
+    places = placement_group_table(group)["bundles_to_node_id"]
+    return [known[places[index]] for index in sorted(places)]
+
+
+def travelling() -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if TRAVELLING.fullmatch(name)}
+    if path := found.get("PYTHONPATH"):
+        found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    return found
+
+
+@contextlib.contextmanager
+def marked(folder: Path) -> Iterator[str]:
+    """A file in the folder, or in the nearest one above that exists: whoever sees it sees the folder."""
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    try:
+        with tempfile.NamedTemporaryFile(prefix=".fulltilt-seen-", dir=above) as file:
+            yield file.name
+    except PermissionError as error:
+        raise UserError(f"run.dir: {above} cannot be written to ({error.strerror})") from error
+
+
+def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shared, gpus: int) -> Iterator[str]:
+    """What is wrong with a machine, seen from this one. `gpus`: how many its workers need."""
+    for package, version in here.versions.items():
+        if (theirs := there.versions.get(package, "none")) != version:
+            yield f"the machine {name} has {package} {theirs}, and this one {version}. Install the same on all machines"
+    if not there.has_folder:
+        yield f"the machine {name} has no folder {os.getcwd()}, in which this run was started. Start it in a folder that all machines share"
+    if not there.sees_marker:
+        yield (
+            f"run.dir: the machine {name} does not see what this one writes to {shared.run_folder}. Choose a folder on a file system that "
+            "all machines share"
+        )
+    for key, path in shared.paths.items():
+        if path in here.contents and there.contents[path] is None:
+            yield f"{key}: the machine {name} has no {path}. Put it on a file system that all machines share, or copy it"
+        elif path in here.contents and there.contents[path] != here.contents[path]:
+            yield f"{key}: {path} holds other files on the machine {name} than on this one. Copy it again"
+    if len(there.devices) < gpus:
+        yield (
+            f"Ray has given the workers of the machine {name} {many(len(there.devices), 'GPU')} in CUDA_VISIBLE_DEVICES, and they need "
+            f"{gpus}. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES there"
+        )
+    if there.shared_memory < NCCL_BYTES * gpus:
+        has, need = in_bytes(there.shared_memory), in_bytes(NCCL_BYTES * gpus)
+        yield f"{SHARED_MEMORY} of the machine {name} has {has} free, and its workers need {need}. {ENLARGE}"
+
+
+def answer_of(question: Any, whose: str = "a machine") -> Any:
+    try:
+        return ray.get(question, timeout=START_S)
+    except RayTaskError as error:
+        raise (error.cause if isinstance(error.cause, UserError) else UserError(f"{whose}: {first_line(error.cause)}")) from None
+    except RayError as error:
+        text = str(error)
+        reason = next((line for line in text.splitlines() if "ModuleNotFoundError" in line), first_line(error))
+        raise UserError(f"{whose}: Ray could not start what keeps the workers there: {reason.strip()}") from error
+
+
+def accept(
+    server: socket.socket, secret: bytes, size: int, started: Sequence[Any], on_failure: contextlib.ExitStack
+) -> dict[int, socket.socket]:
+    """The connections of all workers, by rank."""
+    found: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + START_S
+    server.settimeout(0.25)
+    while len(found) < size:
+        try:
+            connection, _ = server.accept()
+        except TimeoutError:
+            for question in ray.wait(list(started), num_returns=len(started), timeout=0)[0]:
+                answer_of(question)  # raises where a keeper failed
+            if time.monotonic() > deadline:
+                raise UserError(f"only {len(found)} of {size} workers have connected within {START_S:.0f} s") from None
+            continue
+        rank = greeting(connection, secret)
+        if rank is None:
+            connection.close()
+        else:
+            found[rank] = on_failure.enter_context(connection)
+    return found
+
+
+def greeting(connection: socket.socket, secret: bytes) -> int | None:
+    """The rank of who connects; None: no worker of this run."""
+    connection.settimeout(ANSWER_S)
+    with contextlib.suppress(OSError):
+        received = connection.recv(GREETING.size, socket.MSG_WAITALL)
+        if len(received) == GREETING.size:
+            told, rank = GREETING.unpack(received)
+            if hmac.compare_digest(told, secret):
+                connection.settimeout(None)
+                return int(rank)
+    return None
+
+
+class RayWorkers(Processes):
+    """Workers on machines that were reserved for them."""
+
+    def __init__(self, machines: Machines, orders: Sequence[Any], make: str, **options: Any) -> None:
+        self.machines = machines
+        super().__init__(orders, make, launch=machines.launch, **options)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self.machines.close()

@@ -1,0 +1,205 @@
+"""What is refused before workers start on several machines, and the keeper of one machine. The workers themselves: test_ray_workers.py."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import runs
+
+from fulltilt.cluster import keeper, ray
+from fulltilt.cluster.checks import require_ray
+from fulltilt.cluster.keeper import Keeper, Questions, facts_of_machine
+from fulltilt.cluster.ray import Shared
+from fulltilt.cluster.wire import Connection, Hello, Result, Start, pack
+from fulltilt.records import UserError
+
+# -- the configuration ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_several_machines_need_an_address(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    folder = runs.make(tmp_path / "run", tmp_path)
+    with pytest.raises(UserError, match=r"cluster.nodes.*set cluster.address to that of a Ray cluster"):
+        runs.read_config(folder, "cluster.nodes=2")
+    assert runs.read_config(folder, "cluster.nodes=1").cluster.nodes == 1
+    assert runs.read_config(folder, "cluster.nodes=2", "cluster.address=auto").cluster.nodes == 2
+
+
+def test_a_package_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_ray()
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r'cluster.address: .* need the package ray. pip install "fulltilt\[ray\]"'):
+        require_ray()
+
+
+# -- the address ---------------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def server(answer: bytes | None) -> Iterator[str]:
+    """A port at which something answers, or accepts and is silent."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = listening.accept()
+                with connection:
+                    connection.sendall(answer or b"")
+                    connection.recv(1000)
+                    if answer is None:
+                        connection.recv(1000)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def test_an_address_at_which_nothing_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    began = time.monotonic()
+    with pytest.raises(UserError, match=rf"cluster.address: nothing answers at {address} \(.*refused\)"):
+        ray.join(address, 2, 1)
+    with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address, pytest.raises(UserError, match=f"what answers at {address} is not Ray"):
+        ray.join(address, 2, 1)
+    assert time.monotonic() - began < 5
+    monkeypatch.setattr(ray, "ANSWER_S", 0.3)
+    with server(None) as address, pytest.raises(UserError, match=rf"nothing answers at {address} \(timed out\)"):
+        ray.join(address, 2, 1)
+
+
+@pytest.mark.parametrize("address", ["ray://10.0.0.1:10001", "10.0.0.1", "10.0.0.1:", ":6379", "10.0.0.1:port"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(UserError, match=f"cluster.address: {address} is not HOST:PORT"):
+        ray.join(address, 1, 1)
+
+
+def test_auto_finds_no_cluster_for_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (tmp_path / "ray").mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        (tmp_path / "ray" / "ray_current_cluster").write_text(f"127.0.0.1:{closed.getsockname()[1]}")  # of a cluster that is gone
+    with pytest.raises(UserError, match=r"cluster.nodes: 2 machines, but no Ray cluster runs here. Run `ray start --head`"):
+        ray.join("auto", 2, 1)
+    monkeypatch.setattr(ray, "OBJECT_STORE", 2**60)
+    with pytest.raises(UserError, match=r"^/dev/shm has .* free, and Ray needs .*--shm-size"):
+        ray.join("auto", 1, 1)
+
+
+# -- machines that differ ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Questions:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with ray.marked(tmp_path / "runs" / "first") as marker:
+        assert Path(marker).parent == tmp_path  # the nearest folder that exists
+        return Questions(str(tmp_path), marker, ("model", "missing"))
+
+
+def test_equal_machines_pass(tmp_path: Path, questions: Questions) -> None:
+    Path(questions.marker).touch()
+    here = facts_of_machine(questions)
+    assert here.contents == {"model": {"config.json": 2}, "missing": None} and {"torch", "transformers", "Python"} < set(here.versions)
+    assert list(ray.differences("b", here, here, Shared(tmp_path, {"model.path": "model"}), 0)) == []
+
+
+def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) -> None:
+    here = facts_of_machine(questions)
+    there = replace(
+        here,
+        versions={**here.versions, "torch": "2.11.0"},
+        has_folder=False,
+        contents={"model": None, "missing": None},
+        shared_memory=2**20,
+        devices=("0",),
+    )
+    found = list(ray.differences("node-b", there, here, Shared(tmp_path / "runs", {"model.path": "model"}), 2))
+    expected = [
+        rf"the machine node-b has torch 2.11.0, and this one {re.escape(here.versions['torch'])}",
+        "the machine node-b has no folder",
+        "run.dir: the machine node-b does not see what this one writes",
+        "model.path: the machine node-b has no model",
+        "Ray has given the workers of the machine node-b 1 GPU in CUDA_VISIBLE_DEVICES, and they need 2",
+        r"/dev/shm of the machine node-b has 1.0 MiB free, and its workers need 64.0 MiB",
+    ]
+    assert len(found) == len(expected) and all(re.match(*pair) for pair in zip(expected, found, strict=True)), found
+    other = replace(here, sees_marker=True, contents={"model": {"config.json": 3}, "missing": None})
+    (text,) = ray.differences("node-b", other, here, Shared(tmp_path, {"model.path": "model"}), 0)
+    assert text.startswith("model.path: model holds other files on the machine node-b")
+
+
+def test_the_source_decides_which_version_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.py").write_text("one")
+    monkeypatch.setattr(keeper.fulltilt, "__file__", str(tmp_path / "__init__.py"))
+    before = keeper.digest_of_source()
+    (tmp_path / "a.py").write_text("two")
+    assert before != keeper.digest_of_source()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
+def test_the_interface_of_an_address() -> None:
+    assert keeper.interface_of("127.0.0.1") == "lo" and keeper.interface_of("203.0.113.77") is None
+
+
+# -- one keeper, with a real worker --------------------------------------------------------------------------------------------------------
+
+
+def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")  # the keeper's own
+    secret, found = b"s" * 32, Keeper()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        (pid,) = found.launch([3], "127.0.0.1", listening.getsockname(), secret, {"TOY": "yes"}, str(tmp_path))
+        accepted, _ = listening.accept()
+    assert ray.greeting(accepted, secret) == 3
+    connection = Connection(accepted)
+    assert isinstance(connection.receive(), Hello)
+
+    numbers = itertools.count()
+
+    def call(method: str, *args: object) -> object:
+        connection.send(pack(Start(next(numbers), method, args, False)))
+        answer = connection.receive()
+        assert isinstance(answer, Result)
+        return answer.result
+
+    call("toy_worker:make", 5)
+    names = ("TOY", "FULLTILT_WORKER", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
+    assert [call("environment", name) for name in names] == ["yes", "3", None, "lo"]
+    connection.send(pack(Start(next(numbers), "wait_for_gate", (), False)))
+    time.sleep(0.2)
+    assert "wait_for_gate" in found.stacks(0) and found.ended() == [False]
+    os.kill(pid, signal.SIGKILL)
+    assert found.obituary(0).how == "was killed by signal 9 (SIGKILL)" and found.ended() == [True]
+    connection.close()
+
+
+def test_a_driver_out_of_reach_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    with pytest.raises(UserError, match=rf"the machine \S+ \(10.0.0.2\) cannot reach this one at 127.0.0.1, port {address[1]}: .*refused"):
+        Keeper().launch([0], "10.0.0.2", address, b"", {}, str(tmp_path))
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 36, struct.pack("<32sI", b"another secret", 0)])
+def test_who_does_not_know_the_secret_is_no_worker(sent: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(sent)
+        theirs.shutdown(socket.SHUT_WR)
+        assert ray.greeting(ours, b"s" * 32) is None

@@ -1,0 +1,272 @@
+"""Workers on the machines of a real Ray cluster: two nodes of it, both on this machine. They answer, fail, hang and die as processes do."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import runs
+from ray.cluster_utils import Cluster
+
+# What holds for processes of one machine holds for these: the same tests, with the fixtures below.
+from test_processes import (  # noqa: F401
+    alive,
+    call,
+    eventually,
+    raising_in_a_moment,
+    running,
+    test_a_call_aside_runs_beside_another,
+    test_a_running_method_reads_what_it_is_told,
+    test_a_wait_interrupted_among_items_cancels_the_call,
+    test_an_array_is_writable_where_it_was,
+    test_an_exception_among_the_items_closes_the_generator,
+    test_an_interrupted_wait_loses_nothing,
+    test_arguments_that_cannot_be_pickled_start_nothing,
+    test_arrays_arrive_equal_and_are_counted,
+    test_arrays_of_any_size_and_order,
+    test_closing_the_items_closes_the_generator,
+    test_items_arrive_in_order_and_results_follow,
+    test_results_are_in_order_of_rank,
+    test_signals_to_stop_are_left_to_the_driver,
+)
+
+from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
+from fulltilt.cluster.ray import Machines, RayWorkers, Shared
+from fulltilt.records import UserError
+
+pytestmark = [pytest.mark.long, pytest.mark.matrix, pytest.mark.timeout(600)]
+
+SIZE = 2
+HERE = Path(__file__).parent
+ModelFolders = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(runs.SOURCE), str(HERE)]))
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        try:
+            made.add_node(num_cpus=4)
+            yield made
+        finally:
+            made.shutdown()
+
+
+@contextlib.contextmanager
+def workers(cluster: Cluster, **options: Any) -> Iterator[RayWorkers]:
+    host = RayWorkers(Machines(cluster.address, 2, 1, Shared(Path("runs"), {}), gpus=False), range(SIZE), "toy_worker:make")
+    vars(host).update(options)  # once it has started, which takes as long as it takes
+    pids = host.pids + [facts.pid for facts in host.machines.facts]
+    try:
+        yield host
+    finally:
+        host.close()
+        eventually(lambda: not any(map(running, pids)))
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster) -> Iterator[RayWorkers]:
+    """Workers for all tests after which they still live."""
+    with workers(cluster) as host:
+        yield host
+
+
+@pytest.fixture
+def host(pool: RayWorkers) -> RayWorkers:
+    return pool
+
+
+def test_a_call_takes_little_longer_than_on_one_machine(pool: RayWorkers) -> None:
+    began = time.monotonic()
+    for _ in range(200):
+        call(pool, "add", 1)
+    seconds = (time.monotonic() - began) / 200
+    print(f"a call of {SIZE} workers takes {seconds * 1e3:.2f} ms")
+    assert seconds < 0.02
+
+
+# -- failures ------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_errors_name_worker_and_machine(cluster: Cluster) -> None:
+    with workers(cluster) as host:
+        with pytest.raises(WorkerError, match=r"^worker 1 \(process \d+ on \S+\) failed in passes \(fail\): KeyError: 'no such toy' \(.*"):
+            host.start("fail", [(1,)] * SIZE, what="passes").results()
+        assert not any(map(alive, host.pids))
+    with workers(cluster) as host, pytest.raises(UserError, match=r"^the toy refuses: give it another number$"):
+        call(host, "refuse", 1)
+
+
+def test_a_silent_worker_is_reported_with_its_stack_then_given_up(cluster: Cluster) -> None:
+    told: list[str] = []
+    pattern = r"worker 1 \(process \d+ on \S+\) has sent nothing for \d s during sleep_forever"
+    with workers(cluster, on_stall=told.append, stall_s=0.5, deadline_s=3.0) as host, pytest.raises(WorkerStuck, match=pattern):
+        call(host, "sleep_forever", 1)
+    silent, idle, busy, *frames = told[0].splitlines()
+    assert re.fullmatch(pattern, silent)
+    assert idle.startswith("worker 0") and idle.endswith("has nothing to do") and busy.endswith("sleep_forever, at work")
+    assert re.search(r"toy_worker.py:\d+ in sleep_forever", frames[-1])
+
+
+def test_a_worker_that_never_leaves_c_shows_its_stack(cluster: Cluster) -> None:
+    told: list[str] = []
+    with workers(cluster, on_stall=told.append, stall_s=0.5, deadline_s=3.0) as host, pytest.raises(WorkerStuck):
+        list(host.start("compute_forever", [()] * SIZE, what="computing").items())
+    assert re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
+
+
+def test_a_worker_that_is_killed_is_named_at_once(cluster: Cluster) -> None:
+    with workers(cluster) as host:
+        waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
+        os.kill(host.pids[0], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"worker 0 \(process \d+ on \S+\) was killed by signal 9 \(SIGKILL\) during waiting"):
+            waiting.results()
+        assert time.monotonic() - began < 10
+
+
+def test_a_machine_whose_actor_is_killed_is_named_and_leaves_no_worker(cluster: Cluster) -> None:
+    with workers(cluster) as host:
+        waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
+        os.kill(host.machines.facts[1].pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match=r"worker 1 \(process \d+ on \S+\) is gone, with the Ray actor that kept"):
+            waiting.results()
+
+
+def test_too_few_machines_or_cores_are_refused(cluster: Cluster) -> None:
+    for nodes, count in ((3, 1), (2, 64)):
+        asked = rf"ask for {nodes} machines with {count} cores? each, and Ray has \S+ \(4 cores, 0 GPUs\) and \S+ \(4 cores, 0 GPUs\)"
+        with pytest.raises(UserError, match=asked):
+            Machines(cluster.address, nodes, count, Shared(Path("runs"), {}), gpus=False)
+    with pytest.raises(UserError, match="ask for 1 machine with 1 core and 1 GPU, and Ray has"):
+        Machines(cluster.address, 1, None, Shared(Path("runs"), {}), gpus=True)
+
+
+def test_machines_in_use_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fulltilt.cluster.ray as module
+
+    first = Machines(cluster.address, 2, 2, Shared(Path("runs"), {}), gpus=False)
+    with contextlib.closing(first):
+        monkeypatch.setattr(module, "ANSWER_S", 1.0)
+        with pytest.raises(UserError, match=r"but others use them: of the whole Ray cluster \d CPUs are free"):
+            Machines(cluster.address, 2, 3, Shared(Path("runs"), {}), gpus=False)
+
+
+# -- programs ------------------------------------------------------------------------------------------------------------------------------
+
+DRIVER = """
+import signal, sys, time
+from pathlib import Path
+from fulltilt.cluster.ray import Machines, RayWorkers, Shared
+if __name__ == "__main__":
+    before, began = signal.getsignal(signal.SIGTERM), time.monotonic()
+    machines = Machines({address!r}, {nodes}, 1, Shared(Path("runs"), {{}}), gpus=False)
+    host = RayWorkers(machines, range({nodes}), "toy_worker:make")
+    assert signal.getsignal(signal.SIGTERM) is before
+    seconds = time.monotonic() - began
+    call = host.start("read_log", [()] * {nodes}, what="log").results()
+    print(*host.pids, *(facts.pid for facts in machines.facts), flush=True)
+    {then}
+"""
+
+
+def driver(folder: Path, address: str, nodes: int, then: str) -> subprocess.Popen[str]:
+    script = folder / "driver.py"
+    script.write_text(DRIVER.format(address=address, nodes=nodes, then=then))
+    path = os.pathsep.join([str(runs.SOURCE), str(HERE)])
+    variables = {**os.environ, "PYTHONPATH": path, "RAY_TMPDIR": str(folder)}
+    return subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=variables, cwd=folder)
+
+
+def processes_with(text: str) -> list[int]:
+    """Those whose command or working folder has this text."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (path / "cmdline").read_bytes() or text in os.readlink(path / "cwd"):
+                found.append(int(path.name))
+    return found
+
+
+def test_no_worker_outlives_a_driver_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
+    process = driver(tmp_path, cluster.address, 2, 'host.start("wait_for_gate", [()] * 2, what="endless").results()')
+    assert process.stdout
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 4 and all(map(running, pids))
+    process.kill()
+    process.communicate()
+    eventually(lambda: not any(map(running, pids)), 20)
+
+
+def test_a_ray_of_its_own_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
+    process = driver(tmp_path, "auto", 1, 'print(machines._joined.files, f"{seconds:.1f} s to start"); host.close()')
+    out, err = process.communicate(timeout=200)
+    assert process.returncode == 0 and err == "", err
+    pids, started = out.splitlines()
+    print(started)
+    files = started.split()[0]
+    assert not any(running(int(pid)) for pid in pids.split())
+    assert "fulltilt-ray-" in files and not Path(files).exists() and processes_with(files) == []
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
+    """The run of one process."""
+    folder = runs.make(tmp_path_factory.mktemp("alone") / "folder", model_folders("qwen2"))
+    runs.train(folder, "run.steps=4")
+    return folder
+
+
+# What depends on how the work is shared out. All else is the same, up to the order in which numbers are added.
+SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passes", "actor/micro_batches", "rollout_corr/")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_path: Path, alone: Path, count: int) -> None:
+    folder = runs.make(tmp_path / "folder", (alone / "model").resolve())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(runs.SOURCE))
+        settings = ["run.steps=4", "cluster.nodes=2", f"cluster.workers={count}", f"cluster.address={cluster.address}"]
+        ended = runs.command(folder, "train", "run.toml", *settings)
+    assert ended.code == 0, ended.error
+    assert "ray" not in ended.error.lower(), ended.error
+    for found, expected in zip(runs.without_clock(runs.metrics(folder)), runs.without_clock(runs.metrics(alone)), strict=True):
+        names = [name for name in expected if not name.startswith(SHARED_OUT)]
+        assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
+    for step in range(1, 5):
+        texts = [[row["response"] for row in runs.rollouts(each, step)] for each in (folder, alone)]
+        assert texts[0] == texts[1]
+
+
+def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: Cluster, tmp_path: Path, alone: Path) -> None:
+    folder = runs.make(tmp_path / "folder", (alone / "model").resolve())
+    settings = ["run.steps=1000", "cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster.address}"]
+    process = runs.start(folder, "train", "run.toml", "--json", *settings)
+    killer = threading.Thread(target=kill_a_worker, args=(folder,))
+    killer.start()
+    process.communicate(timeout=200)
+    killer.join()
+    said = (folder / "said.txt").read_text()
+    assert process.returncode and re.search(r"worker \d \(process \d+ on \S+\) was killed by signal 9 \(SIGKILL\) during", said), said
+    assert "Traceback" not in said
+    assert processes_with(str(folder)) == []
+
+
+def kill_a_worker(folder: Path) -> None:
+    """Once the run has made steps."""
+    metrics = folder / "run" / "metrics.jsonl"
+    eventually(lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3, 180)
+    workers = set(processes_with("fulltilt.cluster.serve")) & set(processes_with(str(folder)))
+    os.kill(min(workers), signal.SIGKILL)
