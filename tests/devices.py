@@ -27,7 +27,7 @@ import torch.distributed as dist
 from fulltilt.algo.build import build
 from fulltilt.cluster import assembly
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.cluster.hosts import Inbox, produced
+from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
 from fulltilt.cluster.service import ServedWorker, report_stall
@@ -202,8 +202,13 @@ class Team:
         idle = [(None, ())] * (self._pool.size - self.size)
         return TeamCall(self._pool.start("call", [*((method, own) for own in args), *idle], what=what, aside=aside), self.size)
 
+    def hurry(self) -> None:
+        self._pool.hurry()
+
     def close(self) -> None:
         """The pool stays."""
+        with contextlib.suppress(WorkerError):
+            self.start("close", [()] * self.size, what="the end").results()
 
 
 class TeamCall:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import toy_worker
 
-from fulltilt.cluster import stacks
+from fulltilt.cluster import processes, stacks
 from fulltilt.cluster.hosts import Hosts, WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.processes import Processes
@@ -302,9 +302,37 @@ def test_a_silent_worker_is_reported_with_its_stack_then_given_up() -> None:
     (text,) = told
     silent, idle, busy, *frames = text.splitlines()
     assert re.fullmatch(r"worker 1 \(process \d+\) has sent nothing for [01] s during sleep_forever", silent)
-    assert re.fullmatch(r"worker 0 \(process \d+\): has nothing to do", idle)
+    assert re.fullmatch(r"worker 0 \(process \d+\): has finished its part", idle)
     assert re.fullmatch(r"worker 1 \(process \d+\): sleep_forever, at work", busy)
     assert len(frames) == 1 and re.fullmatch(r" +toy_worker.py:\d+ in sleep_forever", frames[0])
+
+
+def test_a_worker_that_loads_is_given_more_time_and_named_as_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the stack of what it does, which may be an import."""
+    (tmp_path / "slow_toy.py").write_text("import time\ntime.sleep(3.2)\ndef make(order):\n    return object()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+    began = time.monotonic()
+    Processes([0], "slow_toy:make", on_stall=lambda text: told.append(f"{time.monotonic() - began:.1f} {text}"), stall_s=0.6).close()
+    (text,) = told
+    found = re.match(r"(\d+\.\d) worker 0 \(process \d+\) is still loading, without progress for \d s\n", text)
+    assert found and float(found[1]) > 2.4
+    assert re.search(r"worker 0 \(process \d+\): loading \(slow_toy:make\), at work\n +slow_toy.py:2 in <module>", text)
+
+
+@pytest.mark.parametrize("how", ["stopped", "asleep"])
+def test_after_an_interrupt_a_worker_that_does_nothing_is_soon_given_up(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """And one that computes is not, however long it is silent."""
+    monkeypatch.setattr(processes, "HURRY_S", 0.6)
+    with workers() as host:
+        host.hurry()
+        assert call(host, "compute", 1.5) == [0, 1]
+        if how == "stopped":
+            os.kill(host.pids[1], signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(WorkerStuck, match=r"^worker 1 .* has sent nothing for \d s during"):
+            call(host, *(("add", 1) if how == "stopped" else ("sleep_forever", 1)))
+        assert time.monotonic() - began < 10
 
 
 def test_a_worker_that_takes_no_message_is_given_up() -> None:

@@ -17,7 +17,7 @@ import runs
 
 import fulltilt
 from fulltilt import loop
-from fulltilt.cluster import checks
+from fulltilt.cluster import checks, processes
 from fulltilt.cluster.hosts import WorkerDied
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
@@ -158,6 +158,34 @@ def test_ctrl_c_at_any_moment_of_a_step_saves_the_last_whole_one(folder: Path, u
     assert f"stopped after step {step} and saved" in end.error and step >= 2
     assert runs.command_forked(folder, "train", "run.toml", *TWO).code == 0
     assert_same_results(folder, undisturbed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_does_not_wait_long_for_a_worker_that_is_stuck(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signals: int
+) -> None:
+    """The first signal says what it waits for, and gives the worker up; the second ends at once."""
+    monkeypatch.setattr(processes, "HURRY_S", 2.0 if signals == 1 else 600.0)
+    began: list[float] = []
+
+    def interrupt() -> None:
+        for _ in range(signals):
+            time.sleep(1.0)
+            began.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def on_step(step: int, metrics: dict[str, Any]) -> None:
+        if step == 3:
+            os.kill(workers_of(os.getpid())[1], signal.SIGSTOP)
+            threading.Thread(target=interrupt, daemon=True).start()
+
+    with contextlib.nullcontext() if signals == 1 else pytest.raises(KeyboardInterrupt):
+        said = train(folder, on_step, "cluster.restarts=1")
+        assert "has sent nothing for" in said and said.endswith("The run stops without what came after its checkpoint of step 2\n")
+    assert time.monotonic() - began[-1] < 12 and workers_of(os.getpid()) == []
+    assert capfd.readouterr().err.startswith("stopping when the workers have finished what they do; Ctrl-C again stops at once")
+    assert max(runs.checkpoints(folder)) == 2
 
 
 PROGRAM = """

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -62,9 +62,15 @@ class Interrupts:
     there the interrupt is held back.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_first: Callable[[], str] = lambda: "") -> None:
+        """`on_first` is called in the handler of the first signal, and says what the stop has to wait for, if anything."""
+        self._on_first = on_first
         self._wanted: int | None = None  # the signal that came first
         self.held = False
+
+    @property
+    def wanted(self) -> bool:
+        return self._wanted is not None
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
@@ -96,8 +102,11 @@ class Interrupts:
         if self._wanted:
             raise KeyboardInterrupt
         self._wanted = number
+        others = self._on_first()
+        when = "at the end of this step" if self.held else f"when {others}" if others else ""
+        if when:
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                # Written past every buffer: the signal may have come in the middle of another message.
+                os.write(2, f"stopping {when}; Ctrl-C again stops at once, without saving\n".encode())
         if not self.held:
             raise Interrupted
-        with contextlib.suppress(OSError):  # the terminal may be gone
-            # Written past every buffer: the signal may have come in the middle of another message.
-            os.write(2, b"stopping at the end of this step; Ctrl-C again stops at once, without saving\n")

@@ -17,8 +17,10 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Protocol
 
+COMPUTED_S = 0.1  # processor time that is more than writing a stack
 OUTPUT_LINES = 10  # of a dead worker's output that are shown
 REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
 
@@ -50,6 +52,9 @@ class ChildProcess(Protocol):
 
     def ended(self) -> bool: ...
 
+    def is_active(self) -> bool:
+        """Whether it has computed since the last time, or waits for a disk. Where that is not known: yes."""
+
     def obituary(self) -> Obituary:
         """Called when its connection has ended. Ends what is left of it."""
 
@@ -69,6 +74,7 @@ class Child:
     process: subprocess.Popen[bytes]
     output: IO[bytes]  # standard output and error of the process
     stacks: IO[bytes]
+    computed_s: float = 0.0  # processor time, when it was last looked at
     over: bool = False  # whether the process has ended, and its group was killed
 
     @property
@@ -92,6 +98,17 @@ class Child:
 
     def ended(self) -> bool:
         return self.process.poll() is not None
+
+    def is_active(self) -> bool:
+        try:
+            threads = [path.read_text().rpartition(")")[2].split() for path in Path(f"/proc/{self.pid}/task").glob("*/stat")]
+        except OSError:  # a thread has ended meanwhile
+            return True
+        used_s = sum(int(fields[11]) + int(fields[12]) for fields in threads) / os.sysconf("SC_CLK_TCK")
+        if not threads or abs(used_s - self.computed_s) > COMPUTED_S:
+            self.computed_s = used_s
+            return True
+        return any(fields[0] == "D" for fields in threads)
 
     def obituary(self) -> Obituary:
         self.wait(REAP_S)

@@ -247,8 +247,13 @@ class Crew:
         found: list[Digests] = self.hosts.start("finish_save", [()] * self.hosts.size, what="save", aside=True).results()
         return {name: digest for digests in found for name, digest in digests.items()}
 
+    def hurry(self) -> str:
+        """The run is to stop: have workers that are stuck given up soon. Returns what the stop waits for, in words, if anything."""
+        self.hosts.hurry()
+        return "" if isinstance(self.hosts, Local) else "the workers have finished what they do"
+
     def close(self) -> None:
-        with contextlib.suppress(WorkerError):
+        if isinstance(self.hosts, Local):  # with other processes ends everything that they hold
             self._all("close", what="the end")
         self.hosts.close()
 

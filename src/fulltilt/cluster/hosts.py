@@ -33,6 +33,9 @@ class Hosts(Protocol):
         """Call a method of every worker. `args`: one tuple per worker, in order of rank. `what`: the name of this call for people, for
         example "update-actor". `aside`: it may run in a thread, beside other calls of the worker."""
 
+    def hurry(self) -> None:
+        """The user wants the run to stop: from now on a worker that is stuck is soon given up. Called in a signal handler."""
+
     def close(self) -> None:
         """End all workers. May be called again."""
 

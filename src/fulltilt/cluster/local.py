@@ -22,6 +22,9 @@ class Local:
         (own,) = args
         return LocalCall(self.worker, method, own, what)
 
+    def hurry(self) -> None:
+        """The signal has interrupted the worker already."""
+
     def close(self) -> None:
         pass
 

@@ -3,7 +3,9 @@
 Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
 
 - Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for `stall_s`
-  seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up.
+  seconds, four times as many while it is made, is reported once per call with the stacks of all workers; after `deadline_s` seconds it is
+  given up. Once the driver has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited
+  for a disk.
 - The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
   consequence: another cause that arrives within a moment is raised in their place.
 - An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
@@ -35,6 +37,8 @@ from fulltilt.records import UserError
 LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
+HURRY_S = 15.0  # of a worker that does nothing, after Ctrl-C
+LOADING_STALLS = 4  # times `stall_s` that a worker may be silent while it is made: it imports and reads much
 STACK_S = 1.0  # how long workers may take to write their stacks
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
@@ -77,11 +81,13 @@ class ProcessCall:
     def __init__(self, host: Processes, number: int, method: str, what: str) -> None:
         self._host = host
         self.number = number
+        self.makes = number == 0  # the workers
         self.name = what if what == method else f"{what} ({method})"
         self.what = what
         self.answered = [False] * host.size
         self.sent = [False] * host.size
         self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
+        self.idle_s = [0.0] * host.size  # of them, those in which the worker did nothing; counted once the driver is in a hurry
         self.reported = [False] * host.size  # as silent
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
         self.cancelled = False
@@ -121,7 +127,7 @@ class ProcessCall:
     # -- called by the threads that send and receive ----------------------------------------------------------------------------------
 
     def add_item(self, rank: int, item: Any) -> None:
-        self.silent_s[rank] = 0.0
+        self.silent_s[rank] = self.idle_s[rank] = 0.0
         if not self.cancelled:
             self._items.append((rank, item))
         self.news.put(None)
@@ -153,6 +159,7 @@ class Processes:
         this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
+        self.hurried = False
         self._kept = kept
         self._numbers = itertools.count()
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
@@ -222,8 +229,13 @@ class Processes:
             for rank, answered in enumerate(call.answered):
                 if not answered:
                     call.silent_s[rank] += waited_s
+                    if self.hurried:
+                        call.idle_s[rank] = 0.0 if self._peers[rank].process.is_active() else call.idle_s[rank] + waited_s
             self._look_for_deaths()
             self._look_for_silence(call)
+
+    def hurry(self) -> None:
+        self.hurried = True
 
     def close(self) -> None:
         """End all workers: those that do not leave within a second are killed. May be called again, also where it was interrupted."""
@@ -344,25 +356,34 @@ class Processes:
 
     def _look_for_silence(self, call: ProcessCall) -> None:
         pending = [rank for rank, answered in enumerate(call.answered) if not answered]
-        late = [rank for rank in pending if call.silent_s[rank] > self.stall_s and not call.reported[rank]]
-        stuck = [rank for rank in pending if call.silent_s[rank] > self.deadline_s]
-        if not late and not stuck:
+        stall_s = self.stall_s * (LOADING_STALLS if call.makes else 1)
+        late = [rank for rank in pending if call.silent_s[rank] > stall_s and not call.reported[rank]]
+        if not late and not self._stuck(call):
             return
         everyone = self._whereabouts()
+        in_collective = [rank for rank in pending if everyone[rank].collective]
+        if len(in_collective) < len(pending):
+            for rank in in_collective:  # another one is the cause
+                call.idle_s[rank] = 0.0
         waiting = [rank for rank in pending if everyone[rank].waits_for_driver]
         if len(waiting) < len(pending):  # the driver will have messages for these when another worker has made progress
             for rank in waiting:
-                call.silent_s[rank] = 0.0
-        if stuck := [rank for rank in stuck if call.silent_s[rank]]:
+                call.silent_s[rank] = call.idle_s[rank] = 0.0
+        if stuck := self._stuck(call):
             self._break_down(Breakdown(WorkerStuck(f"{self._report(call, stuck, everyone)}\nThe workers were ended")))
         elif late := [rank for rank in late if call.silent_s[rank]]:
             for rank in late:
                 call.reported[rank] = True
             self.on_stall(self._report(call, late, everyone))
 
+    def _stuck(self, call: ProcessCall) -> list[int]:
+        """The workers to give up."""
+        pending = (rank for rank, answered in enumerate(call.answered) if not answered)
+        return [rank for rank in pending if call.silent_s[rank] > self.deadline_s or call.idle_s[rank] > HURRY_S]
+
     def _report(self, call: ProcessCall, silent: Sequence[int], everyone: Sequence[Whereabouts]) -> str:
         seconds = min(call.silent_s[rank] for rank in silent)
-        return report([self._peers[rank].name for rank in silent], seconds, call.what, everyone)
+        return report([self._peers[rank].name for rank in silent], seconds, call.what, everyone, loading=call.makes)
 
     def _current(self, rank: int) -> str | None:
         """The call that the worker has to answer next."""

@@ -220,6 +220,10 @@ class RemoteChild:
     def ended(self) -> bool:
         return self.machine.has_ended(self.index)
 
+    def is_active(self) -> bool:
+        """Not known here: only its silence counts."""
+        return True
+
     def obituary(self) -> Obituary:
         found = self.machine.answer(self.machine.tell("obituary", self.index), 2 * CALL_S)
         return found or Obituary(f"is gone, with the Ray actor that kept the workers of its machine: {self.machine.lost}")

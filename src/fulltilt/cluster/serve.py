@@ -129,8 +129,7 @@ class Server:
         return Result(start.call, None)
 
     def _make(self, start: Start, inbox: ProcessInbox) -> Generator[Any, None, None]:
-        module, _, name = start.method.partition(":")
-        self._worker = yield from produced(getattr(importlib.import_module(module), name), start.args, inbox)
+        self._worker = yield from produced(imported_and_called, (start.method, start.args), inbox)
         assert self._worker is not None
 
     def _send(self, message: Any) -> None:
@@ -139,6 +138,13 @@ class Server:
             self._connection.send(parts)
         except OSError:
             _end_at_once()
+
+
+def imported_and_called(path: str, args: tuple[Any, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
+    module, _, name = path.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    yield "imported"  # which takes long on a busy machine
+    return (yield from produced(function, args, inbox))
 
 
 def failure_of(error: BaseException, call: int | None) -> Failure:

@@ -67,7 +67,8 @@ class ServedWorker:
         return call
 
 
-def serve(service: Service) -> ServedWorker:
+def serve(service: Service) -> Generator[str, None, ServedWorker]:
+    """What is yielded tells the driver that loading makes progress."""
     config, device = service.order.config, torch.device(service.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -78,6 +79,7 @@ def serve(service: Service) -> ServedWorker:
     store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
     dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=timedelta(seconds=service.deadline_s))
+    yield "joined"
     with enough_memory("set-up", f" on worker {service.rank}"):
         ranks = Ranks(service.rank, service.size, dist.group.WORLD, service.beside, service.sharing)
         worker = load_worker(service.order, build(config), device, ranks)

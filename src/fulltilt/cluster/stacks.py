@@ -63,7 +63,7 @@ class Whereabouts:
 
     def __str__(self) -> str:
         if self.method is None:
-            return f"{self.worker}: has nothing to do"
+            return f"{self.worker}: has finished its part"
         state = self.problem or (f"waits in the collective operation {self.collective}" if self.collective else "")
         state = state or ("waits for messages of the driver" if self.waits_for_driver else "at work")
         return "\n".join([f"{self.worker}: {self.method}, {state}", *(f"    {frame}" for frame in self._shown())])
@@ -89,9 +89,13 @@ def frames_of_calls(dump: str) -> tuple[StackFrame, ...]:
     return tuple(calls)
 
 
-def report(silent: Sequence[str], seconds: float, what: str, everyone: Sequence[Whereabouts]) -> str:
-    """What all workers do, where some have been silent for long."""
-    first = f"{joined(silent, 'and')} {'has' if len(silent) == 1 else 'have'} sent nothing for {seconds:.0f} s during {what}"
+def report(silent: Sequence[str], seconds: float, what: str, everyone: Sequence[Whereabouts], *, loading: bool = False) -> str:
+    """What all workers do, where some have been silent for long. `loading`: they are being made, which may take long."""
+    is_, has = ("is", "has") if len(silent) == 1 else ("are", "have")
+    state = (
+        f"{is_} still loading, without progress for {seconds:.0f} s" if loading else f"{has} sent nothing for {seconds:.0f} s during {what}"
+    )
+    first = f"{joined(silent, 'and')} {state}"
     return "\n".join([first, *map(str, everyone), *_culprits(everyone)])
 
 

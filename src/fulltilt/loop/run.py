@@ -23,6 +23,7 @@ import numpy as np
 
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.hosts import WorkerDied, WorkerStuck
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
 from fulltilt.interrupts import Interrupted, Interrupts
@@ -99,7 +100,7 @@ class Run:
         self.console = console
         self.loggers = loggers
         self.on_step = on_step
-        self.interrupts = Interrupts()
+        self.interrupts = Interrupts(self.crew.hurry)
         self.health = Health(config.health, dict(progress.streaks), progress.first_entropy)
         self.folder = folder
         if folder:
@@ -310,9 +311,33 @@ class Run:
             raise
 
     def _train(self) -> Summary:
-        steps = self.parts.plan.steps
         begin = time.perf_counter()
-        interrupted = False
+        try:
+            interrupted = self._make_steps()
+            self.store.finish()
+            steps = self.progress.step
+        except (WorkerDied, WorkerStuck) as error:
+            if not self.interrupts.wanted:
+                raise
+            interrupted = True
+            self._keep_what_is_written()
+            steps = self.store.newest
+            self.console.warn(f"{error}\nThe run stops without what came after its checkpoint of step {steps}")
+        self.metrics.close()
+        rewards = measure.read_values(self.metrics.path, "critic/score/mean")
+        return Summary(
+            steps=steps,
+            seconds=time.perf_counter() - begin,
+            tokens=self._tokens,
+            reward_first=rewards[0] if rewards else None,
+            reward_last=rewards[-1] if rewards else None,
+            interrupted=interrupted,
+            model=self.store.path(steps) / MODEL if self.store.holds(steps) else None,
+        )
+
+    def _make_steps(self) -> bool:
+        """Make all steps that are left, or save where the run is interrupted. Returns whether it was."""
+        steps = self.parts.plan.steps
         try:
             with self.interrupts.watch(), self.console.run(total=steps, done=self.progress.step):
                 if self.progress.step == 0 and self.config.run.eval_before:
@@ -327,26 +352,15 @@ class Run:
                 for step in range(self.progress.step + 1, steps + 1):
                     self._whole_step(step)
         except Interrupted:
-            interrupted = True
             self.save()
+            return True
         except UserError:
             self._require_folder()  # if it is gone, that is what went wrong
             # For example, a reward is not a number. Until the first update of a step, the last whole step can still be saved.
             if not self.interrupts.held:
                 self._save_before_error()
             raise
-        self.store.finish()
-        self.metrics.close()
-        rewards = measure.read_values(self.metrics.path, "critic/score/mean")
-        return Summary(
-            steps=self.progress.step,
-            seconds=time.perf_counter() - begin,
-            tokens=self._tokens,
-            reward_first=rewards[0] if rewards else None,
-            reward_last=rewards[-1] if rewards else None,
-            interrupted=interrupted,
-            model=self.store.path(self.progress.step) / MODEL if self.store.holds(self.progress.step) else None,
-        )
+        return False
 
     def _whole_step(self, step: int) -> None:
         run, last = self.config.run, self.parts.plan.steps
