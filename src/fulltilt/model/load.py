@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -202,8 +201,7 @@ def load_tokenizer(
                 raise no_tokenizer from error
             raise
         # Without files, transformers creates tokenizers of some families that have special tokens only.
-        only_special = tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys()
-        if only_special or not tokenizer(string.printable, add_special_tokens=False)["input_ids"]:
+        if tokenizer.get_vocab().keys() <= tokenizer.get_added_vocab().keys():
             raise no_tokenizer
     template = chat_template if path else config.chat_template
     if template:
