@@ -106,15 +106,15 @@ def rounded(numbers: np.ndarray) -> np.ndarray:
 
 
 def note_gradients(optimizer: Any, steps: list[Pieces]) -> None:
-    reduced: Callable[[], dict[str, torch.Tensor]] = optimizer._reduced
-    own = optimizer._own
+    reduced: Callable[[], dict[str, torch.Tensor]] = optimizer._held.reduced
+    own = optimizer._held.own
 
     def noting() -> dict[str, torch.Tensor]:
         found = reduced()
         steps.append({name: (own[name].start, as_array(numbers)) for name, numbers in found.items()})
         return found
 
-    optimizer._reduced = noting
+    optimizer._held.reduced = noting
 
 
 @dataclass(frozen=True)
