@@ -389,7 +389,7 @@ def test_a_dataset_is_data(small: dict[str, Any]) -> None:
             with configured("x", None, {**small, "data": data}, (), logged=True) as config:
                 assert config == expected
     splits = datasets.DatasetDict(train=dataset, test=dataset)
-    assert mistakes(**{**small, "data": splits})[0].startswith("data.test: unknown key; other systems' name for data.val: ")
+    assert mistakes(**{**small, "data": splits})[0].startswith("data: has the splits train and test. Give one split")
     assert "frame.to_dict('records')" in mistakes(**{**small, "data": dataset.to_pandas()})[0]
 
 
