@@ -80,8 +80,8 @@ def set_up(settings: Settings) -> Setup:
     layers = verify(model)
     print(fuse_and_compare(model), file=sys.stderr)
     optimizer = Optimizer(model, TrainConfig(lr=1e-6), total_updates=settings.rounds)
-    role = Policy("actor", model, 1.0, optimizer)
-    take_workspaces(model, optimizer)
+    trainer = Trainer(Policy("actor", model, 1.0, optimizer), sft_loss)
+    take_workspaces(trainer)
     random = np.random.default_rng(0)
     prompts = [
         Prompt(uid=uid, ids=random.integers(3, settings.shape["vocab_size"], random.integers(8, settings.longest_prompt + 1)), text="")
@@ -94,7 +94,7 @@ def set_up(settings: Settings) -> Setup:
     return Setup(
         model,
         NativeEngine(EngineContext(model, models.tokenizer(), frozenset({1}), layers, limits)),
-        Trainer(role, sft_loss),
+        trainer,
         prompts,
         lengths,
     )

@@ -585,7 +585,7 @@ def test_what_only_we_can_have_done_wrong_exits_with_1(folder: Path, monkeypatch
     def wrong(*given: object) -> None:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("fulltilt.loop.opening.check_data", wrong)
+    monkeypatch.setattr("fulltilt.loop.opening.write_set_up", wrong)
     outcome = runs.command_here(folder, "train", "run.toml")
     assert outcome.code == 1
     assert "Traceback" in outcome.error and "ZeroDivisionError: ours" in outcome.error

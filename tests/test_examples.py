@@ -255,9 +255,9 @@ def small_models(place: Path) -> Path:
     return place
 
 
-def load_small(place: Path, path: str, *overrides: str) -> Config:
-    folder = f"run.dir=runs/trained/{Path(path).parent.name}-{Path(path).stem}"
-    return load_in(place, path, "model.path=runs/tiny", folder, *SMALL, *FEWER[path], *overrides)
+def load_small(place: Path, path: str, into: str = "trained") -> Config:
+    folder = f"run.dir=runs/{into}/{Path(path).parent.name}-{Path(path).stem}"
+    return load_in(place, path, "model.path=runs/tiny", folder, *SMALL, *FEWER[path])
 
 
 @pytest.mark.long
@@ -283,8 +283,8 @@ def measured(place: Path, small_models: Path) -> dict[str, list[dict[str, Any]]]
             "algorithm.minibatches_per_step=2", "algorithm.kl_coef=0.1", "algorithm.samples_per_prompt=4",
         ),
         "sft": load_in(place, "examples/demo/sft.toml", "run.steps=1", "data.val=runs/demo/data/sft.jsonl", "run.eval_every=1"),
-        "ppo": load_small(place, "examples/chat/ppo.toml", "run.dir=runs/measured-ppo"),
-        "dapo": load_small(place, "examples/math/dapo.toml", "run.dir=runs/measured-dapo"),
+        "ppo": load_small(place, "examples/chat/ppo.toml", "measured"),
+        "dapo": load_small(place, "examples/math/dapo.toml", "measured"),
     }  # fmt: skip
     return {name: metrics_of(place, config) for name, config in runs.items()}
 

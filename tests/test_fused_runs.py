@@ -38,7 +38,7 @@ from fulltilt.model.verify import run_packed, verify
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.plan import Facts, decode_bytes, make_plan
-from fulltilt.records import MiniBatch, UserError
+from fulltilt.records import LossSums, MiniBatch, UserError
 from fulltilt.rollout import runner as runner_file
 from fulltilt.rollout.collect import collect
 from fulltilt.rollout.engine import EngineContext, EngineLimits
@@ -453,9 +453,9 @@ def test_the_engine_holds_the_cache_during_the_update_only_if_told_to(folder: Pa
         held: list[int] = []
         really_accumulate = trainer.accumulate
 
-        def accumulate(batch: MiniBatch) -> dict[str, float]:
+        def accumulate(batch: MiniBatch, passes: int = 0) -> LossSums:
             held.append(engine.runner.held_bytes)
-            return really_accumulate(batch)
+            return really_accumulate(batch, passes)
 
         trainer.accumulate = accumulate  # type: ignore[method-assign]
         said = io.StringIO()
@@ -530,7 +530,7 @@ def test_only_attention_that_reads_unwritten_slots_has_them_zeroed(model_folders
 def test_workspaces_are_taken_without_a_trace(folder: Path) -> None:
     with parts_of(folder, FUSED) as (_, parts):
         before = {name: parameter.detach().clone() for name, parameter in parts.worker.actor.model.named_parameters()}
-        take_workspaces(parts.worker.actor.model, parts.worker.trainers["actor"].optimizer)
+        take_workspaces(parts.worker.trainers["actor"])
         assert all(
             parameter.grad is None and torch.equal(parameter, before[name])
             for name, parameter in parts.worker.actor.model.named_parameters()
