@@ -265,7 +265,7 @@ def test_gradients_are_there_from_the_first_pass_to_the_end_of_the_step(model_fo
         trainer.accumulate(batch_of(3))  # on top of what is there
         torch.testing.assert_close(memory[0], 2 * before)
         trainer.apply()
-        assert there() == {False} and not trainer.optimizer._gradients
+        assert there() == {False} and not trainer.optimizer._held.gradients  # type: ignore[attr-defined]
 
 
 def batch_of(count: int, seed: int = 0, longest: int = 40, vocabulary: int = models.VOCABULARY) -> Any:

@@ -194,11 +194,15 @@ def test_a_wait_interrupted_among_items_cancels_the_call(pool: Processes) -> Non
 
 @contextlib.contextmanager
 def raising_in_a_moment() -> Iterator[None]:
-    """Ctrl-C while the driver waits."""
+    """Ctrl-C while the driver waits, also where a shell has the tests ignore it because they run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     timer = threading.Timer(0.2, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     timer.start()
-    yield
-    timer.join()
+    try:
+        yield
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, before)
 
 
 # -- failures ------------------------------------------------------------------------------------------------------------------------------

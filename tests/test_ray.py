@@ -23,7 +23,7 @@ from fulltilt.cluster import keeper, ray
 from fulltilt.cluster.checks import require_ray
 from fulltilt.cluster.keeper import Keeper, Questions, facts_of_machine
 from fulltilt.cluster.ray import Shared
-from fulltilt.cluster.wire import Connection, Hello, Result, Start, pack
+from fulltilt.cluster.wire import Connection, Hello, Item, Result, Start, pack
 from fulltilt.records import UserError
 
 # -- the configuration ---------------------------------------------------------------------------------------------------------------------
@@ -174,7 +174,8 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
 
     def call(method: str, *args: object) -> object:
         connection.send(pack(Start(next(numbers), method, args, False)))
-        answer = connection.receive()
+        while isinstance(answer := connection.receive(), Item):  # progress of loading
+            pass
         assert isinstance(answer, Result)
         return answer.result
 
