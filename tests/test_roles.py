@@ -47,7 +47,7 @@ from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import Loggers, open_loggers
 from fulltilt.observe.validation import sample_rows
 from fulltilt.presets import PRESETS
-from fulltilt.records import MicroBatch, MiniBatch, Row, UserError
+from fulltilt.records import LossSums, MicroBatch, MiniBatch, Row, UserError
 from fulltilt.training.checkpoint import CheckpointStore, write_manifest
 
 ModelFolders = Callable[[str], Path]
@@ -152,9 +152,9 @@ def count_passes(role: Any, counts: Counter[str]) -> None:
 def count_pieces(trainer: Any, counts: list[int]) -> None:
     really = trainer.accumulate
 
-    def accumulate(batch: MiniBatch) -> dict[str, float]:
+    def accumulate(batch: MiniBatch, passes: int = 0) -> LossSums:
         counts.append(len(batch.micro_batches))
-        return really(batch)  # type: ignore[no-any-return]
+        return really(batch, passes)  # type: ignore[no-any-return]
 
     trainer.accumulate = accumulate
 

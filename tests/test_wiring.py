@@ -41,7 +41,7 @@ from fulltilt.observe import loggers
 from fulltilt.observe.console import Console
 from fulltilt.observe.loggers import open_loggers
 from fulltilt.observe.metrics import TIMING_NAMES
-from fulltilt.records import Group, MiniBatch, Prompt, Sample, Score, UserError
+from fulltilt.records import Group, LossSums, MiniBatch, Prompt, Sample, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup, collect
 from fulltilt.rollout.engines.native import NativeEngine
 from fulltilt.schema import Config, keys
@@ -402,10 +402,10 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
             held.append(("release", engine.runner.held_bytes))
             really_release()
 
-        def accumulate(batch: MiniBatch) -> dict[str, float]:
+        def accumulate(batch: MiniBatch, passes: int = 0) -> LossSums:
             held.append(("update", engine.runner.held_bytes))
             batches.append(batch)
-            return really_accumulate(batch)
+            return really_accumulate(batch, passes)
 
         engine.release, trainer.accumulate = release, accumulate  # type: ignore[method-assign]
         store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)
