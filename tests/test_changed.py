@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import runs
 
+from fulltilt import folders
 from fulltilt.cluster.checks import among_own_checkpoints
 from fulltilt.loop import saved
 from fulltilt.loop.opening import find_mistakes
-from fulltilt.model import folder as model_folder
 from fulltilt.records import UserError
 from fulltilt.training.checkpoint import CheckpointStore
 from fulltilt.user_code import imported_files, locate
@@ -102,17 +102,17 @@ def test_a_checkpoint_without_the_digests_of_models_is_resumed(folder: Path) -> 
 
 
 def test_large_weights_are_sampled_and_other_files_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_folder, "SAMPLES", 4)
-    monkeypatch.setattr(model_folder, "SAMPLE_BYTES", 8)
+    monkeypatch.setattr(folders, "SAMPLES", 4)
+    monkeypatch.setattr(folders, "SAMPLE_BYTES", 8)
 
     def seen(name: str) -> list[int]:
         """The bytes of a file on which its digest depends."""
         content = bytes(120)
         (tmp_path / name).write_bytes(content)
-        before, found = model_folder.content_digests(tmp_path), []
+        before, found = folders.content_digests(tmp_path), []
         for place in range(120):
             (tmp_path / name).write_bytes(content[:place] + b"x" + content[place + 1 :])
-            found += [place] if model_folder.content_digests(tmp_path) != before else []
+            found += [place] if folders.content_digests(tmp_path) != before else []
         return found
 
     assert seen("model.safetensors") == [place for start in (0, 37, 74, 111) for place in range(start, start + 8)]

@@ -147,7 +147,7 @@ def test_a_run_on_a_data_set_of_the_hub_keeps_its_commit(
         said = runs.train(folder, "data.train=org/talk", "run.steps=3").said
         assert f"10 rows read from org/talk at commit {first}" in said
         hub.commit("datasets", "org/talk", {"train.jsonl": "\n".join(lines[:9]).encode()})
-        with pytest.raises(ValueError, match=rf"was started with, which were org/talk at commit {first}\. Bring them back"):
+        with pytest.raises(ValueError, match=rf"was started with, which were org/talk at commit {first}, or the chat template"):
             runs.train(folder, "data.train=org/talk")
         # By its name the commit is still there.
         resumed = runs.train(folder, f"data.train=org/talk@{first}", "run.resume=force", "run.steps=4").said

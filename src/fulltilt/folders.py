@@ -6,6 +6,7 @@ nothing of another program's is written over or deleted. A folder belongs to a c
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -18,6 +19,12 @@ from fulltilt.records import UserError
 from fulltilt.words import listed
 
 RUN_MARKER, DEMO_MARKER, BENCH_MARKER = ".fulltilt", ".fulltilt-demo", ".fulltilt-bench"
+MODEL_WEIGHTS = ("model*.safetensors", "adapter_model.*", "pytorch_model*.bin")
+BESIDE_WEIGHTS = (
+    *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
+    *("chat_template.*", "additional_chat_templates/*"),
+)
+SAMPLES, SAMPLE_BYTES = 256, 2**17  # of a file that is larger than all of them, so many are read for its digest
 NAMED = 3  # at most this many entries of a folder are named in an error
 
 
@@ -103,3 +110,24 @@ def use_usual_modes(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file() and not path.is_symlink() and path.stat().st_mode & 0o777 != mode:
             path.chmod(mode)
+
+
+def content_digests(folder: Path) -> dict[str, str]:
+    """A digest of each file that loading the model or the adapter may read, by its name in the folder: of weights by samples, so that large
+    models cost little, of all others by the whole content."""
+    files = {
+        path: most for most, kinds in ((SAMPLES, MODEL_WEIGHTS), (None, BESIDE_WEIGHTS)) for kind in kinds for path in folder.glob(kind)
+    }
+    return {path.relative_to(folder).as_posix(): content_digest(path, most) for path, most in sorted(files.items()) if path.is_file()}
+
+
+def content_digest(file: Path, samples: int | None = None) -> str:
+    """A digest of the file's size and content; of a large one, of about so many samples, spread evenly from its first byte on."""
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    distance = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (samples - 1)) if samples else SAMPLE_BYTES
+    with file.open("rb") as opened:
+        for place in range(0, size, distance):
+            opened.seek(place)
+            found.update(opened.read(SAMPLE_BYTES))
+    return found.hexdigest()

@@ -22,7 +22,7 @@ from fulltilt import config as configuration
 from fulltilt import user_code
 from fulltilt.cluster.worker import Reading
 from fulltilt.data.order import Cursor
-from fulltilt.model.folder import content_digests
+from fulltilt.folders import content_digests
 from fulltilt.records import UserError
 from fulltilt.schema import MEMORY, Config, keys, rewards_named, row_of, value_of, why_invalid
 from fulltilt.settings import own_functions

@@ -8,7 +8,6 @@ were checked when they came.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,12 +21,6 @@ from fulltilt.words import first_line, shortened
 
 INDEX = "model.safetensors.index.json"
 SMALL_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-WEIGHTS = ("model*.safetensors", "adapter_model.*", "pytorch_model*.bin")
-BESIDE_WEIGHTS = (
-    *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
-    *("chat_template.*", "additional_chat_templates/*"),
-)
-SAMPLES, SAMPLE_BYTES = 256, 2**17  # of a file that is larger than all of them, so many are read for its digest
 AGAIN = "Download or copy it again"
 
 
@@ -57,25 +50,6 @@ def inspect_adapter(source: str, key: str) -> None:
     if folder.is_dir():
         read_object(folder / "adapter_config.json", key)
         stored_tensors(folder, ("adapter_model.safetensors",), key)
-
-
-def content_digests(folder: Path) -> dict[str, str]:
-    """A digest of each file that loading the model or the adapter may read, by its name in the folder: of weights by samples, so that large
-    models cost little, of all others by the whole content."""
-    files = {path: most for most, kinds in ((SAMPLES, WEIGHTS), (None, BESIDE_WEIGHTS)) for kind in kinds for path in folder.glob(kind)}
-    return {path.relative_to(folder).as_posix(): content_digest(path, most) for path, most in sorted(files.items()) if path.is_file()}
-
-
-def content_digest(file: Path, samples: int | None = None) -> str:
-    """A digest of the file's size and content; of a large one, of about so many samples, spread evenly from its first byte on."""
-    size = file.stat().st_size
-    found = hashlib.sha256(str(size).encode())
-    distance = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (samples - 1)) if samples else SAMPLE_BYTES
-    with file.open("rb") as opened:
-        for place in range(0, size, distance):
-            opened.seek(place)
-            found.update(opened.read(SAMPLE_BYTES))
-    return found.hexdigest()
 
 
 def stored_tensors(folder: Path, names: tuple[str, ...], key: str) -> set[str]:
