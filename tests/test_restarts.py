@@ -46,10 +46,19 @@ def folder(tmp_path: Path, model_folders: ModelFolders) -> Path:
     return runs.make(tmp_path / "folder", model_folders("qwen2"))
 
 
+OTHERS: set[int] = set()  # workers that other tests keep in this process
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    OTHERS.clear()
+    OTHERS.update(workers_of(os.getpid()))
+
+
 def workers_of(process: int) -> list[int]:
     """The processes of a run's workers, in order of rank."""
-    children = [int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()]
-    return sorted(pid for pid in children if b"fulltilt.cluster.serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    children = {int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()}
+    return sorted(pid for pid in children - OTHERS if b"fulltilt.cluster.serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def train(folder: Path, on_step: Callable[[int, dict[str, Any]], object], *overrides: str) -> str:
