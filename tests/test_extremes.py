@@ -53,6 +53,14 @@ IN_STEPS: dict[str, Any] = {
     **{f"{role}.micro_batch": 2 for role in ("actor", "ref")},
 }
 CRITIC: dict[str, Any] = {"algorithm.name": "ppo", "algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2, "run.steps": 2}
+
+
+@pytest.fixture(autouse=True)
+def _own_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the variable that lets tests share cores, a thousand workers are refused; with it they would be started."""
+    monkeypatch.delenv("FULLTILT_SHARE_DEVICES", raising=False)
+
+
 CONTEXTS: list[dict[str, Any]] = [
     SAMPLED,
     IN_STEPS,
