@@ -21,7 +21,7 @@ import runs
 
 from fulltilt.cluster import keeper, ray
 from fulltilt.cluster.checks import require_ray
-from fulltilt.cluster.keeper import Keeper, Questions, facts_of_machine
+from fulltilt.cluster.keeper import Questions, WorkerKeeper, facts_of_machine
 from fulltilt.cluster.ray import Shared
 from fulltilt.cluster.wire import Connection, Hello, Item, Result, Start, pack
 from fulltilt.records import UserError
@@ -162,7 +162,7 @@ def test_the_interface_of_an_address() -> None:
 
 def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")  # the keeper's own
-    secret, found = b"s" * 32, Keeper()
+    secret, found = b"s" * 32, WorkerKeeper()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         (pid,) = found.launch([3], "127.0.0.1", listening.getsockname(), secret, {"TOY": "yes"}, str(tmp_path))
         accepted, _ = listening.accept()
@@ -194,7 +194,7 @@ def test_a_driver_out_of_reach_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()
     with pytest.raises(UserError, match=rf"the machine \S+ \(10.0.0.2\) cannot reach this one at 127.0.0.1, port {address[1]}: .*refused"):
-        Keeper().launch([0], "10.0.0.2", address, b"", {}, str(tmp_path))
+        WorkerKeeper().launch([0], "10.0.0.2", address, b"", {}, str(tmp_path))
 
 
 @pytest.mark.parametrize("sent", [b"", b"x" * 36, struct.pack("<32sI", b"another secret", 0)])

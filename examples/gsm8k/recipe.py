@@ -92,7 +92,7 @@ class Recipe:
         places = (f"model.path={model}", f"data.train={data / train}", f"data.val={data / val}", f"run.dir={self.folder / run}")
         given = [(*text.partition("."), text) for text in self.overrides]
         mine = [rest if name in stages else whole for name, _, rest, whole in given if name not in stages or name == stage]
-        settings = {text.partition("=")[0]: text for text in (*places, *others, *mine, *last)}  # of one key, what comes last
+        settings = {text.partition("=")[0]: text for text in (*places, *others, *mine, *last)}  # the last value given for a key counts
         try:
             return configuration.load(self.files / f"{stage}.toml", list(settings.values()))
         except UserError as error:

@@ -34,8 +34,8 @@ OF_MACHINE = 8  # GPUs that NVLink joins
 NVLINK = 900e9 / 2  # bytes per second that a GPU sends while it receives as many
 NETWORK = 400e9 / 8  # bytes per second of one adapter, in each direction
 MEMORY = 141e9  # bytes of an H200
-FLOPS, SHARE = DEVICES[r"\bH200\b"].flops, 0.5  # of the device, and the share that passes reach
-SAMPLES, PROMPT, RESPONSE, UPDATES = 512 * 16, 512, 1536, 4  # of a step
+FLOPS, SHARE = DEVICES[r"\bH200\b"].flops, 0.5  # FLOP/s of the device, and the share of them that passes reach
+SAMPLES, PROMPT, RESPONSE, UPDATES = 512 * 16, 512, 1536, 4  # samples of a step, tokens of each, optimizer steps
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scale:
 
     @property
     def held_bytes(self) -> float:
-        """Of each GPU: parameters in bfloat16, gradients in float32, and its part of masters and two moments in float32."""
+        """Bytes on each GPU: parameters in bfloat16, gradients in float32, and its part of masters and two moments in float32."""
         return (2 + 4 + 12 / self.gpus) * self.parameters
 
     @property

@@ -40,7 +40,7 @@ from fulltilt.settings import holds, is_set, own_functions
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, listed, many
 
-ROWS_TOLD = 5  # of one data set: a mistake is often in every row
+ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often in every row
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {

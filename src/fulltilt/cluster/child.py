@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 COMPUTED_S = 0.1  # processor time that is more than writing a stack
-OUTPUT_LINES = 10  # of a dead worker's output that are shown
+OUTPUT_LINES = 10  # lines of a dead worker's output that are shown
 REAP_S = 5.0  # how long a process that was killed, or has closed its socket, may take to end
 
 

@@ -54,7 +54,7 @@ class Crew:
         self.notes = facts[0].notes
         self._sizes = facts[0].sizes
         self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
-        self._version = 0  # of the weights that engines sample from
+        self._version = 0  # the version of the weights that engines sample from
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
 

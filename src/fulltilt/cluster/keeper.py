@@ -42,13 +42,13 @@ class Questions:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    pid: int  # of the keeper
+    pid: int  # process of the keeper
     versions: Mapping[str, str]
     devices: tuple[str, ...]  # the GPUs for these workers
     shared_memory: int  # free bytes; enough where there is no such file system
     has_folder: bool
     sees_marker: bool
-    contents: Mapping[str, Mapping[str, int] | None]  # of each path: names and bytes of its files; None: there is no such path
+    contents: Mapping[str, Mapping[str, int] | None]  # for each path, names and bytes of its files; None: there is no such path
 
 
 def facts_of_machine(questions: Questions) -> MachineFacts:
@@ -90,7 +90,7 @@ def digest_of_source() -> str:
     return f"{total:08x}"
 
 
-class Keeper:
+class WorkerKeeper:
     def __init__(self) -> None:
         self._children: list[Child] = []
 

@@ -37,13 +37,13 @@ from fulltilt.records import UserError
 LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show, and for silence
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
-HURRY_S = 15.0  # of a worker that does nothing, after Ctrl-C
+HURRY_S = 15.0  # seconds after Ctrl-C in which a worker may do nothing
 LOADING_STALLS = 4  # times `stall_s` that a worker may be silent while it is made: it imports and reads much
 STACK_S = 1.0  # how long workers may take to write their stacks
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
 # Starts the workers of these ranks, with these variables besides those that their machines have.
-Launch: TypeAlias = "Callable[[Sequence[int], Mapping[str, str]], Iterable[Peer]]"
+Launch: TypeAlias = "Callable[[Sequence[int], Mapping[str, str]], Iterable[WorkerPeer]]"
 
 
 def print_stall(text: str) -> None:
@@ -51,7 +51,7 @@ def print_stall(text: str) -> None:
 
 
 @dataclass(eq=False)
-class Peer:
+class WorkerPeer:
     """One worker as the driver has it."""
 
     rank: int
@@ -65,14 +65,14 @@ class Peer:
         return f"worker {self.rank} ({self.process.place})"
 
 
-def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[Peer]:
+def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
     """Processes of this machine."""
     for rank in ranks:
         with contextlib.ExitStack() as on_failure:
             ours, theirs = map(on_failure.enter_context, socket.socketpair())
             child = start_child(rank, environment, theirs)
             on_failure.pop_all()
-            yield Peer(rank, child, Connection(ours))
+            yield WorkerPeer(rank, child, Connection(ours))
 
 
 class ProcessCall:
@@ -87,7 +87,7 @@ class ProcessCall:
         self.answered = [False] * host.size
         self.sent = [False] * host.size
         self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
-        self.idle_s = [0.0] * host.size  # of them, those in which the worker did nothing; counted once the driver is in a hurry
+        self.idle_s = [0.0] * host.size  # seconds of silence in which the worker did nothing; counted once the driver is in a hurry
         self.reported = [False] * host.size  # as silent
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
         self.cancelled = False
@@ -165,7 +165,7 @@ class Processes:
         self._calls: dict[int, ProcessCall] = {}  # that a worker has not answered yet, in the order in which they were started
         self._breakdowns: list[Breakdown] = []
         self._closing = False
-        self._peers: list[Peer] = []
+        self._peers: list[WorkerPeer] = []
         self._threads: list[threading.Thread] = []
         atexit.register(self.close)
         try:
@@ -274,7 +274,7 @@ class Processes:
 
     # -- messages, each in a thread of its own per worker -----------------------------------------------------------------------------
 
-    def _send(self, peer: Peer) -> None:
+    def _send(self, peer: WorkerPeer) -> None:
         while packed := peer.outbox.get():
             parts, call = packed
             if call:  # not yet in `start`, which may be interrupted before the call is on its way
@@ -286,7 +286,7 @@ class Processes:
             if call:
                 call.mark_sent(peer.rank)
 
-    def _receive(self, peer: Peer) -> None:
+    def _receive(self, peer: WorkerPeer) -> None:
         while True:
             try:
                 self._take(peer, peer.connection.receive())
@@ -298,7 +298,7 @@ class Processes:
         if not self._closing:
             self._break_down(Breakdown(self._death_of(peer)))
 
-    def _take(self, peer: Peer, message: Any) -> None:
+    def _take(self, peer: WorkerPeer, message: Any) -> None:
         match message:
             case Item(number, item):
                 self._calls[number].add_item(peer.rank, item)
@@ -319,7 +319,7 @@ class Processes:
         for call in list(self._calls.values()):
             call.news.put(None)
 
-    def _breakdown_of(self, peer: Peer, failure: Failure) -> Breakdown:
+    def _breakdown_of(self, peer: WorkerPeer, failure: Failure) -> Breakdown:
         if failure.is_user_error:
             error = UserError(failure.text)
             error.__cause__ = WorkerTraceback(failure.traceback)
@@ -328,7 +328,7 @@ class Processes:
         text = f"{peer.name} failed in {during}: {failure.text}"
         return Breakdown(WorkerError(text, failure.traceback), failure.of_collective)
 
-    def _death_of(self, peer: Peer) -> WorkerDied:
+    def _death_of(self, peer: WorkerPeer) -> WorkerDied:
         """Called when the socket has ended, in any thread."""
         during = self._current(peer.rank)
         found = peer.process.obituary()

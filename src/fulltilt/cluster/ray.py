@@ -34,8 +34,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fulltilt.cluster.child import Obituary
 from fulltilt.cluster.hosts import Place
-from fulltilt.cluster.keeper import GREETING, SHARED_MEMORY, Keeper, MachineFacts, Questions, facts_of_machine
-from fulltilt.cluster.processes import Peer, Processes
+from fulltilt.cluster.keeper import GREETING, SHARED_MEMORY, MachineFacts, Questions, WorkerKeeper, facts_of_machine
+from fulltilt.cluster.processes import Processes, WorkerPeer
 from fulltilt.cluster.wire import Connection
 from fulltilt.memory.host import usable_cores
 from fulltilt.records import UserError
@@ -46,7 +46,7 @@ START_S = 120.0  # how long the keepers may take to start, and their workers to 
 LOOK_S = 1.0  # how often a keeper is asked which of its workers have ended
 CALL_S = 5.0  # how long a keeper may take to answer
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
-NCCL_BYTES = 32 * 2**20  # of shared memory, for each worker that has a GPU
+NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
 CURRENT_CLUSTER = Path("ray", "ray_current_cluster")  # in Ray's temporary folder: the address of the cluster that `ray start` has started
 ENLARGE = "Enlarge it (docker run --shm-size=1g)"
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -283,7 +283,7 @@ class Machines:
             found += [Place(machine.ip, gpu, f"cuda:{index}" if gpu else "cpu") for index, gpu in enumerate(gpus)]
         return found
 
-    def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[Peer]:
+    def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
         secret, folder = secrets.token_bytes(32), os.getcwd()
         variables = {name: value for name, value in travelling().items() if name != "PYTHONPATH"}  # which the keeper adds to its own
         with contextlib.ExitStack() as on_failure, socket.create_server((self.ip, 0), backlog=len(ranks)) as server:
@@ -296,7 +296,7 @@ class Machines:
             connections = accept(server, secret, len(ranks), started, on_failure)
             for machine, own, question in zip(self._machines, parts, started, strict=True):
                 for index, (rank, pid) in enumerate(zip(own, answer_of(question), strict=True)):
-                    yield Peer(rank, RemoteChild(machine, index, pid), Connection(connections[rank]))
+                    yield WorkerPeer(rank, RemoteChild(machine, index, pid), Connection(connections[rank]))
                 machine.ended = [False] * len(own)
             on_failure.pop_all()
 
@@ -318,7 +318,7 @@ class Machines:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         # CUDA_VISIBLE_DEVICES stays as it is where no GPU was asked for.
         variables = {**travelling(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
-        keeper = ray.remote(Keeper).options(
+        keeper = ray.remote(WorkerKeeper).options(
             num_cpus=self.workers,
             num_gpus=self.workers if gpus else 0,
             scheduling_strategy=place,
