@@ -22,7 +22,7 @@ from shard_worker import Case, Trained, restore
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
 from fulltilt.cluster.processes import Processes
-from fulltilt.parallel.shard import RowLayout
+from fulltilt.parallel.layout import RowLayout
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
 

@@ -24,8 +24,8 @@ from fulltilt.model.arrays import is_shard, local
 from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.forward import ONE_PASS
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.layout import RowLayout
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
-from fulltilt.parallel.shard import RowLayout
 
 
 @dataclass(frozen=True, eq=False)
