@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from devices import Member
 from safetensors import safe_open
 
 from fulltilt.algo.build import build
@@ -106,10 +106,8 @@ class Recorded(Allocating):
 
 
 class ShardWorker:
-    def __init__(self, rank: int, size: int, port: int) -> None:
-        self.rank, wait = rank, timedelta(seconds=120)
-        store = dist.TCPStore("127.0.0.1", port, size, timeout=wait)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
         pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
         self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
 
@@ -191,6 +189,6 @@ def restore(made: Trained, folder: Path, files: Sequence[str]) -> None:
         made.trainer.optimizer.restore(SavedTensors(folder, pieces_of(folder, opened)), updates=2, skipped=0)
 
 
-def make(order: tuple[int, int, int]) -> ShardWorker:
-    torch.set_num_threads(1)
-    return ShardWorker(*order)
+def make(member: Member) -> ShardWorker:
+    """In a process of the pool (tests/devices.py), at the same time in all of them."""
+    return ShardWorker(member.rank, dist.get_world_size())

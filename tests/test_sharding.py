@@ -1,47 +1,40 @@
 """Parameters that workers share out: the gradient, the checkpoints and the memory, with real processes over gloo.
 
-One pool of four processes serves all: cases with two workers run twice in it, in both halves.
+The four processes of the pool of workers serve all (tests/devices.py): cases with two workers run twice in it, in both halves.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 import runs
 import torch
-import torch.distributed as dist
 from shard_worker import Case, Trained, restore
 
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
-from fulltilt.cluster.processes import Processes
 from fulltilt.parallel.shard import RowLayout
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
 
-SIZE = 4
 LAYERS = 2
 Folders = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Processes]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    host = Processes([(rank, SIZE, store.port) for rank in range(SIZE)], "shard_worker:make", environment={"GLOO_SOCKET_IFNAME": "lo"})
-    try:
-        yield host
-    finally:
-        host.close()
+@pytest.fixture
+def pool(pool_of_devices: devices.Pool) -> devices.Guests:
+    return devices.Guests(pool_of_devices, "shard_worker:make")
 
 
-def call(pool: Processes, method: str, *args: Any) -> list[Any]:
+def call(pool: devices.Guests, method: str, *args: Any) -> list[Any]:
     return pool.start(method, [args] * pool.size, what=method).results()
 
 
@@ -98,7 +91,7 @@ CASES = [
     ("family", "kind", "shard", "workers"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else None
 )
 def test_the_gradient_is_that_of_one_process(
-    pool: Processes, model_folders: Folders, family: str, kind: dict[str, Any], shard: str, workers: int
+    pool: devices.Guests, model_folders: Folders, family: str, kind: dict[str, Any], shard: str, workers: int
 ) -> None:
     case = Case(model_folders(family), workers, shard, **kind)
     alone = Trained.of(replace(case, workers=1, shard="optimizer"))
@@ -116,7 +109,7 @@ def test_the_gradient_is_that_of_one_process(
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("shard", "workers"), WAYS)
 def test_a_worker_holds_its_part_and_moves_what_is_predicted(
-    pool: Processes, model_folders: Folders, shard: str, workers: int, reshard: bool
+    pool: devices.Guests, model_folders: Folders, shard: str, workers: int, reshard: bool
 ) -> None:
     case = Case(model_folders("qwen2"), workers, shard, knobs={"reshard_after_forward": reshard})
     found, group = call(pool, "gradient", case, dealt(COUNTS[workers])), 2 if shard == "hybrid" else workers
@@ -140,7 +133,7 @@ IN_TURN = ["gather rest", "gather 0", "compute 0", "gather 1", "compute 1"]
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: Processes, model_folders: Folders, prefetch: bool) -> None:
+def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: devices.Guests, model_folders: Folders, prefetch: bool) -> None:
     case = Case(model_folders("qwen2"), 4, "full", knobs={"forward_prefetch": prefetch})
     for events in call(pool, "trace", case, dealt((1, 1, 1, 1))):
         assert events[:5] == (PREFETCHED if prefetch else IN_TURN)
@@ -149,7 +142,7 @@ def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: Processes
 
 @pytest.mark.parametrize(("shard", "adapters"), [("full", False), ("hybrid", False), ("full", True)])
 def test_what_four_workers_saved_others_go_on_from(
-    pool: Processes, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
+    pool: devices.Guests, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
 ) -> None:
     """In bfloat16: shards are the masters, rounded for the twin."""
     case = Case(model_folders("qwen2"), 4, shard, dtype="bfloat16", adapters=adapters)
