@@ -15,8 +15,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from fulltilt.algo.build import build
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.arrays import local
+from fulltilt.model.fuse import fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
 from fulltilt.parallel.apply import Allocating, Shards, shard, share
@@ -24,6 +26,7 @@ from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
 from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
 from fulltilt.records import MiniBatch
 from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import SavedTensors, pieces_of, write_tensors
 from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import Critic, Policy
@@ -41,6 +44,8 @@ class Case:
     role: str = "actor"
     dtype: str = "float64"
     adapters: bool = False
+    fused: bool = False
+    recompute: str = "none"
     knobs: dict[str, bool] = field(default_factory=dict)
 
 
@@ -65,12 +70,16 @@ class Trained:
         for name, parameter in model.named_parameters():  # what begins at zero would hide half of the gradient
             if "lora_B" in name or "score" in name:
                 parameter.data += 0.1
+        if case.fused:
+            assert fuse(model.body if case.role == "critic" else model).left_alone is None
         shards, twin, structure = None, None, None
         if case.shard != "optimizer":
             sharing = share(ranks, "cpu", 2 if case.shard == "hybrid" else None, **case.knobs)
             whole, structure = over_same_memory(model), without_memory(model)
             shards = shard(model, sharing)
             twin = Twin(whole, shards)
+        if case.recompute != "none":
+            apply_recompute(model, Recompute(case.recompute))  # type: ignore[arg-type]
         optimizer = Optimizer(model, TrainConfig(lr=1e-2), 10, keeps_parameters=True, ranks=ranks, shards=shards)
         role = Critic("critic", model, optimizer) if case.role == "critic" else Policy("actor", model, 0.8, optimizer, True)
         loss = algorithm.value_loss if case.role == "critic" else algorithm.loss

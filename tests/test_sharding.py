@@ -91,6 +91,9 @@ CASES = [
     *[("qwen3-moe", {}, *way) for way in WAYS[1:]],
     *[("qwen2", {"role": "critic"}, *way) for way in WAYS[1:]],
     *[("qwen2", {"adapters": True}, *way) for way in WAYS[1:]],
+    *[("qwen2", {"fused": True}, *way) for way in WAYS[1:]],
+    ("qwen3", {"fused": True, "adapters": True, "recompute": "full"}, "full", 4),
+    ("qwen2", {"fused": True, "role": "critic", "recompute": "selective"}, "hybrid", 4),
 ]
 
 
@@ -218,9 +221,10 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
     """PPO: the actor with its twin, a critic and a reference, on four workers, then on two that share out the optimizer alone."""
     monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
     alone, shared = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("alone", "shared"))
-    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3")
+    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3", "train.fused_layers=true")
     runs.train(alone, *ppo, "run.steps=3")  # the schedule ends with the run
-    runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
+    said = runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
     assert_near_runs(shared, alone, 3)
+    assert said.text.count("joined products; outside rollouts one by one, because train.shard is hybrid (actor, critic, ref)") == 1
     runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
     assert runs.metrics(shared)[-1]["step"] == 4

@@ -44,7 +44,6 @@ ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often i
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {
-    "train.fused_layers": "fused layers read parameters that are joined in one memory",
     "train.compile": "compiled layers have not been tried with it",
     **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
     **{f"{role}.offload_activations": "it would take gathered parameters for activations" for role in ("train", "critic")},
