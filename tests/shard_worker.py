@@ -15,10 +15,12 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from fulltilt.algo.build import build
+from fulltilt.memory.activations import offload_activations
+from fulltilt.memory.offload import OffloadSetting
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.arrays import local
-from fulltilt.model.fuse import fuse
+from fulltilt.model.fuse import check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
 from fulltilt.parallel.apply import Allocating, Shards, shard, share
@@ -46,6 +48,7 @@ class Case:
     adapters: bool = False
     fused: bool = False
     recompute: str = "none"
+    offloads: bool = False  # activations and optimizer states
     knobs: dict[str, bool] = field(default_factory=dict)
 
 
@@ -78,9 +81,15 @@ class Trained:
             whole, structure = over_same_memory(model), without_memory(model)
             shards = shard(model, sharing)
             twin = Twin(whole, shards)
+        if case.fused and twin:
+            trained, copied = (check_fused(each.body if case.role == "critic" else each) for each in (model, twin.model))
+            assert (trained.layers, trained.joined, copied.joined) == (copied.layers, 0, 0 if case.adapters else 2 * copied.layers)
         if case.recompute != "none":
             apply_recompute(model, Recompute(case.recompute))  # type: ignore[arg-type]
-        optimizer = Optimizer(model, TrainConfig(lr=1e-2), 10, keeps_parameters=True, ranks=ranks, shards=shards)
+        if case.offloads:
+            offload_activations(model, smallest=1)
+        offload = OffloadSetting(optimizer=case.offloads, grads=case.offloads)
+        optimizer = Optimizer(model, TrainConfig(lr=1e-2), 10, keeps_parameters=True, offload=offload, ranks=ranks, shards=shards)
         role = Critic("critic", model, optimizer) if case.role == "critic" else Policy("actor", model, 0.8, optimizer, True)
         loss = algorithm.value_loss if case.role == "critic" else algorithm.loss
         assert loss
@@ -132,8 +141,9 @@ class ShardWorker:
         if case.adapters:  # the reference role's pass comes first
             with torch.no_grad(), lora.without_adapters(made.trainer.role.model):  # type: ignore[attr-defined]
                 made.trainer.role.nothing()
-            for shards in [made.shards] if made.shards else []:
-                shards.rest()
+        annotated = made.trainer.role.annotate(parts[0].micro_batches[0]).numpy()
+        for shards in [made.shards] if made.shards else []:
+            shards.rest()
         before = dict(ranks.moved)
         sums = made.trainer.accumulate(part, made.passes(part, ranks))
         moved = {kind: count - before.get(kind, 0) for kind, count in ranks.moved.items()}
@@ -142,6 +152,7 @@ class ShardWorker:
         return {
             "gradients": made.gradients(),
             "sums": sums,
+            "annotated": annotated,
             "moved": moved,
             "parameters": sum(local(p).numel() for p in parameters),
             "accumulated": sum(local(p.grad).numel() for p in parameters if p.grad is not None),
