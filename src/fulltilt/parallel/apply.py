@@ -2,9 +2,10 @@
 
 Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters and perhaps fused layers, and a `Sharing`. Leaves: the
 same model, each parameter of which is a shard, a range of rows (FSDP2); during a pass the parameters of one decoder layer at a time are
-whole. Fused kernels stay, and projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had; shards of parameters that learn, and sums of their gradients over workers,
-are float32 or better; gradients are sums, not means; every parameter keeps its name; every collective is counted in `Ranks.moved`. All
-workers must make the same number of passes, each through the whole model and inside `in_one_pass`.
+whole. Fused kernels stay; projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had;
+shards of parameters that learn, and sums of their gradients over workers, are float32 or better; gradients are sums, not means; every
+parameter keeps its name; every collective is counted in `Ranks.moved`. All workers must make the same number of passes, each through the
+whole model and inside `in_one_pass`.
 """
 
 from __future__ import annotations
