@@ -84,6 +84,10 @@ CASES = [
     *[("qwen3-moe", {}, *way) for way in WAYS[1:]],
     *[("qwen2", {"role": "critic"}, *way) for way in WAYS[1:]],
     *[("qwen2", {"adapters": True}, *way) for way in WAYS[1:]],
+    ("qwen2", {"fused": True, "offloads": True}, "full", 4),
+    ("qwen2", {"fused": True}, "hybrid", 4),
+    ("qwen3", {"fused": True, "adapters": True, "recompute": "full"}, "full", 4),
+    ("qwen2", {"fused": True, "role": "critic", "recompute": "selective", "offloads": True}, "hybrid", 4),
 ]
 
 
@@ -99,6 +103,9 @@ def test_the_gradient_is_that_of_one_process(
     expected = {name: numbers for name, (_, numbers) in alone.gradients().items()}
     found = call(pool, "gradient", case, dealt(COUNTS[workers]))
     assert_near(put_together([each["gradients"] for each in found]), expected, 1e-9)
+    first = alone.trainer.role.annotate(one_batch().micro_batches[0]).numpy()
+    for each in found:
+        assert np.allclose(each["annotated"], first, rtol=1e-6)  # in float32
     together = found[0]["sums"]
     for each in found[1:workers]:
         together += each["sums"]
@@ -176,8 +183,11 @@ def config(workers: int, **train: Any) -> Config:
         ({"workers": 1, "shard": "full"}, 'train.shard: "full", but the run has one worker'),
         ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 1, 2 or 4"),
         ({"workers": 2, "shard": "full", "offload_params": True}, "train.offload_params: true is not available with train.shard"),
-        ({"workers": 2, "shard": "full", "offload_activations": True}, "train.offload_activations: true is not available"),
-        ({"workers": 2, "shard": "full", "fused_layers": True}, "train.fused_layers: true is not available"),
+        ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
+        (
+            {"workers": 2, "shard": "full", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 2},
+            'train.recompute_method: "uniform" recomputes 2 layers together, but train.shard = "full" has .* Set it to "block"',
+        ),
     ],
 )
 def test_what_does_not_go_with_shared_parameters_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -186,7 +196,11 @@ def test_what_does_not_go_with_shared_parameters_is_refused(settings: dict[str, 
 
 
 def test_what_goes_together_is_not_refused() -> None:
-    for settings in ({"shard": "optimizer"}, {"shard": "full", "recompute": "full"}, {"shard": "hybrid", "shard_size": 2}):
+    for settings in (
+        {"shard": "optimizer"},
+        {"shard": "full", "recompute": "full", "fused_layers": True, "offload_activations": True},
+        {"shard": "hybrid", "shard_size": 2},
+    ):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
 
 
@@ -211,9 +225,10 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
     """PPO: the actor with its twin, a critic and a reference, on four workers, then on two that share out the optimizer alone."""
     monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
     alone, shared = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("alone", "shared"))
-    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3")
+    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3", "train.fused_layers=true")
     runs.train(alone, *ppo, "run.steps=3")  # the schedule ends with the run
-    runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
+    said = runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
     assert_near_runs(shared, alone, 3)
+    assert said.said.count("joined products; outside rollouts one by one, because train.shard is hybrid (actor, critic, ref)") == 1
     runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
     assert runs.metrics(shared)[-1]["step"] == 4
