@@ -149,8 +149,8 @@ class Member:
             made = load_worker(order, build(order.config), CPU, ranks)
             self.worker, self.notes = ServedWorker(made), Notes(made)
 
-    def call(self, method: str | None, args: tuple[Any, ...], inbox: Inbox) -> Any:
-        return produced(getattr(self.worker, method), args, inbox) if method else None
+    def call(self, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
+        return produced(getattr(self.worker, method), args, inbox)
 
     def note(self, name: str, args: tuple[Any, ...]) -> Any:
         found = getattr(self.notes, name) if self.notes else None
@@ -198,9 +198,9 @@ class Team:
         self.size, self._pool = size, pool
         pool.start("form", [(order, size, os.getcwd())] * pool.size, what="loading").results()
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> TeamCall:
-        idle = [(None, ())] * (self._pool.size - self.size)
-        return TeamCall(self._pool.start("call", [*((method, own) for own in args), *idle], what=what, aside=aside), self.size)
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> TeamCall:
+        given = [None if own is None else (method, own) for own in args]
+        return TeamCall(self._pool.start("call", [*given, *[None] * (self._pool.size - self.size)], what=what, aside=aside), self.size)
 
     def hurry(self) -> None:
         self._pool.hurry()

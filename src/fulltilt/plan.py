@@ -187,6 +187,12 @@ class Plan:
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...]
 
+    def beside(self, other: Plan) -> Plan:
+        """The plan of a run in which other workers, with the other plan, have roles that these do not."""
+        budgets = {name: getattr(other.budgets, name) for role in other.roles for name in OWN_BUDGETS[role]}
+        together = replace(self, budgets=replace(self.budgets, **budgets), roles={**self.roles, **other.roles})
+        return replace(together, words=(*self.words, *other.words))
+
 
 def plan_of(
     model: Shape | Mapping[str, Any] | str | Path, config: Config, *, device: str, device_bytes: int, host_bytes: int, longest: int,
@@ -441,6 +447,11 @@ ROLE_KEYS = {
     "critic": OF_LEARNING,
     "ref": (*OF_SCORING, "fused_head", "entropy_chunk"),
     "reward_model": OF_SCORING,
+}
+OWN_BUDGETS = {  # the budgets of roles that may have workers of their own
+    "critic": ("critic_token_budget", "critic_forward_token_budget"),
+    "ref": ("ref_token_budget",),
+    "reward_model": ("reward_model_token_budget",),
 }
 KEPT_AS = {"actor": "token_budget", "critic": "critic_token_budget"}  # roles that learn, and their budgets' names in a checkpoint
 OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offload_grads")

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -386,10 +385,9 @@ class Worker:
         model = self.twin.model if self.twin else self.actor.model
         yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's state holds about the optimizers."""
-        counts = {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
-        return {**counts["actor"], "critic": counts.get("critic")}
+    def state(self) -> dict[str, dict[str, int]]:
+        """How many optimizer steps each role that learns has made and left out."""
+        return {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
 
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
