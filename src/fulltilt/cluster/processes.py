@@ -59,10 +59,11 @@ class WorkerPeer:
     connection: Connection
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
+    label: str = ""  # the role of a worker that has no other
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank} ({self.process.place})"
+        return f"worker {self.rank} ({', '.join(filter(None, [self.label, self.process.place]))})"
 
 
 def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
@@ -153,11 +154,12 @@ class Processes:
     def __init__(
         self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
         launch: Launch = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
-        kept: Any = None,
+        kept: Any = None, labels: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
         tells that it makes progress. `environment`: variables besides those of this process. `launch` starts the processes: by default, on
-        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object."""
+        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object. `labels`: what
+        messages call each worker, beside its number."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
         self.hurried = False
@@ -172,6 +174,7 @@ class Processes:
         try:
             for peer in launch(range(self.size), environment or {}):
                 self._peers.append(peer)
+                peer.label = labels[peer.rank] if labels else ""
             for peer in self._peers:
                 for target in (self._receive, self._send):
                     thread = threading.Thread(target=target, args=(peer,), name=f"worker-{peer.rank}", daemon=True)

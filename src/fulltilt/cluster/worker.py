@@ -311,7 +311,8 @@ class Worker:
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
-        self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
+        # The reference may be the actor without its adapters.
+        self.residents.need("actor" if "actor" in self.roles and role.model is self.actor.model else name)
         fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
             for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
@@ -395,7 +396,7 @@ class Worker:
         self._unwritten = None  # the copy of a save that failed
         self.collect()
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, size=self.ranks.size)
+        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.number, size=self.ranks.of_run)
 
     def finish_save(self) -> Digests:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
