@@ -230,6 +230,10 @@ class TeamCall:
     def cancel(self) -> None:
         self._call.cancel()
 
+    @property
+    def seconds(self) -> float:
+        return self._call.seconds
+
 
 @dataclass(frozen=True, eq=False)
 class Noted:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,18 @@ class AnnotatedRows:
     pad_tokens: int  # computed beside the rows' own tokens
 
 
+Passes = tuple[list[list[int]], list[np.ndarray], int]  # micro-batches, a role's numbers for each, and how many pad tokens were computed
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, eq=False)
+class StartedWork(Generic[Outcome]):
+    """What workers have begun to compute."""
+
+    call: WorkerCall
+    finish: Callable[[Sequence[Row], Report], Outcome]  # wait for it; the rows are those that it was begun with
+
+
 class Crew:
     def __init__(self, config: Config, algorithm: Algorithm, hosts: Hosts) -> None:
         self.config, self.algorithm, self.hosts = config, algorithm, hosts
@@ -76,6 +88,10 @@ class Crew:
     def _ranks_of(self, role: str) -> list[int]:
         """The workers that have the role; where nobody has it, the actor's."""
         return self._workers.get(role) or self._workers["actor"]
+
+    def has_own_workers(self, role: str) -> bool:
+        """Whether the role's workers have nothing to do with the actor's, so that both compute at the same time."""
+        return self._ranks_of(role) != self._ranks_of("actor")
 
     def _start(self, role: str, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> WorkerCall:
         """Call a method of the workers that have the role. `args`: one tuple for each of them."""
@@ -149,26 +165,39 @@ class Crew:
 
     def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> AnnotatedRows:
         """The rows with the role's number for each trained token, as `field`."""
-        plan, found, pads = self._passes(role, rows, report)
-        return AnnotatedRows(scatter(rows, plan, found, field), pads)
+        return self.start_annotation(role, field, rows).finish(rows, report)
+
+    def start_annotation(self, role: str, field: str, rows: Sequence[Row]) -> StartedWork[AnnotatedRows]:
+        """Begin what `annotate` does. The rows to finish it with may have got numbers of other roles meanwhile."""
+        call, finish = self._start_passes(role, rows)
+
+        def annotated(rows: Sequence[Row], report: Report) -> AnnotatedRows:
+            plan, found, pads = finish(report)
+            return AnnotatedRows(scatter(rows, plan, found, field), pads)
+
+        return StartedWork(call, annotated)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
-        _, found, _ = self._passes("actor", rows, lambda done, total: None)
+        _, found, _ = self._start_passes("actor", rows)[1](lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
-    def _passes(self, role: str, rows: Sequence[Row], report: Report) -> tuple[list[list[int]], list[np.ndarray], int]:
-        """Micro-batches, the role's numbers for each, and how many pad tokens were computed."""
+    def _start_passes(self, role: str, rows: Sequence[Row]) -> tuple[WorkerCall, Callable[[Report], Passes]]:
+        """The call, and a function that waits for it."""
         sizing, size = self.forward_sizes[role], len(self._ranks_of(role))
         plan = sizing.schedule([row.tokens for row in rows], size)
         dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance)
         args = [(role, chosen(rows, own := [plan[place] for place in places]), own, sizing.packing) for places in dealt]
         call = self._start(role, "annotate", args, what=f"a pass of the {role}")
-        for done, _ in enumerate(call.items(), start=1):
-            report(done, len(plan))
-        results: list[Annotated] = self._results(role, call)
-        found = in_order(dealt, [each.numbers for each in results])
-        return plan, found, sum(each.pad_tokens for each in results)
+
+        def finish(report: Report) -> Passes:
+            for done, _ in enumerate(call.items(), start=1):
+                report(done, len(plan))
+            results: list[Annotated] = self._results(role, call)
+            found = in_order(dealt, [each.numbers for each in results])
+            return plan, found, sum(each.pad_tokens for each in results)
+
+        return call, finish
 
     def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[float]:
         """What each micro-batch costs, to deal them out evenly."""
@@ -181,39 +210,50 @@ class Crew:
     def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
         """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
+        return self.start_update(role, rows, updates_before, report).finish(rows, report)
+
+    def start_update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> StartedWork[Metrics]:
+        """Begin what `update` does."""
         sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
         size = len(self._ranks_of(role))
         plans = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
         costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
         dealt = [distribute(each, size, self.config.train.balance) for each in costs]
         parts = [[plan.part(places[worker]) for plan, places in zip(plans, dealt, strict=True)] for worker in range(size)]
-        epochs = self.config.algorithm.epochs
         if not isinstance(self.hosts, Local):  # other processes do not wait for the reader of their progress
-            report(0, epochs * len(plans))
+            report(0, self.config.algorithm.epochs * len(plans))
         args = [
             (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)
             for own in parts
         ]
         call = self._start(role, "update", args, what=f"update-{role}")
-        for rank, (done, total) in call.items():
-            if rank == self._ranks_of(role)[0]:
-                report(done, total)
-        results: list[UpdateSums] = self._results(role, call)
+
+        def finish(rows: Sequence[Row], report: Report) -> Metrics:
+            for rank, (done, total) in call.items():
+                if rank == self._ranks_of(role)[0]:
+                    report(done, total)
+            metrics = self._update_metrics(role, plans, self._results(role, call))
+            if alone:
+                metrics[f"{role}/samples_left_out"] = len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)
+            if size > 1 and plans:
+                metrics[f"{role}/load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
+            return metrics
+
+        return StartedWork(call, finish)
+
+    def _update_metrics(self, role: str, plans: Sequence[BatchPlan], results: Sequence[UpdateSums]) -> Metrics:
         found = [
             reduce(LossSums.__add__, (sums for sums, _ in steps)).metrics(plan.trained_tokens, silent=plan.silent) | steps[0][1]
-            for plan, *steps in zip(plans * epochs, *(each.steps for each in results), strict=True)
+            for plan, *steps in zip([*plans] * self.config.algorithm.epochs, *(each.steps for each in results), strict=True)
         ]
         counts: Metrics = {
             "skipped_updates": sum(metrics.pop(f"{role}/skipped_updates") for metrics in found),
             "updates": len(found),
             "micro_batches": sum(each.micro_batches for each in results),
             "pad_tokens": sum(each.pad_tokens for each in results),
-            **({"samples_left_out": len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)} if alone else {}),
         }
-        if size > 1 and plans:
-            counts["load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
         seconds = [each.seconds for each in results]
-        of_workers = {"max": max(seconds), "mean": float(np.mean(seconds))} if size > 1 else {}
+        of_workers = {"max": max(seconds), "mean": float(np.mean(seconds))} if len(results) > 1 else {}
         return {
             **mean_of(found),
             **{f"{role}/{name}": count for name, count in counts.items()},

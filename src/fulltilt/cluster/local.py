@@ -6,6 +6,7 @@ started; a method begins when its items or its results are asked for, and what i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,6 +50,7 @@ class LocalCall:
         self._inbox = LocalInbox()
         self._running = produced(getattr(worker, method), args, self._inbox)
         self._what = what
+        self._began, self.seconds = time.monotonic(), 0.0
         self._results: list[Any] | None = None
         self._over = False
 
@@ -62,6 +64,7 @@ class LocalCall:
                 yield 0, next(self._running)
         except StopIteration as end:
             self._results = [end.value]
+            self.seconds = time.monotonic() - self._began
         finally:
             self.cancel()
 

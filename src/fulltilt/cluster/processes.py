@@ -93,6 +93,7 @@ class ProcessCall:
         self.reported = [False] * host.size  # as silent
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
         self.cancelled = False
+        self._began, self.seconds = time.monotonic(), 0.0
         self._items: deque[tuple[int, Any]] = deque()
         self._results: list[Any] = [None] * host.size
 
@@ -136,6 +137,7 @@ class ProcessCall:
 
     def add_result(self, rank: int, result: Any) -> None:
         self._results[rank] = result
+        self.seconds = time.monotonic() - self._began
         self.answered[rank] = True
         self.news.put(None)
 
