@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -138,6 +139,7 @@ class Member:
         self.rank, self.groups = rank, groups
         self.worker: ServedWorker | None = None
         self.notes: Notes | None = None
+        self.guests: dict[str, Any] = {}  # workers of other kinds, by the function that makes them; they stay
 
     def form(self, order: WorkerOrder, size: int, folder: str) -> None:
         """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver."""
@@ -154,6 +156,12 @@ class Member:
 
     def call(self, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
         return produced(getattr(self.worker, method), args, inbox)
+
+    def call_guest(self, make: str, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
+        if make not in self.guests:
+            module, _, function = make.partition(":")
+            self.guests[make] = getattr(importlib.import_module(module), function)(self)
+        return produced(getattr(self.guests[make], method), args, inbox)
 
     def note(self, name: str, args: tuple[Any, ...]) -> Any:
         found = getattr(self.notes, name) if self.notes else None
@@ -214,6 +222,16 @@ class Team:
             self.start("close", [()] * self.size, what="the end").results()
 
 
+class Guests:
+    """Workers of another kind, one in each process of a pool. `make`, as "module:function", takes the `Member`."""
+
+    def __init__(self, pool: Pool, make: str) -> None:
+        self.size, self._pool, self._make = SIZE, pool, make
+
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> ProcessCall:
+        return self._pool.processes.start("call_guest", [(self._make, method, own) for own in args], what=what)
+
+
 class TeamCall:
     def __init__(self, call: ProcessCall, size: int) -> None:
         self._call, self._size = call, size
@@ -267,8 +285,10 @@ class Pool:
         return self._processes
 
     def close(self) -> None:
+        """End the processes, until they are needed again."""
         if self._processes:
             self._processes.close()
+            self._processes = None
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

@@ -498,7 +498,7 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
         made = made.decide(*facts.roles, "offload_params", False)
     if shares_parameters(config):
         for role in facts.roles:
-            made = made.decide(role, "offload_params", False).decide(role, "offload_activations", False)
+            made = made.decide(role, "offload_params", False)
     budgets: dict[str, int] = {}
     if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
         made = decide_offloads(made, facts)

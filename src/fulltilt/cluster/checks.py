@@ -44,10 +44,8 @@ ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often i
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {
-    "train.fused_layers": "fused layers read parameters that are joined in one memory",
     "train.compile": "compiled layers have not been tried with it",
     **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
-    **{f"{role}.offload_activations": "it would take gathered parameters for activations" for role in ("train", "critic")},
 }
 
 
@@ -219,6 +217,9 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     elif train.shard_size and workers % train.shard_size:
         sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])
         yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
+    if train.recompute_method == "uniform" and train.recompute_layers not in ("auto", 1):
+        why = f'train.shard = "{train.shard}" has the parameters of one layer whole at a time'
+        yield f'train.recompute_method: "uniform" recomputes {train.recompute_layers} layers together, but {why}. Set it to "block"'
     for key, why in UNSHARED.items():
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) is True:

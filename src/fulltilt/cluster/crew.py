@@ -32,7 +32,7 @@ from fulltilt.plan import Plan
 from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row, UserError
 from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import EngineStats
+from fulltilt.rollout.stats import EngineStats, JointProgress, RolloutProgress
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests
 from fulltilt.words import joined, many
@@ -139,6 +139,8 @@ class Crew:
         for rank, item in call.items():
             if isinstance(item, FreeSeats):
                 call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
+            elif isinstance(item, RolloutProgress):
+                self._progress.add(rank, item)
             else:
                 yield item
 
@@ -148,9 +150,12 @@ class Crew:
         return reduce(EngineStats.beside, found)
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
-        """Have the engine describe its progress after every `interval` seconds of generating. Engines in other processes are silent."""
+        """Have the engines describe their progress after every `interval` seconds of generating, in one line for all."""
         if isinstance(self.hosts, Local):
             self.worker.report_rollout(say, interval)
+        else:
+            self._progress = JointProgress(self.hosts.size, say)
+            self._all("send_progress", interval, what="set-up")
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""

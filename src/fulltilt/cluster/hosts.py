@@ -70,6 +70,10 @@ class Inbox(Protocol):
         """All messages since the last time, after waiting until there is one. None at the end of `timeout` seconds, or where the driver
         runs in the same thread, so that none can arrive: a method that needs one must yield."""
 
+    def send(self, item: Any) -> None:
+        """Give the driver an item at once, in the middle of what the method computes. Where the driver runs in the same thread, it gets the
+        item together with the next one that is yielded."""
+
 
 class WorkerError(Exception):
     """A worker failed, by no mistake that the user can fix. The message names the worker, the call and the error."""

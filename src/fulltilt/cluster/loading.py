@@ -76,10 +76,9 @@ class Fusing:
         self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
         self.found: dict[str, str] = {}  # what runs the layers of each role
+        self.aside = f"; outside rollouts one by one, because train.shard is {config.train.shard}" if shares_parameters(config) else ""
         if self.compiles:
             self.off = "train.compile is on"
-        elif shares_parameters(config):
-            self.off = f"train.shard is {config.train.shard}"
         elif self.wanted is False:
             self.off = "train.fused_layers is off"
         elif self.wanted == "auto" and device.type != "cuda":
@@ -97,7 +96,7 @@ class Fusing:
                 self.found[role] = compile_and_compare(model)
             elif self.off is None:
                 report = fuse_and_compare(model)
-                self.found[role] = str(report)
+                self.found[role] = f"{report}{self.aside if report.joined else ''}"
                 # Another role may be of another family; where the actor is, the key would have no effect.
                 reason = report.left_alone if role == "actor" else None
         except WrongLayers as error:

@@ -36,6 +36,7 @@ class LocalInbox:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
+        self.sent: list[Any] = []
 
     def poll(self) -> list[Any]:
         found, self.messages = self.messages, []
@@ -43,6 +44,9 @@ class LocalInbox:
 
     def wait(self, timeout: float | None = None) -> list[Any]:
         return self.poll()
+
+    def send(self, item: Any) -> None:
+        self.sent.append(item)
 
 
 class LocalCall:
@@ -61,7 +65,9 @@ class LocalCall:
             raise no_results(self._what)
         try:
             while True:
-                yield 0, next(self._running)
+                item = next(self._running)
+                sent, self._inbox.sent = self._inbox.sent, []
+                yield from ((0, each) for each in (*sent, item))
         except StopIteration as end:
             self._results = [end.value]
             self.seconds = time.monotonic() - self._began

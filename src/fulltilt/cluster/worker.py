@@ -189,6 +189,7 @@ class Worker:
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
+    _progress_s: float | None = None  # seconds of generating after which `generate` sends its progress
     _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
@@ -244,6 +245,8 @@ class Worker:
             own = "weights that were changed after the last sync" if self.version is None else f"version {self.version} of the weights"
             raise RuntimeError(f"the engine would sample from {own}, and version {version} is asked for: sync comes after every update")
         self.residents.need("actor")
+        if inbox and self._progress_s is not None:
+            self.engine.recorder.tell(inbox.send, self._progress_s)
         places, given = list(prompts), list(prompts.values())
         try:
             items: Iterable[Group | FreeSeats]
@@ -263,6 +266,10 @@ class Worker:
         """The engine's statistics of the last `generate`."""
         assert self.engine
         return self.engine.stats()
+
+    def send_progress(self, interval: float) -> None:
+        """Have `generate` send a `RolloutProgress` after every `interval` seconds of generating."""
+        self._progress_s = interval if self.config.rollout.log_stats else None
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating."""

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from fulltilt.model.fuse import joined_tensors, separate
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.exchange import Exchange, flat
 
@@ -25,16 +26,19 @@ def like(model: Model, make: Callable[[str, torch.nn.Parameter], torch.Tensor]) 
         id(parameter): torch.nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
     }
-    return copy.deepcopy(model, memo=dict(made))
+    joined = {id(whole): whole for whole in joined_tensors(model)}  # not copied: they are as large as the parameters
+    return copy.deepcopy(model, memo={**made, **joined})
 
 
 def over_same_memory(model: Model) -> Model:
-    """A second model with the memory of the first, which keeps it when the first is shared out."""
+    """A second model with the memory of the first, which keeps it when the first is shared out. Layers that run as one product still do."""
     return like(model, lambda name, parameter: parameter.detach())
 
 
 def without_memory(model: Model) -> Model:
-    return like(model, lambda name, parameter: torch.empty_like(parameter, device="meta"))
+    found = like(model, lambda name, parameter: torch.empty_like(parameter, device="meta"))
+    separate(found)
+    return found
 
 
 class Twin:
