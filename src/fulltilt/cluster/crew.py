@@ -154,8 +154,8 @@ class Crew:
         if isinstance(self.hosts, Local):
             self.worker.report_rollout(say, interval)
         else:
-            self._progress = JointProgress(self.hosts.size, say)
-            self._all("send_progress", interval, what="set-up")
+            self._progress = JointProgress(len(self._ranks_of("actor")), say)
+            self._each("actor", "send_progress", interval, what="set-up")
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
