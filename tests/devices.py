@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import runs
@@ -280,7 +281,9 @@ class Pool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             seats = [Seat(rank, self._size, self._store.port) for rank in range(self._size)]
             lo = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
-            self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
+            with pytest.MonkeyPatch.context() as patch:
+                forked.use(patch)
+                self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
             vars(self._processes).update(self._options)
         return self._processes
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from fulltilt.model.arrays import local
 from fulltilt.model.fuse import check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
+from fulltilt.parallel import exchange
 from fulltilt.parallel.apply import Allocating, Shards, shard, share
 from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
 from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
@@ -80,7 +82,8 @@ class Trained:
             sharing = share(ranks, "cpu", 2 if case.shard == "hybrid" else None, **case.knobs)
             whole, structure = over_same_memory(model), without_memory(model)
             shards = shard(model, sharing)
-            twin = Twin(whole, shards)
+            with patch.object(exchange, "EXCHANGE_BYTES", 3000):  # many rounds
+                twin = Twin(whole, shards)
         if case.fused and twin:
             trained, copied = (check_fused(each.body if case.role == "critic" else each) for each in (model, twin.model))
             assert (trained.layers, trained.joined, copied.joined) == (copied.layers, 0, 0 if case.adapters else 2 * copied.layers)

@@ -21,6 +21,7 @@ from shard_worker import Case, Trained, restore
 
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
+from fulltilt.parallel.exchange import copy_all, spread
 from fulltilt.parallel.shard import RowLayout
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
@@ -168,6 +169,19 @@ def test_what_four_workers_saved_others_go_on_from(
     alone = Trained.of(replace(case, workers=1, shard="optimizer"))
     restore(alone, tmp_path, files)
     assert_near({name: numbers for name, (_, numbers) in alone.numbers().items()}, saved, 0)
+
+
+@pytest.mark.parametrize(("count", "workers"), [(12, 4), (10, 4), (5, 4), (3, 4), (1, 2)])
+def test_rows_of_workers_make_a_whole_parameter(count: int, workers: int) -> None:
+    """Windows of any length, of a parameter whose last workers have fewer numbers or none."""
+    each, expected = -(-count // workers), torch.arange(count)
+    rows = torch.full((workers, each), -1)
+    rows.view(-1)[:count] = expected
+    for width in range(1, each + 1):
+        found = torch.full((count,), -2)
+        for first in range(0, each, width):
+            copy_all(spread(rows[:, first : first + width], found, each, first))
+        assert torch.equal(found, expected)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------------------------
