@@ -193,7 +193,7 @@ def test_an_evaluation_uses_the_workers_of_roles_that_only_learn(template: Path)
 
 
 REFUSED = {
-    "critic": (("cluster.workers=2", "cluster.roles={critic = 1}"), 'cluster.roles: critic would get .* algorithm.name = "grpo" has no critic'),
+    "critic": (("cluster.workers=2", "cluster.roles={critic = 1}"), 'critic would get .* algorithm.name = "grpo" has no critic'),
     "ref": (("cluster.workers=2", "cluster.roles={ref = 1}", "algorithm.kl_coef=0"), "cluster.roles: ref would get .* nothing compares"),
     "adapters": (("cluster.workers=2", "cluster.roles={ref = 1}", "lora.rank=4"), "the reference is the actor without its adapters"),
     "reward model": (("cluster.workers=2", "cluster.roles={reward_model = 1}"), "cluster.roles: reward_model would get .* no reward model"),
