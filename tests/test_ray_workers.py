@@ -246,12 +246,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders)
 SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passes", "actor/micro_batches", "rollout_corr/")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_path: Path, alone: Path, count: int) -> None:
+@pytest.mark.parametrize(("count", "roles"), [(1, "{}"), (2, "{}"), (2, "{ref = 1}")])
+def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_path: Path, alone: Path, count: int, roles: str) -> None:
     folder = runs.make(tmp_path / "folder", (alone / "model").resolve())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(runs.SOURCE))
-        settings = ["run.steps=4", "cluster.nodes=2", f"cluster.workers={count}", f"cluster.address={cluster.address}"]
+        settings = [
+            "run.steps=4",
+            "cluster.nodes=2",
+            f"cluster.workers={count}",
+            f"cluster.address={cluster.address}",
+            f"cluster.roles={roles}",
+        ]
         ended = runs.command(folder, "train", "run.toml", *settings)
     assert ended.code == 0, ended.error
     assert "ray" not in ended.error.lower(), ended.error

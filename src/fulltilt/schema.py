@@ -863,8 +863,8 @@ class ClusterConfig(Section):
     address: NotEmpty | None = None
     """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
     Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
-    roles: dict[Literal["critic", "ref", "reward_model"], Annotated[int, Field(ge=1, le=1024)]] = row(
-        {}, elsewhere="~reward_model.n_gpus_per_node", used_if=_if_several
+    roles: dict[Literal["critic", "ref", "reward_model"], Annotated[int, Field(ge=1, le=1024)]] = _training(
+        {}, "workers that have only this role", elsewhere="~reward_model.n_gpus_per_node", used_if=_if_several
     )
     """Roles that get workers of their own, and how many of all workers of the run each gets: `{ reward_model = 2 }`. They hold that role
     alone; the others sample, train, and have all other roles. Left out: every worker has all roles."""
