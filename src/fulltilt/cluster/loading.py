@@ -44,15 +44,17 @@ class Models:
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
-    resume: Checkpoint | None, *, sampled: bool,
+    resume: Checkpoint | None, *, sampled: bool, actor: bool = True,
 ) -> Models:  # fmt: skip
-    """The actor, and those of `roles` that have a model of their own; with an `encoder`, the reward model too. `sampled`: whether the run
-    samples from the actor."""
+    """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
+    too. `sampled`: whether the run samples from the actor."""
     fusing = Fusing(config, device)
     own: dict[str, torch.nn.Module] = {}
     if encoder is not None:
         own["reward_model"] = load_reward_model(config, device, encoder, fusing)
-    own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing, decodes=sampled and config.rollout.engine == "native")
+    layers: dict[int, LayerShape] = {}
+    if actor:
+        own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing, decodes=sampled and config.rollout.engine == "native")
     if "critic" in roles:
         own["critic"] = load_critic(config, tokenizer, device, fusing)
     if "ref" in roles and not shares_model(config):

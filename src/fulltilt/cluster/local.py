@@ -6,6 +6,7 @@ started; a method begins when its items or its results are asked for, and what i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ class Local:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> LocalCall:
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> LocalCall:
         (own,) = args
+        assert own is not None
         return LocalCall(self.worker, method, own, what)
 
     def hurry(self) -> None:
@@ -52,6 +54,7 @@ class LocalCall:
         self._inbox = LocalInbox()
         self._running = produced(getattr(worker, method), args, self._inbox)
         self._what = what
+        self._began, self.seconds = time.monotonic(), 0.0
         self._results: list[Any] | None = None
         self._over = False
 
@@ -67,6 +70,7 @@ class LocalCall:
                 yield from ((0, each) for each in (*sent, item))
         except StopIteration as end:
             self._results = [end.value]
+            self.seconds = time.monotonic() - self._began
         finally:
             self.cancel()
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -319,7 +318,8 @@ class Worker:
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
-        self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
+        # The reference may be the actor without its adapters.
+        self.residents.need("actor" if "actor" in self.roles and role.model is self.actor.model else name)
         fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
             for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
@@ -393,10 +393,9 @@ class Worker:
         model = self.twin.model if self.twin else self.actor.model
         yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's state holds about the optimizers."""
-        counts = {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
-        return {**counts["actor"], "critic": counts.get("critic")}
+    def state(self) -> dict[str, dict[str, int]]:
+        """How many optimizer steps each role that learns has made and left out."""
+        return {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
 
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
@@ -404,7 +403,7 @@ class Worker:
         self._unwritten = None  # the copy of a save that failed
         self.collect()
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
-        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, size=self.ranks.size)
+        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.number, size=self.ranks.of_run)
 
     def finish_save(self) -> Digests:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
