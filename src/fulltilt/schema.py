@@ -546,9 +546,10 @@ class TrainConfig(Section):
         "{ARR.,}model.use_liger {ARR.model.,training.,}use_liger_kernel",
     )
     """Run each layer with few kernels: one matrix product for queries, keys and values, one for gate and up, and one kernel for each norm,
-    rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
-    family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
-    our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
+    rotary embedding and gated product. Rollout and update run the same layers; with `shard` "full" or "hybrid", passes and updates compute
+    queries, keys, values, gate and up one by one. `auto`: on for CUDA, where triton is installed, the model family is known, values and
+    gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of our own. use_liger_kernel is
+    one guide's spelling; verl's key is use_liger."""
     balance: bool = row(
         True, "spread of token cost across workers", "trainer.balance_batch", section=BATCHES, free=True, used_if=_if_several
     )
