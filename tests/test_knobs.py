@@ -73,6 +73,7 @@ BUILT = {
     "train.reshard_after_forward": False,
     "train.forward_prefetch": False,
     "cluster.workers": 2,
+    "cluster.roles": {"critic": 1},
 }
 NEEDED_WITH = {
     "train.shard_size": {"train.shard": "hybrid"},

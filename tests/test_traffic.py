@@ -32,7 +32,8 @@ MODELS = {
     "lora": ("qwen2", ("lora.rank=4", "model.dtype=bfloat16")),
     "ppo": ("qwen2", PPO),
     "recompute": ("qwen2", ("train.recompute=full", "model.dtype=bfloat16")),
-    "pairs": ("qwen2", ("train.recompute=selective", "train.recompute_layers=2", "train.recompute_method=uniform")),
+    "selective": ("qwen2", ("train.recompute=selective",)),
+    "fused": ("qwen2", ("train.fused_layers=true",)),
     "whole": ("qwen2", (*PPO, "train.reshard_after_forward=false", "model.dtype=bfloat16")),
 }
 SHARDED = {

@@ -547,9 +547,10 @@ class TrainConfig(Section):
         "{ARR.,}model.use_liger {ARR.model.,training.,}use_liger_kernel",
     )
     """Run each layer with few kernels: one matrix product for queries, keys and values, one for gate and up, and one kernel for each norm,
-    rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
-    family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
-    our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
+    rotary embedding and gated product. Rollout and update run the same layers; with `shard` "full" or "hybrid", passes and updates compute
+    queries, keys, values, gate and up one by one. `auto`: on for CUDA, where triton is installed, the model family is known, values and
+    gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of our own. use_liger_kernel is
+    one guide's spelling; verl's key is use_liger."""
     balance: bool = row(
         True, "spread of token cost across workers", "trainer.balance_batch", section=BATCHES, free=True, used_if=_if_several
     )
@@ -571,8 +572,8 @@ class TrainConfig(Section):
         "ARR.actor.fsdp_config.fsdp_size critic.{model.,}fsdp_config.fsdp_size",
         used_if=when("shard", "hybrid", required=True),
     )
-    """Workers of a group, with `shard` "hybrid". It divides the number of workers. Left out: not used, since `shard` is another. Note: verl's
-    -1, all workers, is `shard` "full"."""
+    """Workers of a group, with `shard` "hybrid". It divides the number of workers. Left out: not used, since `shard` is another. Note:
+    verl's -1, all workers, is `shard` "full"."""
     reshard_after_forward: bool = _if_shared(
         True,
         "gathers of a micro-batch; whole parameters between forward and backward",
@@ -884,6 +885,11 @@ class ClusterConfig(Section):
     address: NotEmpty | None = None
     """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
     Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
+    roles: dict[Literal["critic", "ref", "reward_model"], Annotated[int, Field(ge=1, le=1024)]] = _training(
+        {}, "workers that have only this role", elsewhere="~reward_model.n_gpus_per_node", used_if=_if_several
+    )
+    """Roles that get workers of their own, and how many of all workers of the run each gets: `{ reward_model = 2 }`. They hold that role
+    alone; the others sample, train, and have all other roles. Left out: every worker has all roles."""
     processes: bool = row(
         False,
         used_if=UsedIf(
@@ -988,7 +994,8 @@ def _legal(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple:
         return f"a list of {len(arguments)}, each {_legal(arguments[0])}"
     if origin is dict:
-        return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}"
+        names = f" for {_legal(arguments[0])}" if get_origin(arguments[0]) is Literal else ""
+        return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}{names}"
     bounds = {name: getattr(bound, name) for bound in metadata for name, _ in _BOUNDS if hasattr(bound, name)}
     span = " and ".join(f"{words} {bounds[name]}" for name, words in _BOUNDS if name in bounds)
     if bounds.keys() == {"ge", "le"}:

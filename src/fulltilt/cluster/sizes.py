@@ -47,8 +47,8 @@ def device_bytes(device: torch.device, ranks: Ranks) -> int:
 
 
 def find_sharding(config: Config, roles: Collection[str], device: torch.device, ranks: Ranks, *, sampled: bool) -> Sharding:
-    """What workers share out. It is found before models are loaded, and on all workers alike. `roles`: those that have a model, the actor
-    excepted where nothing learns."""
+    """What these workers share out. It is found before models are loaded, and on all of them alike. `roles`: those of a training run, none
+    if nothing learns."""
     if not roles:
         return Sharding("optimizer", ranks.size, ranks.size)
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
@@ -58,7 +58,9 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
-    return choose_sharding(config, facts, ranks.beside, only=only)
+    found = choose_sharding(config, facts, ranks.beside, only=only)
+    # Workers of another role are one group.
+    return found if "actor" in roles or not found.parameters else replace(found, shard="full", group=ranks.size)
 
 
 def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator[tuple[str, RoleFacts]]:
@@ -88,8 +90,8 @@ def find_facts(
         cores=max(1, ranks.least(THREADS, device) // ranks.beside),
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
-        kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype),
-        not_captured=why_not_captured(models.actor),
+        kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype) if rollout else None,
+        not_captured=why_not_captured(models.actor) if rollout else None,
         layers=models.fused,
         sharding=sharding,
     )

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from fulltilt.memory.offload import Lane, Mark, host_memory, now, wait
-from fulltilt.memory.recompute import Forward, decoder_layers, put_around, saving_to
+from fulltilt.memory.recompute import NO_LAYERS, Forward, put_around, saving_to
+from fulltilt.model.scalar import decoder_layers
 
 SMALLEST = 1 << 20  # smaller storages are not worth a copy
 PAGE = 16 << 20  # bytes of host memory that belong to one layer at a time
@@ -36,10 +37,10 @@ ALIGNED = 512  # torch's allocator aligns to it; kernels choose their form by al
 def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, page: int = PAGE) -> ActivationOffload:
     """Send the tensors that the model's layers save to the host."""
     assert smallest >= 1 and page % ALIGNED == 0
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, NO_LAYERS)
     offload = ActivationOffload(next(layers[0].parameters()).device, smallest, page)
     for layer in layers:
-        forward = OffloadedForward(layer.forward, offload, list(layer.parameters()), layer is layers[0], layer is layers[-1])
+        forward = OffloadedForward(layer.forward, offload, layer, layer is layers[0], layer is layers[-1])
         put_around(layer, forward)
     return offload
 
@@ -89,7 +90,7 @@ class OffloadedForward:
 
     own: Forward
     offload: ActivationOffload
-    parameters: list[torch.nn.Parameter]
+    layer: torch.nn.Module  # its parameters may be other tensors in each pass, where workers share them out
     first: bool
     last: bool
     outermost = True
@@ -97,7 +98,7 @@ class OffloadedForward:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own(hidden_states, *args, **kwargs)
-        saved = self.offload.begin(self.parameters, [*args, *kwargs.values()], first=self.first, last=self.last)
+        saved = self.offload.begin(list(self.layer.parameters()), [*args, *kwargs.values()], first=self.first, last=self.last)
         with saving_to(saved):
             out = self.own(hidden_states, *args, **kwargs)
         self.offload.close(saved)

@@ -7,7 +7,7 @@ worker. Guaranteed: every number belongs to exactly one worker of a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,18 +116,6 @@ class RowLayout:
         """The range of a parameter's numbers that belongs to a worker; it may be empty."""
         width, count = self.width(name), math.prod(self.shapes[name])
         return slice(min(count, rank * width), min(count, (rank + 1) * width))
-
-    def pieces(self, begin: int, width: int) -> Iterator[tuple[int, str, slice, int]]:
-        """What every worker has in the same `width` numbers of its stretch, `begin` numbers after its start: worker, parameter, range of
-        its numbers, and where they are in the `width` numbers."""
-        for rank in range(self.workers):
-            place = -begin
-            for name in self.shapes:
-                own, first = self.own(name, rank), max(0, -place)
-                found = slice(own.start + first, min(own.stop, own.start + width - place))
-                if found.start < found.stop:
-                    yield rank, name, found, place + first
-                place += self.width(name)
 
 
 def places(counts: Iterable[tuple[str, int, bool]], workers: int) -> Layout:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fulltilt.model.arrays import is_shard
-from fulltilt.model.scalar import ScalarModel
-from fulltilt.parallel.apply import CountedGather, Shards, decoder_layers
+from fulltilt.model.scalar import decoder_layers
+from fulltilt.parallel.apply import CountedGather, Shards
 
 OUTSIDE = "outside"  # the layers: the parameters of embedding, last norm and head
 
@@ -46,7 +46,7 @@ class TracedGather(CountedGather):
 def traced(shards: Shards, compute: Callable[[], Any]) -> PassTrace:
     """What `compute`, which makes passes through the model on all workers, does with the parameters."""
     model, moved, events = shards.model, shards.sharing.everyone.moved, list[str]()
-    layers = decoder_layers(model.body if isinstance(model, ScalarModel) else model)
+    layers = decoder_layers(model, "a pass cannot be traced")
     hooks = [layer.register_forward_pre_hook(lambda *_, place=place: events.append(f"run {place}")) for place, layer in enumerate(layers)]
     places = {id(layer): str(place) for place, layer in enumerate(layers)} | {id(model): OUTSIDE}
     for unit in shards.units:
