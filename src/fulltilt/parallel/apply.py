@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from fulltilt.model.arrays import is_shard, local
@@ -57,14 +57,15 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
 
 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
-    """The workers in groups of `size`. Where the run has others, which do not take part, only these make process groups."""
-    names = ("replicate", "shard")
-    if ranks.of_run == ranks.size:
-        return init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=names)
-    places = torch.arange(ranks.before, ranks.before + ranks.size).view(-1, size)
-    lines = places[:, ranks.rank % size], places[ranks.rank // size]
-    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
-    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=names)
+    """The workers in groups of `size`. Workers of the run that have other roles take no part: then each worker makes only its own groups,
+    for which torch asks that all of their members are in as many other groups."""
+    places, apart = torch.arange(ranks.before, ranks.before + ranks.size).view(-1, size), ranks.of_run > ranks.size
+    groups = []
+    for line in (*places.t().tolist(), *places.tolist()):
+        if ranks.number in line or not apart:
+            group = dist.new_group(line, timeout=ranks.deadline, use_local_synchronization=apart)
+            groups += [group] if ranks.number in line else []
+    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))
 
 
 @dataclass(eq=False)
