@@ -51,20 +51,9 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
         assert ranks.group is not None
         return Sharing(ranks, ranks, DeviceMesh.from_group(ranks.group, device), **knobs)
     assert ranks.size % size == 0, f"{ranks.size} workers are no groups of {size}"
-    mesh = mesh_of(ranks, device, size)
+    mesh = init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=("replicate", "shard"))
     group = replace(ranks, rank=ranks.rank % size, size=size, group=mesh["shard"].get_group())
     return Sharing(ranks, group, mesh, **knobs)
-
-
-def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
-    """The workers in groups of `size`. Where the run has others, which do not take part, only these make process groups."""
-    names = ("replicate", "shard")
-    if ranks.of_run == ranks.size:
-        return init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=names)
-    places = torch.arange(ranks.before, ranks.before + ranks.size).view(-1, size)
-    lines = places[:, ranks.rank % size], places[ranks.rank // size]
-    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
-    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=names)
 
 
 @dataclass(eq=False)
