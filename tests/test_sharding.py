@@ -173,6 +173,11 @@ def test_what_four_workers_saved_others_go_on_from(
     assert_near({name: numbers for name, (_, numbers) in alone.numbers().items()}, saved, 0)
 
 
+def test_groups_have_the_deadline_of_the_run(pool: devices.Guests) -> None:
+    """Not torch's own: 10 minutes with NCCL, 30 with gloo."""
+    assert call(pool, "deadlines", 77.0) == [{77.0}] * pool.size
+
+
 @pytest.mark.parametrize(("count", "workers"), [(12, 4), (10, 4), (5, 4), (3, 4), (1, 2)])
 def test_rows_of_workers_make_a_whole_parameter(count: int, workers: int) -> None:
     """Windows of any length, of a parameter whose last workers have fewer numbers or none."""

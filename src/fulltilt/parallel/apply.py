@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from fulltilt.model.arrays import is_shard, local
@@ -51,9 +51,19 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
         assert ranks.group is not None
         return Sharing(ranks, ranks, DeviceMesh.from_group(ranks.group, device), **knobs)
     assert ranks.size % size == 0, f"{ranks.size} workers are no groups of {size}"
-    mesh = init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(ranks, device, size)
     group = replace(ranks, rank=ranks.rank % size, size=size, group=mesh["shard"].get_group())
     return Sharing(ranks, group, mesh, **knobs)
+
+
+def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
+    """The workers in groups of `size`. All workers of the run make all groups, so none may have other roles."""
+    assert ranks.of_run == ranks.size
+    places, groups = torch.arange(ranks.size).view(-1, size), []
+    for line in (*places.t().tolist(), *places.tolist()):
+        group = dist.new_group(line, timeout=ranks.deadline)
+        groups += [group] if ranks.rank in line else []
+    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))
 
 
 @dataclass(eq=False)
