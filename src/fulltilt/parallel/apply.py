@@ -113,7 +113,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
             module.set_modules_to_forward_prefetch([following])
     setattr(model, ONE_PASS, call)
     register_fsdp_forward_method(model, ONE_PASS)
-    model.computing_type = computing
+    model.computing_type = computing  # type: ignore[assignment]
     return Shards(model, sharing, types, units)
 
 
