@@ -207,12 +207,13 @@ def count_workers(config: Config, device: str) -> int:
 
 def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     """What does not go with parameters that are shared out among workers."""
-    train, workers = config.train, count_workers(config, device)
-    apart = config.cluster.roles.values()
-    workers -= sum(apart)
+    train, apart = config.train, config.cluster.roles.values()
+    workers = count_workers(config, device) * config.cluster.nodes - sum(apart)
     if not shares_parameters(config):
         return
-    if max(workers, *apart, 1) == 1:
+    if apart and train.shard == "hybrid":
+        yield 'train.shard: "hybrid" is not available with cluster.roles yet. Use "full", or remove one of the keys'
+    elif max(workers, *apart, 1) == 1:
         yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
     elif train.shard_size and workers % train.shard_size:
         sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])

@@ -51,5 +51,5 @@ def join_team(
     groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]
     own = next((place for place, team in enumerate(teams) if rank in team), 0)
     team = teams[own]
-    apart = {"before": team.start, "after": teams[-1].stop - team.stop}
-    return Ranks(rank - team.start, len(team), groups[own], beside, sharing, **apart, deadline=deadline)
+    after = teams[-1].stop - team.stop
+    return Ranks(rank - team.start, len(team), groups[own], beside, sharing, before=team.start, after=after, deadline=deadline)
