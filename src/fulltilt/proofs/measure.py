@@ -82,8 +82,12 @@ def of_trace(metric: str, unit: str, read: Callable[[PassTrace], int]) -> Measur
     return Measurement(metric, unit, most)
 
 
+def read_metric(name: str, step: WatchedStep, role: str) -> int:
+    return round(step.metrics[name])
+
+
 MOVED = {
-    kind: Measurement(f"bytes of {kind}s of each worker", "bytes", lambda step, role, name=name: round(step.metrics[name]))
+    kind: Measurement(f"bytes of {kind}s of each worker", "bytes", partial(read_metric, name))
     for kind, name in (("all-gather", "communication/all_gather_bytes"), ("all-reduce", "communication/all_reduce_bytes"))
 }
 AHEAD = of_trace("layers gathered before the layer ahead of them computes", "layers", lambda trace: trace.ahead)
