@@ -207,7 +207,7 @@ def config(workers: int, **train: Any) -> Config:
         ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
         (
             {"workers": 2, "shard": "full", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 2},
-            'train.recompute_method: "uniform" recomputes 2 layers together, but train.shard = "full" has .* Set it to "block"',
+            'train.recompute_method: "uniform" is not available with train.shard = "full" yet: 2 layers would be recomputed together',
         ),
     ],
 )
@@ -223,6 +223,13 @@ def test_what_goes_together_is_not_refused() -> None:
         {"shard": "hybrid", "shard_size": 2},
     ):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
+
+
+def test_workers_of_all_machines_count() -> None:
+    for workers, settings in ((4, {"shard": "hybrid", "shard_size": 8}), (1, {"shard": "full"})):
+        found = config(workers, **settings)
+        on_two = found.model_copy(update={"cluster": found.cluster.model_copy(update={"nodes": 2})})
+        assert list(wrong_sharing(found, "cpu")) and not list(wrong_sharing(on_two, "cpu"))
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
     separate(model)
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    computing: torch.dtype = model.dtype  # type: ignore[assignment]
+    computing: Any = model.dtype
     layers = decoder_layers(model, 'its parameters cannot be shared out layer by layer. Set train.shard = "optimizer"')
     of_score = [model.score] if isinstance(model, ScalarModel) else []
     for module in (*layers, *of_score, model):
