@@ -194,6 +194,8 @@ BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memo
 class Team:
     """The first processes of a pool, as hosts of a run's workers."""
 
+    worker = None
+
     def __init__(self, pool: Processes, order: WorkerOrder, size: int) -> None:
         self.size, self._pool = size, pool
         pool.start("form", [(order, size, os.getcwd())] * pool.size, what="loading").results()
@@ -201,6 +203,14 @@ class Team:
     def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> TeamCall:
         idle = [(None, ())] * (self._pool.size - self.size)
         return TeamCall(self._pool.start("call", [*((method, own) for own in args), *idle], what=what, aside=aside), self.size)
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._pool.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._pool.received_bytes
 
     def hurry(self) -> None:
         self._pool.hurry()

@@ -23,7 +23,6 @@ from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
 from fulltilt.cluster.hosts import Hosts, WorkerError
-from fulltilt.cluster.local import Local
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.cluster.worker import Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
@@ -54,6 +53,7 @@ class Crew:
         self.notes = facts[0].notes
         self._sizes = facts[0].sizes
         self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
+        self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
@@ -61,10 +61,8 @@ class Crew:
     @property
     def worker(self) -> Worker:
         """The worker of a run that has one, in this process."""
-        assert isinstance(self.hosts, Local), "the workers of this run are in other processes"
-        worker = self.hosts.worker
-        assert isinstance(worker, Worker)
-        return worker
+        assert isinstance(self.hosts.worker, Worker), "the workers of this run are in other processes"
+        return self.hosts.worker
 
     @property
     def _several(self) -> bool:
@@ -111,7 +109,7 @@ class Crew:
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating. Engines in other processes are silent."""
-        if isinstance(self.hosts, Local):
+        if self.hosts.worker:
             self.worker.report_rollout(say, interval)
 
     def sync(self, version: int) -> Metrics:
@@ -165,7 +163,7 @@ class Crew:
         dealt = [distribute(each, self.hosts.size, self.config.train.balance) for each in costs]
         parts = [[plan.part(places[rank]) for plan, places in zip(plans, dealt, strict=True)] for rank in range(self.hosts.size)]
         epochs = self.config.algorithm.epochs
-        if not isinstance(self.hosts, Local):  # other processes do not wait for the reader of their progress
+        if not self.hosts.worker:  # other processes do not wait for the reader of their progress
             report(0, epochs * len(plans))
         args = [
             (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)
@@ -205,7 +203,8 @@ class Crew:
         return [make(rows, part, advantage_alone=advantage_alone, workers=self.hosts.size) for part in parts]
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart."""
+        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart. Also
+        the bytes that went between the driver and workers in other processes."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         names = dict.fromkeys(name for metrics in found for name in metrics)
         seen = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
@@ -214,7 +213,15 @@ class Crew:
             for name, each in seen.items()
             if self._several and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
         }
-        return {name: max(each) for name, each in seen.items()} | apart
+        return {name: max(each) for name, each in seen.items()} | apart | self._traffic()
+
+    def _traffic(self) -> Metrics:
+        """Bytes between the driver and workers in other processes since the last call."""
+        before, self._counted = self._counted, self._bytes()
+        return dict(self._counted - before)
+
+    def _bytes(self) -> Counter[str]:
+        return Counter({"driver/bytes_out": self.hosts.sent_bytes, "driver/bytes_in": self.hosts.received_bytes})
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
@@ -250,10 +257,10 @@ class Crew:
     def hurry(self) -> str:
         """The run is to stop: have workers that are stuck given up soon. Returns what the stop waits for, in words, if anything."""
         self.hosts.hurry()
-        return "" if isinstance(self.hosts, Local) else "the workers have finished what they do"
+        return "" if self.hosts.worker else "the workers have finished what they do"
 
     def close(self) -> None:
-        if isinstance(self.hosts, Local):  # with other processes ends everything that they hold
+        if self.hosts.worker:  # with other processes ends everything that they hold
             self._all("close", what="the end")
         self.hosts.close()
 
