@@ -32,6 +32,7 @@ from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
 from fulltilt.cluster.service import ServedWorker, report_stall
 from fulltilt.cluster.worker import Worker
+from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import Ranks
 
 SIZE = 4
@@ -138,15 +139,17 @@ class Member:
         self.worker: ServedWorker | None = None
         self.notes: Notes | None = None
 
-    def form(self, order: WorkerOrder, size: int, folder: str) -> None:
-        """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver."""
+    def form(self, order: WorkerOrder, size: int, folder: str, apart: bool) -> None:
+        """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver. `apart`: as if each
+        had a machine of its own."""
         os.chdir(folder)
         self.worker = self.notes = None
         gc.collect()
         torch.backends.mkldnn.set_flags(True)  # torch turns it off where it has no kernel for a dtype: the next run would round differently
         if self.rank < size:
             ranks = Ranks(self.rank, size, self.groups[size], beside=size)
-            made = load_worker(order, build(order.config), CPU, ranks)
+            parcels = Parcels(self.rank, size, self.groups[size], ranks.moved) if apart else None
+            made = load_worker(order, build(order.config), CPU, ranks, parcels)
             self.worker, self.notes = ServedWorker(made), Notes(made)
 
     def call(self, method: str | None, args: tuple[Any, ...], inbox: Inbox) -> Any:
@@ -196,9 +199,9 @@ class Team:
 
     worker = None
 
-    def __init__(self, pool: Processes, order: WorkerOrder, size: int) -> None:
+    def __init__(self, pool: Processes, order: WorkerOrder, size: int, *, apart: bool) -> None:
         self.size, self._pool = size, pool
-        pool.start("form", [(order, size, os.getcwd())] * pool.size, what="loading").results()
+        pool.start("form", [(order, size, os.getcwd(), apart)] * pool.size, what="loading").results()
 
     def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> TeamCall:
         idle = [(None, ())] * (self._pool.size - self.size)
@@ -256,6 +259,7 @@ class Pool:
         self._size, self._options = size, options
         self._processes: Processes | None = None
         self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
+        self.apart = False  # whether each worker is taken for a machine of its own
         self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
     @property
@@ -278,7 +282,7 @@ class Pool:
         """Have runs of this process use the pool in place of processes of their own, and note what a single worker does too."""
 
         def start(order: WorkerOrder, device: torch.device, size: int) -> Team:
-            team = Team(self.processes, order, size)
+            team = Team(self.processes, order, size, apart=self.apart)
             self._alone = None
             if self.breaks:
                 self.processes.start("break_at", [self.breaks] * self._size, what="breaking").results()

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from fulltilt.cluster.worker import Annotated, Metrics, SyncReport, UpdateSums, 
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
 from fulltilt.plan import Plan
-from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row, UserError
+from fulltilt.records import AnyRow, BatchPlan, LossSums, Prompt, Row, RowHead, UserError
 from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
@@ -36,12 +36,13 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests
 from fulltilt.words import joined, many
 
+SomeRow = TypeVar("SomeRow", bound=AnyRow)
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
 
 @dataclass(frozen=True, eq=False)
 class AnnotatedRows:
-    rows: list[Row]
+    rows: list[Any]  # Row, or RowHead where workers hold the rows
     pad_tokens: int  # computed beside the rows' own tokens
 
 
@@ -52,6 +53,7 @@ class Crew:
         self.plan: Plan = facts[0].plan
         self.notes = facts[0].notes
         self._sizes = facts[0].sizes
+        self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
         self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
@@ -72,6 +74,14 @@ class Crew:
         """The results of the same call on every worker."""
         return self.hosts.start(method, [args] * self.hosts.size, what=what).results()
 
+    def held(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> list[Any]:
+        """The results of a method of the samples that each worker holds. A mistake of the user's is raised, and the workers live on."""
+        found = self.hosts.start("held", [(method, *own) for own in args], what=what).results()
+        for each in found:
+            if isinstance(each, UserError):
+                raise each
+        return found
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enclose all calls of a phase: its memory is measured, and out-of-memory errors name the settings that would help."""
@@ -87,9 +97,9 @@ class Crew:
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
-        """One group for each prompt, each as soon as it is complete. Prompts are dealt in turn: all of them, or with a queue as many as the
-        engines have seats for; the others go to whichever engine has free seats first."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
+        """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
+        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
         size, numbered = self.hosts.size, list(enumerate(prompts))
         seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
@@ -123,30 +133,53 @@ class Crew:
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
-    def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> AnnotatedRows:
-        """The rows with the role's number for each trained token, as `field`."""
+    def annotate(self, role: str, field: str, rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
+        """The rows with the role's number for each trained token, as `field`; rows that workers hold get it there."""
         plan, found, pads = self._passes(role, rows, report)
-        return AnnotatedRows(scatter(rows, plan, found, field), pads)
+        if here := rows_here(rows):
+            return AnnotatedRows(scatter(here, plan, found, field), pads)
+        if rows:
+            self.held("give_back", [(field,)] * self.hosts.size, what=f"a pass of the {role}")
+        return AnnotatedRows(list(rows), pads)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
         _, found, _ = self._passes("actor", rows, lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
-    def _passes(self, role: str, rows: Sequence[Row], report: Report) -> tuple[list[list[int]], list[np.ndarray], int]:
-        """Micro-batches, the role's numbers for each, and how many pad tokens were computed."""
+    def _passes(self, role: str, rows: Sequence[AnyRow], report: Report) -> tuple[list[list[int]], list[np.ndarray], int]:
+        """Micro-batches, the role's numbers for each unless workers hold the rows, and how many pad tokens were computed."""
         sizing = self.forward_sizes[role]
         plan = sizing.schedule([row.tokens for row in rows], self.hosts.size)
         dealt = distribute(self._costs(role, plan, rows), self.hosts.size, self.config.train.balance)
-        args = [(role, chosen(rows, own := [plan[place] for place in places]), own, sizing.packing) for places in dealt]
+        own = [[plan[place] for place in places] for places in dealt]
+        given = self._bring(rows, own, what=f"a pass of the {role}", whole=False)
+        args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
         call = self.hosts.start("annotate", args, what=f"a pass of the {role}")
         for done, _ in enumerate(call.items(), start=1):
             report(done, len(plan))
         results: list[Annotated] = call.results()
-        found = in_order(dealt, [each.numbers for each in results])
+        found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
         return plan, found, sum(each.pad_tokens for each in results)
 
-    def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[float]:
+    def _bring(
+        self, rows: Sequence[AnyRow], micro_batches: Sequence[Sequence[Sequence[int]]], *, what: str, whole: bool
+    ) -> Sequence[dict[int, Row] | None]:
+        """What the call of each worker is given, so that it has the rows of its micro-batches: these rows, or None after the workers that
+        hold them have sent them."""
+        if here := rows_here(rows):
+            return [chosen(here, own) for own in micro_batches]
+        if not rows:
+            return [{} for _ in micro_batches]
+        wanted: list[list[dict[int, Hashable]]] = [[{} for _ in range(self.hosts.size)] for _ in range(self.hosts.size)]
+        for rank, own in enumerate(micro_batches):
+            for index, head in chosen(rows, own).items():
+                assert isinstance(head, RowHead)
+                wanted[head.home][rank][index] = head.key
+        self.held("exchange", [(own, whole) for own in wanted], what=what)
+        return [None] * len(micro_batches)
+
+    def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[AnyRow]) -> list[float]:
         """What each micro-batch costs, to deal them out evenly."""
         chosen = ([rows[index] for index in indices] for indices in plan)
         size = self._sizes[role]
@@ -154,7 +187,7 @@ class Crew:
 
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
+    def update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> Metrics:
         """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
         sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
@@ -165,10 +198,9 @@ class Crew:
         epochs = self.config.algorithm.epochs
         if not self.hosts.worker:  # other processes do not wait for the reader of their progress
             report(0, epochs * len(plans))
-        args = [
-            (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)
-            for own in parts
-        ]
+        micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
+        given = self._bring(rows, micro_batches, what=f"update-{role}", whole=True)
+        args = [(role, *each, updates_before, sizing.packing) for each in zip(given, parts, strict=True)]
         call = self.hosts.start("update", args, what=f"update-{role}")
         for rank, (done, total) in call.items():
             if rank == 0:
@@ -195,8 +227,8 @@ class Crew:
             **{f"timing_s/workers/update_{role}/{name}": count for name, count in of_workers.items()},
         }
 
-    def _plan_minibatches(self, rows: Sequence[Row], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
-        if not any(row.mask.any() for row in rows):
+    def _plan_minibatches(self, rows: Sequence[AnyRow], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
+        if not any(row.trained for row in rows):
             return []
         make = partial(plan_minibatch, aggregation=self.algorithm.aggregation, length_norm=self.algorithm.length_norm, micro=sizing)
         parts = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
@@ -279,7 +311,12 @@ def require_same(checksums: Sequence[str | None], version: int) -> None:
     )
 
 
-def chosen(rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]) -> dict[int, Row]:
+def rows_here(rows: Sequence[AnyRow]) -> list[Row]:
+    """The rows, unless workers hold them."""
+    return [row for row in rows if isinstance(row, Row)]
+
+
+def chosen(rows: Sequence[SomeRow], micro_batches: Sequence[Sequence[int]]) -> dict[int, SomeRow]:
     """The rows that these micro-batches hold, by their indices."""
     return {index: rows[index] for indices in micro_batches for index in indices}
 

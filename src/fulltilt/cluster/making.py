@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fulltilt.cluster.checks import (
 )
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import SharedModels, share_out
+from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import find_facts, free_bytes, limits
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
@@ -33,9 +35,11 @@ from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import RoleFacts, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
+from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.schema import Config, TrainConfig, shares_parameters
@@ -66,10 +70,17 @@ class WorkerOrder:
     kept: dict[str, Any] | None = None  # the budgets of an earlier plan
 
 
-def load_worker(order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE) -> Worker:
+def load_worker(
+    order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE, parcels: Parcels | None = None
+) -> Worker:
+    """`parcels`: given where workers hold the samples that they draw."""
     config, began = order.config, time.perf_counter()
     models = load_models(config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled)
     worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
+    if parcels and order.sampled:
+        settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
+        pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
+        worker.shelf = Shelf(config, algorithm, parcels, pool, order.encoder)
     if ranks.size > 1:
         worker.notes = (describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began), *worker.notes)
     return worker

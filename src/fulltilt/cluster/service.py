@@ -27,10 +27,12 @@ from fulltilt.cluster.hosts import Place
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
 from fulltilt.cluster.processes import Processes
 from fulltilt.cluster.worker import Worker, enough_memory
+from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.records import RunWarning
+from fulltilt.schema import rewards_named
 from fulltilt.settings import own_functions
-from fulltilt.user_code import UserCode, known_functions
+from fulltilt.user_code import FROM_PYTHON, UserCode, known_functions, locate
 
 SERVE = "fulltilt.cluster.service:serve"
 UNTIL_THE_END = contextlib.ExitStack()  # of the process of a worker
@@ -82,7 +84,11 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
     yield "joined"
     with enough_memory("set-up", f" on worker {service.rank}"):
         ranks = Ranks(service.rank, service.size, dist.group.WORLD, service.beside, service.sharing)
-        worker = load_worker(service.order, build(config), device, ranks)
+        parcels = None
+        if service.beside < service.size:  # on several machines samples stay where they are
+            gloo = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+            parcels = Parcels(service.rank, service.size, gloo, ranks.moved)
+        worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)
 
 
@@ -123,6 +129,9 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
     settings = order.config.cluster
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     codes = [function.code for function in own_functions(order.config).values()]
+    if len({place.machine for place in places}) > 1:  # there, workers have reward processes of their own
+        rewards = rewards_named(order.config.reward.function, order.config.reward.sources)
+        codes += [locate(name) for name in rewards if name.startswith(FROM_PYTHON)]
     functions = {code.name: travelling(code) for code in codes if code.given}
     services = [
         Service(
