@@ -155,6 +155,7 @@ class RowHead:
     teaches: bool = True
 
 
+AnySample = Sample | SampleHead
 AnyGroup = Group | GroupHead
 AnyRow = Row | RowHead
 

@@ -87,6 +87,7 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
         parcels = None
         if service.beside < service.size:  # on several machines samples stay where they are
             gloo = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
+            assert gloo
             parcels = Parcels(service.rank, service.size, gloo, ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)

@@ -16,6 +16,7 @@ from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from fulltilt.batching.pack import PER_TOKEN_FIELDS, numbers_of_rows
 from fulltilt.memory.host import usable_cores
 from fulltilt.observe.metrics import RowSums, rollout_lines, write_stretches
 from fulltilt.parallel.parcels import Parcels
-from fulltilt.records import Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
+from fulltilt.records import AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
 from fulltilt.reward.base import RewardPool, RewardStats
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
 from fulltilt.rollout import surplus
@@ -59,7 +60,8 @@ def specify_rows(
     found = []
     for number, entry in enumerate(kept):
         baseline = baselines[number] if baselines else None
-        for place, (sample, score) in enumerate(zip(entry.group.samples, entry.scores, strict=True)):
+        samples: Sequence[AnySample] = entry.group.samples
+        for place, (sample, score) in enumerate(zip(samples, entry.scores, strict=True)):
             if exclude_errors and any(each.error is not None for each in (score, baseline) if each):
                 continue
             reward = shaped_reward(score, sample.tokens, algorithm)
@@ -188,9 +190,13 @@ class Shelf:
         """The scores of groups with the reward model's numbers, which its rows have by now."""
         groups, scores = [self._groups[number] for number in numbers], [self._scores.pop(number) for number in numbers]
         written = [each for number in numbers for each in self._judged.pop(number)]
-        rows = [each if isinstance(each, str) else self._rows.pop(each) for each in written]
-        found = [row if isinstance(row, str) else float(row.values[-1]) for row in rows if isinstance(row, str) or row.values is not None]
+        found = [each if isinstance(each, str) else self._model_value(each) for each in written]
         return add_model_scores(groups, scores, found, self.config.reward)
+
+    def _model_value(self, key: Hashable) -> float:
+        values = self._rows.pop(key).values
+        assert values is not None
+        return float(values[-1])
 
     def report(self) -> RewardReport:
         if self._reward is None:
@@ -232,8 +238,8 @@ class Shelf:
             self.visitors |= {index: Visitor(row, home, key) for index, row, key in found}
 
     def _sent(self, key: Hashable, *, whole: bool) -> Row:
-        row = self._rows[key]
-        return row if whole else replace(row, **dict.fromkeys((*PER_TOKEN_FIELDS, "token_rewards")))
+        nothing: dict[str, Any] = dict.fromkeys((*PER_TOKEN_FIELDS, "token_rewards"))
+        return self._rows[key] if whole else replace(self._rows[key], **nothing)
 
     def _swap(self, parcels: Sequence[list]) -> list[tuple[int, list]]:
         """Send a list to each worker. Returns those received, each with the rank of its sender."""
@@ -272,7 +278,7 @@ class Shelf:
         """All rows of the step that are held here, in order."""
         return list(self._rows.values())
 
-    def assign(self, fields: Sequence[Mapping[str, np.ndarray | None]]) -> None:
+    def assign(self, fields: Sequence[Mapping[str, Any]]) -> None:
         """Give each of the rows held here these fields."""
         self._rows = {key: replace(row, **own) for (key, row), own in zip(self._rows.items(), fields, strict=True)}
 

@@ -145,7 +145,7 @@ class Run:
             synced = self.crew.sync(step)
 
         shown = filled.kept or filled.sampled
-        samples.write(self.rollouts, step, [entry.group for entry in shown], [entry.scores for entry in shown])
+        samples.write(self.rollouts, step, list[Any](entry.group for entry in shown), [entry.scores for entry in shown])
         self.interrupts.hold()  # a step that made no update holds only here
         self.progress = replace(self.progress, step=step, cursor=cursor, surplus=filled.surplus, reward_kl_coef=coef)
         samples.release(filled.surplus)

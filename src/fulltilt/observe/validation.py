@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fulltilt.observe.metrics import SomeGroup, mean_of
+from fulltilt.observe.metrics import mean_of
 from fulltilt.records import AnyGroup, Group, Score
 
 # Variables whose statistics over all N samples go to `val-core`, as in verl: the reward and, if the reward function returns it, accuracy.
@@ -51,10 +51,10 @@ def texts_of(places: Sequence[tuple[Group, int]]) -> list[str]:
 
 
 def sample_rows(
-    groups: Sequence[SomeGroup], scores: Sequence[Sequence[Score]], limit: int,
-    read: Callable[[Sequence[tuple[SomeGroup, int]]], list[str]] = texts_of,
-) -> tuple[list[str], list[list[Any]]]:  # fmt: skip
-    """Up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first."""
+    groups: Sequence[AnyGroup], scores: Sequence[Sequence[Score]], limit: int, read: Callable[..., list[str]] = texts_of
+) -> tuple[list[str], list[list[Any]]]:
+    """Up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first. `read`
+    gives texts, as `texts_of` does."""
     shown = min(limit, len(groups))
     chosen = [number * len(groups) // shown for number in range(shown)]
     most = max((len(groups[number].samples) for number in chosen), default=0)

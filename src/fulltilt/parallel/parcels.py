@@ -34,4 +34,4 @@ class Parcels:
         sizes = received.tolist()
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(incoming, outgoing, sizes, sent.tolist(), group=self.group)
-        return [memoryview(incoming.numpy())[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+        return [incoming.numpy().data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fulltilt.records import AnyGroup, Group, GroupHead, Prompt, Sample, Score
+from fulltilt.records import AnyGroup, AnySample, Group, GroupHead, Prompt, Sample, Score
 from fulltilt.rollout.collect import ScoredGroup
 
 Described = dict[str, Any]
@@ -90,6 +90,7 @@ def samples_of(group: AnyGroup) -> tuple[Sample, ...]:
 def described(kept: ScoredGroup) -> Described:
     """A group with its scores, for JSON. If a worker holds the samples: without their texts, and with the worker's rank."""
     prompt, group = kept.group.prompt, kept.group
+    own: Sequence[AnySample] = group.samples
     samples = [
         {
             "index": sample.index,
@@ -100,7 +101,7 @@ def described(kept: ScoredGroup) -> Described:
             "error": _exact(score.error),
             "answer": _exact(score.answer),
         }
-        for sample, score in zip(kept.group.samples, kept.scores, strict=True)
+        for sample, score in zip(own, kept.scores, strict=True)
     ]
     part = {"part": group.home} if isinstance(group, GroupHead) else {}
     return {"uid": prompt.uid, "prompt": _digest(prompt), "step": kept.step, **part, "samples": samples}
