@@ -24,17 +24,21 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/dxg")):
 import pytest
 
 
+def uses_pool(item: pytest.Item | None) -> bool:
+    return "pool_of_devices" in getattr(item, "fixturenames", ())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, those with a time limit of their own, dealt out among the test processes: at the end, all cores but one
-    would wait for them. Tests that share the demo come last, when one process has run it; those that share a pool of workers come first,
-    all in one process of tests, so that there is one pool."""
+    would wait for them. Tests that share the demo come last, when one process has run it; those that share the pool of workers come first,
+    all in one process of tests, so that there is one pool, which ends when they have."""
 
     def place(item: pytest.Item) -> tuple[bool, bool]:
         return "warm" in getattr(item, "fixturenames", ()), item.get_closest_marker("timeout") is None
 
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     items.sort(key=place)
-    together = [item for item in items if "pool_of_devices" in getattr(item, "fixturenames", ())]
+    together = [item for item in items if uses_pool(item)]
     others = [item for item in items if item not in together]
     items[:] = together + [item for number in range(processes) for item in others[number::processes]]
 
@@ -123,9 +127,16 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def pool_of_devices():
-    """Processes in which tests make real workers."""
+    """Processes in which tests make real workers: started by the first of the tests that need them, ended with the last in a row."""
     import devices
 
     pool = devices.Pool()
     yield pool
     pool.close()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End the processes of the pool when the next test does not use them: they hold 2 GiB."""
+    if uses_pool(item) and not uses_pool(nextitem):
+        item.funcargs["pool_of_devices"].close()  # type: ignore[attr-defined]

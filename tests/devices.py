@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import importlib
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import runs
@@ -31,9 +33,9 @@ from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
 from fulltilt.cluster.service import ServedWorker, report_stall
+from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker
 from fulltilt.parallel.parcels import Parcels
-from fulltilt.parallel.ranks import Ranks
 
 SIZE = 4
 SIZES = (1, 2, 3, 4)
@@ -61,7 +63,8 @@ class Notes:
         return {name: as_array(tensor) for name, tensor in self.worker._tensors().items()}
 
     def parameters(self, role: str = "actor") -> Whole:
-        return {name: as_array(each) for name, each in self.worker.roles[role].model.named_parameters()}  # type: ignore[attr-defined]
+        model: Any = self.worker.roles[role].model if role in self.worker.roles else None  # type: ignore[attr-defined]
+        return {name: as_array(each) for name, each in model.named_parameters()} if model else {}
 
     def digest(self) -> str:
         found = hashlib.sha256()
@@ -128,16 +131,18 @@ class Seat:
 def make(seat: Seat) -> Member:
     store = dist.TCPStore("127.0.0.1", seat.port, seat.size, is_master=False, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=120))
-    return Member(seat.rank, {size: dist.new_group(list(range(size))) for size in SIZES if size <= seat.size})
+    groups, post = ({size: dist.new_group(list(range(size))) for size in SIZES if size <= seat.size} for _ in range(2))
+    return Member(seat.rank, groups, post)
 
 
 class Member:
     """A process of the pool, with the worker that it has now if any."""
 
-    def __init__(self, rank: int, groups: Mapping[int, Any]) -> None:
-        self.rank, self.groups = rank, groups
+    def __init__(self, rank: int, groups: Mapping[int, Any], post: Mapping[int, Any]) -> None:
+        self.rank, self.groups, self.post = rank, groups, post  # groups by their sizes; `post`: for parcels
         self.worker: ServedWorker | None = None
         self.notes: Notes | None = None
+        self.guests: dict[str, Any] = {}  # workers of other kinds, by the function that makes them; they stay
 
     def form(self, order: WorkerOrder, size: int, folder: str, apart: bool) -> None:
         """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver. `apart`: as if each
@@ -146,14 +151,22 @@ class Member:
         self.worker = self.notes = None
         gc.collect()
         torch.backends.mkldnn.set_flags(True)  # torch turns it off where it has no kernel for a dtype: the next run would round differently
-        if self.rank < size:
-            ranks = Ranks(self.rank, size, self.groups[size], beside=size)
-            parcels = Parcels(self.rank, size, self.groups[size], ranks.moved) if apart else None
-            made = load_worker(order, build(order.config), CPU, ranks, parcels)
+        teams = teams_of(order, size)
+        ranks = join_team(self.rank, [team.ranks for team in teams], self.groups[size], beside=size)
+        own = next((place for place, team in enumerate(teams) if self.rank in team.ranks), None)
+        if own is not None:
+            parcels = Parcels(self.rank, size, self.post[size], ranks.moved) if apart else None
+            made = load_worker(teams[own].order, build(order.config), CPU, ranks, parcels)
             self.worker, self.notes = ServedWorker(made), Notes(made)
 
-    def call(self, method: str | None, args: tuple[Any, ...], inbox: Inbox) -> Any:
-        return produced(getattr(self.worker, method), args, inbox) if method else None
+    def call(self, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
+        return produced(getattr(self.worker, method), args, inbox)
+
+    def call_guest(self, make: str, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
+        if make not in self.guests:
+            module, _, function = make.partition(":")
+            self.guests[make] = getattr(importlib.import_module(module), function)(self)
+        return produced(getattr(self.guests[make], method), args, inbox)
 
     def note(self, name: str, args: tuple[Any, ...]) -> Any:
         found = getattr(self.notes, name) if self.notes else None
@@ -203,10 +216,6 @@ class Team:
         self.size, self._pool = size, pool
         pool.start("form", [(order, size, os.getcwd(), apart)] * pool.size, what="loading").results()
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> TeamCall:
-        idle = [(None, ())] * (self._pool.size - self.size)
-        return TeamCall(self._pool.start("call", [*((method, own) for own in args), *idle], what=what, aside=aside), self.size)
-
     @property
     def sent_bytes(self) -> int:
         return self._pool.sent_bytes
@@ -215,6 +224,10 @@ class Team:
     def received_bytes(self) -> int:
         return self._pool.received_bytes
 
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> TeamCall:
+        given = [None if own is None else (method, own) for own in args]
+        return TeamCall(self._pool.start("call", [*given, *[None] * (self._pool.size - self.size)], what=what, aside=aside), self.size)
+
     def hurry(self) -> None:
         self._pool.hurry()
 
@@ -222,6 +235,16 @@ class Team:
         """The pool stays."""
         with contextlib.suppress(WorkerError):
             self.start("close", [()] * self.size, what="the end").results()
+
+
+class Guests:
+    """Workers of another kind, one in each process of a pool. `make`, as "module:function", takes the `Member`."""
+
+    def __init__(self, pool: Pool, make: str) -> None:
+        self.size, self._pool, self._make = SIZE, pool, make
+
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> ProcessCall:
+        return self._pool.processes.start("call_guest", [(self._make, method, own) for own in args], what=what)
 
 
 class TeamCall:
@@ -239,6 +262,10 @@ class TeamCall:
 
     def cancel(self) -> None:
         self._call.cancel()
+
+    @property
+    def seconds(self) -> float:
+        return self._call.seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,13 +296,17 @@ class Pool:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             seats = [Seat(rank, self._size, self._store.port) for rank in range(self._size)]
             lo = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
-            self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
+            with pytest.MonkeyPatch.context() as patch:
+                forked.use(patch)
+                self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
             vars(self._processes).update(self._options)
         return self._processes
 
     def close(self) -> None:
+        """End the processes, until they are needed again."""
         if self._processes:
             self._processes.close()
+            self._processes = None
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
@@ -308,7 +339,8 @@ class Pool:
             return [found(*args) if callable(found) else found]
 
         each = ask("gradients")
-        gradients = {role: [joined(list(pieces)) for pieces in zip(*(own[role] for own in each), strict=True)] for role in each[0]}
+        steps = {role: [own[role] for own in each if role in own] for own in each for role in own}  # of the workers that train it
+        gradients = {role: [joined(list(pieces)) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
         return Noted(*(ask(name) for name in ("restored", "states", "parameters", "digest", "skipped", "moved")), gradients)
 
     def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:

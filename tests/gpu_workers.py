@@ -28,7 +28,9 @@ from fulltilt.bench.options import BenchOptions
 from fulltilt.bench.report import commit
 from fulltilt.schema import to_toml
 
-SHOWN = ("timing_s/gen", "timing_s/update_actor", "timing_s/step", "actor/grad_norm", "critic/score/mean", "actor/load_spread")
+SHOWN = (
+    "timing_s/gen", "timing_s/update_actor", "timing_s/step", "actor/grad_norm", "actor/pg_loss", "critic/score/mean", "actor/load_spread",
+)  # fmt: skip
 SMALL = ("run.deterministic=true", "run.steps=3", "train.lr=1e-5", "run.save_rollouts=64")
 APART, TWO, FOUR = "cluster.processes=true", "cluster.workers=2", "cluster.workers=4"
 

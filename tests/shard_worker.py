@@ -5,25 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from devices import Member
 from safetensors import safe_open
 
 from fulltilt.algo.build import build
+from fulltilt.memory.activations import offload_activations
+from fulltilt.memory.offload import OffloadSetting
+from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.arrays import local
+from fulltilt.model.fuse import check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
+from fulltilt.parallel import exchange
 from fulltilt.parallel.apply import Allocating, Shards, shard, share
 from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
 from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
 from fulltilt.records import MiniBatch
 from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
+from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import SavedTensors, pieces_of, write_tensors
 from fulltilt.training.optim import Optimizer
 from fulltilt.training.roles import Critic, Policy
@@ -41,6 +48,9 @@ class Case:
     role: str = "actor"
     dtype: str = "float64"
     adapters: bool = False
+    fused: bool = False
+    recompute: str = "none"
+    offloads: bool = False  # activations and optimizer states
     knobs: dict[str, bool] = field(default_factory=dict)
 
 
@@ -65,13 +75,24 @@ class Trained:
         for name, parameter in model.named_parameters():  # what begins at zero would hide half of the gradient
             if "lora_B" in name or "score" in name:
                 parameter.data += 0.1
+        if case.fused:
+            assert fuse(model.body if case.role == "critic" else model).left_alone is None
         shards, twin, structure = None, None, None
         if case.shard != "optimizer":
             sharing = share(ranks, "cpu", 2 if case.shard == "hybrid" else None, **case.knobs)
             whole, structure = over_same_memory(model), without_memory(model)
             shards = shard(model, sharing)
-            twin = Twin(whole, shards)
-        optimizer = Optimizer(model, TrainConfig(lr=1e-2), 10, keeps_parameters=True, ranks=ranks, shards=shards)
+            with patch.object(exchange, "EXCHANGE_BYTES", 3000):  # many rounds
+                twin = Twin(whole, shards)
+        if case.fused and twin:
+            trained, copied = (check_fused(each.body if case.role == "critic" else each) for each in (model, twin.model))
+            assert (trained.layers, trained.joined, copied.joined) == (copied.layers, 0, 0 if case.adapters else 2 * copied.layers)
+        if case.recompute != "none":
+            apply_recompute(model, Recompute(case.recompute))  # type: ignore[arg-type]
+        if case.offloads:
+            offload_activations(model, smallest=1)
+        offload = OffloadSetting(optimizer=case.offloads, grads=case.offloads)
+        optimizer = Optimizer(model, TrainConfig(lr=1e-2), 10, keeps_parameters=True, offload=offload, ranks=ranks, shards=shards)
         role = Critic("critic", model, optimizer) if case.role == "critic" else Policy("actor", model, 0.8, optimizer, True)
         loss = algorithm.value_loss if case.role == "critic" else algorithm.loss
         assert loss
@@ -106,10 +127,8 @@ class Recorded(Allocating):
 
 
 class ShardWorker:
-    def __init__(self, rank: int, size: int, port: int) -> None:
-        self.rank, wait = rank, timedelta(seconds=120)
-        store = dist.TCPStore("127.0.0.1", port, size, timeout=wait)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
         pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
         self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
 
@@ -123,8 +142,9 @@ class ShardWorker:
         if case.adapters:  # the reference role's pass comes first
             with torch.no_grad(), lora.without_adapters(made.trainer.role.model):  # type: ignore[attr-defined]
                 made.trainer.role.nothing()
-            for shards in [made.shards] if made.shards else []:
-                shards.rest()
+        annotated = made.trainer.role.annotate(parts[0].micro_batches[0]).numpy()
+        for shards in [made.shards] if made.shards else []:
+            shards.rest()
         before = dict(ranks.moved)
         sums = made.trainer.accumulate(part, made.passes(part, ranks))
         moved = {kind: count - before.get(kind, 0) for kind, count in ranks.moved.items()}
@@ -133,6 +153,7 @@ class ShardWorker:
         return {
             "gradients": made.gradients(),
             "sums": sums,
+            "annotated": annotated,
             "moved": moved,
             "parameters": sum(local(p).numel() for p in parameters),
             "accumulated": sum(local(p.grad).numel() for p in parameters if p.grad is not None),
@@ -191,6 +212,6 @@ def restore(made: Trained, folder: Path, files: Sequence[str]) -> None:
         made.trainer.optimizer.restore(SavedTensors(folder, pieces_of(folder, opened)), updates=2, skipped=0)
 
 
-def make(order: tuple[int, int, int]) -> ShardWorker:
-    torch.set_num_threads(1)
-    return ShardWorker(*order)
+def make(member: Member) -> ShardWorker:
+    """In a process of the pool (tests/devices.py), at the same time in all of them."""
+    return ShardWorker(member.rank, dist.get_world_size())

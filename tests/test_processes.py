@@ -93,6 +93,13 @@ def test_a_running_method_reads_what_it_is_told(host: Hosts) -> None:
     assert call(host, "idle", 0.0) == [[]] * host.size
 
 
+def test_items_sent_within_a_method_keep_their_order(host: Hosts) -> None:
+    sending = host.start("send_within", [()] * host.size, what="sending")
+    items = list(sending.items())
+    assert all([item for rank, item in items if rank == each] == ["first", "second", "third"] for each in range(host.size))
+    assert sending.results() == list(range(host.size))
+
+
 @pytest.mark.parametrize("method", ["count", "echo"])
 def test_closing_the_items_closes_the_generator(host: Hosts, method: str) -> None:
     endless = host.start(method, [(10**9,) if method == "count" else ()] * host.size, what="endless")

@@ -6,6 +6,7 @@ Workers are real, in the processes of the pool that tests of several workers sha
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,16 @@ def test_engines_can_be_used_again_after_a_rollout_that_was_stopped(pair: Pair, 
         groups.close()
         pair.gate.touch()
     assert sampled(pair.crew) == expected
+
+
+def test_engines_of_all_workers_describe_their_progress_in_one_line(pair: Pair) -> None:
+    lines: list[str] = []
+    pair.crew.report_rollout(lines.append, 0.0)
+    pair.gate.touch()
+    sampled(pair.crew)
+    together = [text for text in lines if text.startswith("rollout on 2 of 2 workers: ")]
+    assert together and all(re.match(r"rollout on [12] of 2 workers: \d+ running, \d+ waiting, KV \d+%", text) for text in lines)
+    assert max(int(text.split()[6]) for text in together) > 4, "samples of both engines, which have four seats each"
 
 
 def test_fewer_prompts_than_workers(pair: Pair, expected: list[list[list[int]]]) -> None:

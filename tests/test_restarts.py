@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import runs
 
@@ -37,7 +38,9 @@ def broken(terms):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
     folder = runs.make(tmp_path_factory.mktemp("undisturbed") / "folder", model_folders("qwen2"))
-    runs.train(folder, *TWO)
+    with pytest.MonkeyPatch.context() as patch:
+        forked.use(patch)
+        runs.train(folder, *TWO)
     return folder
 
 
@@ -50,7 +53,9 @@ OTHERS: set[int] = set()  # workers that other tests keep in this process
 
 
 @pytest.fixture(autouse=True)
-def _others() -> None:
+def _workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, so that they begin at once."""
+    forked.use(monkeypatch)
     OTHERS.clear()
     OTHERS.update(workers_of(os.getpid()))
 
@@ -58,7 +63,7 @@ def _others() -> None:
 def workers_of(process: int) -> list[int]:
     """The processes of a run's workers, in order of rank."""
     children = {int(pid) for task in Path(f"/proc/{process}/task").iterdir() for pid in (task / "children").read_text().split()}
-    return sorted(pid for pid in children - OTHERS if b"fulltilt.cluster.serve" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return sorted(pid for pid in children - OTHERS if forked.is_worker(pid))
 
 
 def train(folder: Path, on_step: Callable[[int, dict[str, Any]], object], *overrides: str) -> str:
@@ -111,7 +116,7 @@ def test_a_step_that_fails_twice_in_a_row_ends_the_run(folder: Path) -> None:
 
 def begin(folder: Path, *overrides: str, step: int = 0) -> runs.Started:
     """Start the command, and wait until it has made a step, or with 0 until its workers load."""
-    command = runs.start(folder, "train", "run.toml", *TWO, *overrides)
+    command = runs.Started(folder, ["train", "run.toml", *TWO, *overrides], forked.use_always)
     metrics = folder / "run" / "metrics.jsonl"
     while not (len(runs.metrics(folder)) >= step if step and metrics.exists() else not step and len(workers_of(command.pid)) == 2):
         assert command.poll() is None, (folder / "said.txt").read_text()
@@ -133,7 +138,7 @@ def test_a_lost_worker_is_told_with_the_step_to_resume_from(folder: Path, undist
     end = ended(command, folder)
     assert end.code == 1 and "Traceback" not in end.error
     assert "error: worker 0 (process " in end.error and "The same command resumes the run from its checkpoint of step " in end.error
-    assert runs.command_forked(folder, "train", "run.toml", *TWO).code == 0
+    assert runs.command_forked(folder, "train", "run.toml", *TWO, first=forked.use_always).code == 0
     assert_same_results(folder, undisturbed)
 
 
@@ -165,7 +170,7 @@ def test_ctrl_c_at_any_moment_of_a_step_saves_the_last_whole_one(folder: Path, u
     assert end.code == 130, end.error
     step = max(runs.checkpoints(folder))
     assert f"stopped after step {step} and saved" in end.error and step >= 2
-    assert runs.command_forked(folder, "train", "run.toml", *TWO).code == 0
+    assert runs.command_forked(folder, "train", "run.toml", *TWO, first=forked.use_always).code == 0
     assert_same_results(folder, undisturbed)
 
 

@@ -36,10 +36,11 @@ from fulltilt.reward.worker import MOST_CHILDREN, Request, family_of
 from fulltilt.schema import RewardConfig
 
 MISBEHAVING = '''
-import ctypes, os, signal, subprocess, sys, time
+import ctypes, os, resource, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 LEAK = []
+DESCRIPTORS = min(2**16, resource.getrlimit(resource.RLIMIT_NOFILE)[0])  # a worker's have the trainer's numbers, which may be high
 
 def fork_and_return():
     os.fork()
@@ -67,10 +68,10 @@ def eat():
         LEAK.append(bytearray(64 * 2**20))
 
 def close_all():
-    os.closerange(0, 256)
+    os.closerange(0, DESCRIPTORS)
 
 def close_all_and_stay():
-    os.closerange(0, 256)
+    os.closerange(0, DESCRIPTORS)
     time.sleep(600)
 
 def shout():
@@ -81,7 +82,7 @@ def shout():
     os.write(2, b"z" * 2**20)
 
 def lie():
-    for fd in range(3, 64):
+    for fd in range(3, DESCRIPTORS):
         try:
             os.write(fd, b"\\0\\0\\0\\2[]")
         except OSError:
@@ -94,6 +95,7 @@ ACTIONS = {
     "hang": lambda: time.sleep(600),
     "spin": lambda: [None for _ in iter(int, 1)],
     "stop itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "stop soon": lambda: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start(),
     "raise": lambda: raise_(ValueError("no answer here")),
     "raise unprintable": lambda: raise_(type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})()),
     "_exit": lambda: os._exit(0),
@@ -175,9 +177,14 @@ def alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    stat = Path(f"/proc/{pid}/stat")
     # A killed orphan may wait for its new parent to reap it.
-    return not (stat.exists() and stat.read_text().rpartition(")")[2].split()[0] in "ZX")
+    return process_state(pid) not in ("Z", "X")
+
+
+def process_state(pid: int) -> str:
+    """The letter of /proc, or none where there is no /proc."""
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
 
 
 def wait_until_dead(pids: Sequence[int], seconds: float = 10.0) -> list[int]:
@@ -813,6 +820,27 @@ def test_a_crash_that_others_prepared_is_not_held_against_a_call(tmp_path: Path,
     pool.collect([group_of(["spoil"] * 4)])
     assert values(pool.collect([group_of(["victim"], 1)])[0]) == [1.0]
     assert (pool.stats().failed, pool.stats().retries) == (0, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="seeing that a process is stopped needs /proc")
+def test_a_process_that_others_stopped_is_not_held_against_a_call(bad_file: Path, pool_of: Any) -> None:
+    pool = pool_of(f"{bad_file}:score", workers=1, timeout_s=1.0)
+    assert values(pool.collect([group_of(["stop soon|1"])])[0]) == [1.0]
+    (stopped,) = pool._dispatcher._processes
+    while process_state(stopped._process.pid) != "T":
+        time.sleep(0.01)
+    assert values(pool.collect([group_of(["|2"], 1)])[0]) == [2.0]
+    assert (pool.stats().failed, pool.stats().retries) == (0, 1)
+
+
+def test_a_process_that_is_slow_to_end_still_says_how(bad_file: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "EXIT_GRACE_S", 0.0)
+    pool = pool_of(f"{bad_file}:score")
+    for uid, (action, message) in enumerate(
+        [("_exit", "exit code 0"), ("segfault", "SIGSEGV at File"), ("close", "closed the"), ("close and stay", "closed the")]
+    ):
+        (scores,) = pool.collect([group_of([f"{action}|9"] * 4, uid)])
+        assert all(score.error is not None and message in score.error for score in scores), [score.error for score in scores]
 
 
 @pytest.mark.parametrize("what", ["socket.socketpair", "os.pipe"])

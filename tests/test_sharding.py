@@ -1,47 +1,41 @@
 """Parameters that workers share out: the gradient, the checkpoints and the memory, with real processes over gloo.
 
-One pool of four processes serves all: cases with two workers run twice in it, in both halves.
+The four processes of the pool of workers serve all (tests/devices.py): cases with two workers run twice in it, in both halves.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import devices
 import numpy as np
 import pytest
 import runs
 import torch
-import torch.distributed as dist
 from shard_worker import Case, Trained, restore
 
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
-from fulltilt.cluster.processes import Processes
+from fulltilt.parallel.exchange import copy_all, spread
 from fulltilt.parallel.shard import RowLayout
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
 
-SIZE = 4
 LAYERS = 2
 Folders = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Processes]:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    host = Processes([(rank, SIZE, store.port) for rank in range(SIZE)], "shard_worker:make", environment={"GLOO_SOCKET_IFNAME": "lo"})
-    try:
-        yield host
-    finally:
-        host.close()
+@pytest.fixture
+def pool(pool_of_devices: devices.Pool) -> devices.Guests:
+    return devices.Guests(pool_of_devices, "shard_worker:make")
 
 
-def call(pool: Processes, method: str, *args: Any) -> list[Any]:
+def call(pool: devices.Guests, method: str, *args: Any) -> list[Any]:
     return pool.start(method, [args] * pool.size, what=method).results()
 
 
@@ -91,6 +85,10 @@ CASES = [
     *[("qwen3-moe", {}, *way) for way in WAYS[1:]],
     *[("qwen2", {"role": "critic"}, *way) for way in WAYS[1:]],
     *[("qwen2", {"adapters": True}, *way) for way in WAYS[1:]],
+    ("qwen2", {"fused": True, "offloads": True}, "full", 4),
+    ("qwen2", {"fused": True}, "hybrid", 4),
+    ("qwen3", {"fused": True, "adapters": True, "recompute": "full"}, "full", 4),
+    ("qwen2", {"fused": True, "role": "critic", "recompute": "selective", "offloads": True}, "hybrid", 4),
 ]
 
 
@@ -98,7 +96,7 @@ CASES = [
     ("family", "kind", "shard", "workers"), CASES, ids=lambda value: "-".join(value) if isinstance(value, dict) else None
 )
 def test_the_gradient_is_that_of_one_process(
-    pool: Processes, model_folders: Folders, family: str, kind: dict[str, Any], shard: str, workers: int
+    pool: devices.Guests, model_folders: Folders, family: str, kind: dict[str, Any], shard: str, workers: int
 ) -> None:
     case = Case(model_folders(family), workers, shard, **kind)
     alone = Trained.of(replace(case, workers=1, shard="optimizer"))
@@ -106,6 +104,9 @@ def test_the_gradient_is_that_of_one_process(
     expected = {name: numbers for name, (_, numbers) in alone.gradients().items()}
     found = call(pool, "gradient", case, dealt(COUNTS[workers]))
     assert_near(put_together([each["gradients"] for each in found]), expected, 1e-9)
+    first = alone.trainer.role.annotate(one_batch().micro_batches[0]).numpy()
+    for each in found:
+        assert np.allclose(each["annotated"], first, rtol=1e-6)  # in float32
     together = found[0]["sums"]
     for each in found[1:workers]:
         together += each["sums"]
@@ -116,7 +117,7 @@ def test_the_gradient_is_that_of_one_process(
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(("shard", "workers"), WAYS)
 def test_a_worker_holds_its_part_and_moves_what_is_predicted(
-    pool: Processes, model_folders: Folders, shard: str, workers: int, reshard: bool
+    pool: devices.Guests, model_folders: Folders, shard: str, workers: int, reshard: bool
 ) -> None:
     case = Case(model_folders("qwen2"), workers, shard, knobs={"reshard_after_forward": reshard})
     found, group = call(pool, "gradient", case, dealt(COUNTS[workers])), 2 if shard == "hybrid" else workers
@@ -140,7 +141,7 @@ IN_TURN = ["gather rest", "gather 0", "compute 0", "gather 1", "compute 1"]
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
-def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: Processes, model_folders: Folders, prefetch: bool) -> None:
+def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: devices.Guests, model_folders: Folders, prefetch: bool) -> None:
     case = Case(model_folders("qwen2"), 4, "full", knobs={"forward_prefetch": prefetch})
     for events in call(pool, "trace", case, dealt((1, 1, 1, 1))):
         assert events[:5] == (PREFETCHED if prefetch else IN_TURN)
@@ -149,7 +150,7 @@ def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: Processes
 
 @pytest.mark.parametrize(("shard", "adapters"), [("full", False), ("hybrid", False), ("full", True)])
 def test_what_four_workers_saved_others_go_on_from(
-    pool: Processes, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
+    pool: devices.Guests, model_folders: Folders, tmp_path: Path, shard: str, adapters: bool
 ) -> None:
     """In bfloat16: shards are the masters, rounded for the twin."""
     case = Case(model_folders("qwen2"), 4, shard, dtype="bfloat16", adapters=adapters)
@@ -170,6 +171,19 @@ def test_what_four_workers_saved_others_go_on_from(
     assert_near({name: numbers for name, (_, numbers) in alone.numbers().items()}, saved, 0)
 
 
+@pytest.mark.parametrize(("count", "workers"), [(12, 4), (10, 4), (5, 4), (3, 4), (1, 2)])
+def test_rows_of_workers_make_a_whole_parameter(count: int, workers: int) -> None:
+    """Windows of any length, of a parameter whose last workers have fewer numbers or none."""
+    each, expected = -(-count // workers), torch.arange(count)
+    rows = torch.full((workers, each), -1)
+    rows.view(-1)[:count] = expected
+    for width in range(1, each + 1):
+        found = torch.full((count,), -2)
+        for first in range(0, each, width):
+            copy_all(spread(rows[:, first : first + width], found, each, first))
+        assert torch.equal(found, expected)
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------------------------
 
 
@@ -183,8 +197,11 @@ def config(workers: int, **train: Any) -> Config:
         ({"workers": 1, "shard": "full"}, 'train.shard: "full", but the run has one worker'),
         ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 1, 2 or 4"),
         ({"workers": 2, "shard": "full", "offload_params": True}, "train.offload_params: true is not available with train.shard"),
-        ({"workers": 2, "shard": "full", "offload_activations": True}, "train.offload_activations: true is not available"),
-        ({"workers": 2, "shard": "full", "fused_layers": True}, "train.fused_layers: true is not available"),
+        ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
+        (
+            {"workers": 2, "shard": "full", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 2},
+            'train.recompute_method: "uniform" recomputes 2 layers together, but train.shard = "full" has .* Set it to "block"',
+        ),
     ],
 )
 def test_what_does_not_go_with_shared_parameters_is_refused(settings: dict[str, Any], said: str) -> None:
@@ -193,7 +210,11 @@ def test_what_does_not_go_with_shared_parameters_is_refused(settings: dict[str, 
 
 
 def test_what_goes_together_is_not_refused() -> None:
-    for settings in ({"shard": "optimizer"}, {"shard": "full", "recompute": "full"}, {"shard": "hybrid", "shard_size": 2}):
+    for settings in (
+        {"shard": "optimizer"},
+        {"shard": "full", "recompute": "full", "fused_layers": True, "offload_activations": True},
+        {"shard": "hybrid", "shard_size": 2},
+    ):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
 
 
@@ -218,9 +239,10 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
     """PPO: the actor with its twin, a critic and a reference, on four workers, then on two that share out the optimizer alone."""
     monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
     alone, shared = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("alone", "shared"))
-    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3")
+    ppo = ("algorithm.name=ppo", "run.save_every=3", "run.eval_every=3", "train.fused_layers=true")
     runs.train(alone, *ppo, "run.steps=3")  # the schedule ends with the run
-    runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
+    said = runs.train(shared, *ppo, "run.steps=3", "cluster.workers=4", "train.shard=hybrid", "train.shard_size=2", "cluster.stall_s=300")
     assert_near_runs(shared, alone, 3)
+    assert said.said.count("joined products; outside rollouts one by one, because train.shard is hybrid (actor, critic, ref)") == 1
     runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
     assert runs.metrics(shared)[-1]["step"] == 4

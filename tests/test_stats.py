@@ -18,7 +18,7 @@ from test_rollout import TIGHT, generate, make_engine, random_prompts, with_limi
 from fulltilt.loop import opening
 from fulltilt.observe.console import Console
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import NO_STATS, EngineStats, Histogram, Recorder, line
+from fulltilt.rollout.stats import NO_STATS, EngineStats, Histogram, JointProgress, Recorder, RolloutProgress, line
 
 ModelFolders = Callable[[str], Path]
 PERCENTS = (50, 90, 99)
@@ -195,6 +195,22 @@ def test_lines_come_by_seconds_of_generating_and_tell_of_what_is_new() -> None:
     ]
     burst(recorder, 502.6, 518.6)
     assert said[1:] == ["rollout: 2 running, 0 waiting, KV 50%, 0 preempted, decode 2 tok/s, per token p50 1.00 s p99 1.00 s"]
+
+
+def test_engines_at_the_same_time_share_a_line() -> None:
+    """Which comes when each has told, or one tells again because another has no more to do."""
+    said: list[str] = []
+    joint = JointProgress(2, said.append)
+    own = [EngineStats(decode_tokens=count, decode_seconds=2.0, preemptions=1, most_running=count // 100) for count in (1000, 600)]
+    for engine in (1, 0, 1):
+        joint.add(engine, RolloutProgress("alone", own[engine], own[engine]))
+    assert len(said) == 1 and "rollout on 2 of 2 workers: 16 running, 0 waiting" in said[0]
+    assert "2 preempted" in said[0] and "decode 800 tok/s" in said[0]
+    joint.add(1, RolloutProgress("alone", own[1], own[1]))
+    assert len(said) == 2 and "rollout on 1 of 2 workers: 6 running" in said[1]
+    one = JointProgress(1, said.append)
+    one.add(0, RolloutProgress("alone", own[0], own[0]))
+    assert said[2] == "alone"
 
 
 def test_a_line_as_the_manual_shows_it() -> None:

@@ -68,6 +68,12 @@ class ToyWorker:
         finally:
             self.log.append("echo ended")
 
+    def send_within(self, inbox: Inbox) -> Generator[str, None, int]:
+        inbox.send("first")
+        inbox.send("second")
+        yield "third"
+        return self.order
+
     def idle(self, seconds: float, inbox: Inbox) -> list[Any]:
         return inbox.wait(seconds)
 

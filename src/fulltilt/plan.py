@@ -146,7 +146,7 @@ class Facts:
     device: str  # "cuda" or "cpu"
     device_bytes: int  # memory of the device; 0 on a CPU
     host_bytes: int  # free memory of the host
-    roles: Mapping[str, RoleFacts]  # the roles that have a model of their own; the actor is always there
+    roles: Mapping[str, RoleFacts]  # the roles that have a model of their own: the actor and others, or one that has workers of its own
     longest: int  # tokens of the longest prompt (of the longest row, for SFT), over training and validation
     steps_per_epoch: int
     rollout: bool = True  # False: nothing is sampled
@@ -162,6 +162,11 @@ class Facts:
     @property
     def actor(self) -> RoleFacts:
         return self.roles["actor"]
+
+    @property
+    def largest_work(self) -> RoleFacts:
+        """The role that these workers spend most of their time with."""
+        return self.roles["actor"] if "actor" in self.roles else next(iter(self.roles.values()))
 
     @property
     def token_bytes(self) -> int:
@@ -187,6 +192,12 @@ class Plan:
     roles: Mapping[str, RoleSettings]
     words: tuple[str, ...]
 
+    def beside(self, other: Plan) -> Plan:
+        """The plan of a run in which other workers, with the other plan, have roles that these do not."""
+        budgets = {name: getattr(other.budgets, name) for role in other.roles for name in OWN_BUDGETS[role]}
+        together = replace(self, budgets=replace(self.budgets, **budgets), roles={**self.roles, **other.roles})
+        return replace(together, words=(*self.words, *other.words))
+
 
 def plan_of(
     model: Shape | Mapping[str, Any] | str | Path, config: Config, *, device: str, device_bytes: int, host_bytes: int, longest: int,
@@ -203,7 +214,8 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     """The plan of a run; `kept` are the budgets of the checkpoint it resumes from."""
     algorithm = config.algorithm
     samples = algorithm.prompts_per_step * (algorithm.samples_per_prompt if facts.rollout else 1)
-    check_context(config, facts.longest, facts.actor.shape.positions, rollout=facts.rollout)
+    if "actor" in facts.roles:
+        check_context(config, facts.longest, facts.actor.shape.positions, rollout=facts.rollout)
     if facts.rollout and config.rollout.cuda_graphs is True and facts.not_captured is not None:
         reason = f"no graph can hold the model: {facts.not_captured}"
         raise UserError(f"rollout.cuda_graphs: true, but {reason}. Remove the key: decoding then runs without graphs")
@@ -218,6 +230,9 @@ def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = Non
     if facts.rollout:
         check_cache(config, facts, memory, budgets.kv_blocks)
     steps = count_steps(config, facts.steps_per_epoch)
+    if "actor" not in facts.roles:
+        own = {role: roles.settings[role] for role in facts.roles}
+        return Plan(steps, updates_per_step(config), budgets, own, tuple(words_of_own_workers(config, facts, roles, budgets)))
     words = (*in_words(config, facts, roles, memory, budgets, steps, samples), *changed)
     return Plan(steps, updates_per_step(config), budgets, roles.settings, words)
 
@@ -384,7 +399,7 @@ def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutM
     # The models of other roles may be larger than the actor.
     of_others = unless_auto(config.actor.forward_token_budget, 2 * update_budget(config, facts.device, "actor", {}))
     max_seqs = most_seqs(config, facts.device, samples if facts.rollout else 0)
-    small = facts.device == "cpu" and facts.actor.parameter_bytes < ONE_THREAD_PARAMETERS * facts.actor.itemsize
+    small = facts.device == "cpu" and facts.largest_work.parameter_bytes < ONE_THREAD_PARAMETERS * facts.largest_work.itemsize
     return Budgets(
         threads=unless_auto(config.run.threads, 1 if small and not facts.threads_given else facts.cores),
         kv_blocks=kv_blocks(config, facts, memory, max_seqs) if facts.rollout else 0,
@@ -442,6 +457,11 @@ ROLE_KEYS = {
     "ref": (*OF_SCORING, "fused_head", "entropy_chunk"),
     "reward_model": OF_SCORING,
 }
+OWN_BUDGETS = {  # the budgets of roles that may have workers of their own
+    "critic": ("critic_token_budget", "critic_forward_token_budget"),
+    "ref": ("ref_token_budget",),
+    "reward_model": ("reward_model_token_budget",),
+}
 KEPT_AS = {"actor": "token_budget", "critic": "critic_token_budget"}  # roles that learn, and their budgets' names in a checkpoint
 OFFLOADS = ("offload_activations", "offload_params", "offload_optimizer", "offload_grads")
 
@@ -472,11 +492,13 @@ class Decisions:
 def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> RolePlan:
     """The settings of every role. What `auto` becomes depends on all memory that the device has and not on what happens to be free there,
     so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
-    made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None}})
+    made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None, "actor": None}})
     check_layers(facts, made)
+    if len(facts.roles) == 1:  # there is no phase in which its parameters could be away
+        made = made.decide(*facts.roles, "offload_params", False)
     if shares_parameters(config):
         for role in facts.roles:
-            made = made.decide(role, "offload_params", False).decide(role, "offload_activations", False)
+            made = made.decide(role, "offload_params", False)
     budgets: dict[str, int] = {}
     if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
         made = decide_offloads(made, facts)
@@ -630,7 +652,11 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
         if model.trained and keys["recompute"] != "auto":
             counts["activations"] = micro_batch_tokens(config, facts, role, budgets) * model.kept_bytes(keys)
         found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
-    if facts.actor.trained and any(keys.get(key) is True for keys in made.keys.values() for key in kinds.values()):
+    if (
+        "actor" in facts.roles
+        and facts.actor.trained
+        and any(keys.get(key) is True for keys in made.keys.values() for key in kinds.values())
+    ):
         found["weights on their way into a checkpoint"] = facts.actor.parameter_bytes
     return found
 
@@ -711,6 +737,17 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
         f"passes without gradient {micro(actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]
+
+
+def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets: Budgets) -> Iterator[str]:
+    """The plan of workers that have one role, which is not the actor."""
+    (role,) = facts.roles
+    *of_update, forward = (micro(getattr(config, role).micro_batch, getattr(budgets, name)) for name in OWN_BUDGETS[role])
+    updates = f"updates in micro-batches of at most {of_update[0]}, " if of_update else ""
+    yield f"{role} on workers of its own: {updates}passes without gradient of at most {forward}"
+    yield from roles.words
+    if facts.layers:
+        yield f"layers of the {role}: {facts.layers}"
 
 
 def graphs_in_words(config: Config, facts: Facts, decode: int, samples: int) -> str:

@@ -863,6 +863,11 @@ class ClusterConfig(Section):
     address: NotEmpty | None = None
     """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
     Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
+    roles: dict[Literal["critic", "ref", "reward_model"], Annotated[int, Field(ge=1, le=1024)]] = row(
+        {}, elsewhere="~reward_model.n_gpus_per_node", used_if=_if_several
+    )
+    """Roles that get workers of their own, and how many of all workers of the run each gets: `{ reward_model = 2 }`. They hold that role
+    alone; the others sample, train, and have all other roles. Left out: every worker has all roles."""
     processes: bool = row(
         False,
         used_if=UsedIf(
@@ -967,7 +972,8 @@ def _legal(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is tuple:
         return f"a list of {len(arguments)}, each {_legal(arguments[0])}"
     if origin is dict:
-        return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}"
+        names = f" for {_legal(arguments[0])}" if get_origin(arguments[0]) is Literal else ""
+        return "a table" if arguments[1] is Any else f"a table of {_legal(arguments[1])}{names}"
     bounds = {name: getattr(bound, name) for bound in metadata for name, _ in _BOUNDS if hasattr(bound, name)}
     span = " and ".join(f"{words} {bounds[name]}" for name, words in _BOUNDS if name in bounds)
     if bounds.keys() == {"ge", "le"}:

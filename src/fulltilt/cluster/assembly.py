@@ -149,7 +149,8 @@ def put_together(
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
-        crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device, paths)
+        order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder)
+        crew = gather_crew(order, algorithm, device, paths)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
         digests = data.train.digest(), data.val.digest() if data.val else None
         samples: Samples | None = SamplesHere(config, algorithm, crew, reward, data.encoder) if reward else None

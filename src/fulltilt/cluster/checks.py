@@ -44,10 +44,8 @@ ROWS_TOLD = 5  # how many bad rows of a data set are named: a mistake is often i
 SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows several workers on one GPU or core, for tests
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {
-    "train.fused_layers": "fused layers read parameters that are joined in one memory",
     "train.compile": "compiled layers have not been tried with it",
     **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
-    **{f"{role}.offload_activations": "it would take gathered parameters for activations" for role in ("train", "critic")},
 }
 
 
@@ -210,13 +208,18 @@ def count_workers(config: Config, device: str) -> int:
 def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     """What does not go with parameters that are shared out among workers."""
     train, workers = config.train, count_workers(config, device)
+    apart = config.cluster.roles.values()
+    workers -= sum(apart)
     if not shares_parameters(config):
         return
-    if workers == 1:
+    if max(workers, *apart, 1) == 1:
         yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
     elif train.shard_size and workers % train.shard_size:
         sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])
         yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
+    if train.recompute_method == "uniform" and train.recompute_layers not in ("auto", 1):
+        why = f'train.shard = "{train.shard}" has the parameters of one layer whole at a time'
+        yield f'train.recompute_method: "uniform" recomputes {train.recompute_layers} layers together, but {why}. Set it to "block"'
     for key, why in UNSHARED.items():
         section, _, name = key.partition(".")
         if getattr(getattr(config, section), name) is True:
@@ -233,8 +236,34 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
         remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
         yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
     yield from unused_by(config, workers)
+    if not (config.cluster.address and config.cluster.workers == "auto"):  # then the cluster knows how many there are
+        yield from too_few(config, workers * config.cluster.nodes)
     if workers * config.cluster.nodes > 1:
         yield from wrong_on_several(config, algorithm)
+
+
+def too_few(config: Config, workers: int) -> Iterator[str]:
+    """Roles with workers of their own must leave one to the actor. `workers`: those of the run."""
+    roles = config.cluster.roles
+    if roles and workers > 1 and (taken := sum(roles.values())) >= workers:
+        remedy = f"Give roles at most {workers - 1}, or raise cluster.workers"
+        yield f"cluster.roles: {shown(roles)} takes {taken} of the run's {workers} workers, and the actor needs at least one. {remedy}"
+
+
+def unused_roles(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Roles of `cluster.roles` for which this run has no model."""
+    why = {
+        "critic": None if algorithm.value_loss else f"algorithm.name = {shown(config.algorithm.name)} has no critic",
+        "ref": None
+        if "ref_logprobs" in algorithm.needs
+        else "nothing compares with a reference (algorithm.kl_coef, algorithm.reward_kl_coef)",
+        "reward_model": None if uses_reward_model(config) else 'the reward has no reward model (reward.function = "reward_model")',
+    }
+    if why["ref"] is None and shares_model(config):
+        why["ref"] = "the reference is the actor without its adapters (lora.rank), and has no model of its own"
+    for role in config.cluster.roles:
+        if why[role] is not None:
+            yield f"cluster.roles: {role} would get workers of its own, but {why[role]}. Remove it from the table"
 
 
 def unused_by(config: Config, workers: int) -> Iterator[str]:
@@ -267,6 +296,7 @@ def wrong_rollout(config: Config, device: str) -> Iterator[str]:
 
 def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     """Settings that have no effect on this device, or with these roles."""
+    yield from unused_roles(config, algorithm)
     yield from refused_offloads(config, algorithm, device)
     if not config.train.entropy_recompute and not algorithm.entropy_gradient:
         remedy = "Remove the key" + (", or set algorithm.entropy_coef above 0" if "rollout" in algorithm.needs else "")
@@ -280,11 +310,18 @@ def settings_without_effect(config: Config, algorithm: Algorithm, device: str) -
 
 def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
     shared = "ref_logprobs" in algorithm.needs and shares_model(config)
-    others = algorithm.value_loss or uses_reward_model(config) or ("ref_logprobs" in algorithm.needs and not shared)
+    apart = config.cluster.roles
+    used = {
+        "critic": algorithm.value_loss,
+        "ref": "ref_logprobs" in algorithm.needs and not shared,
+        "reward_model": uses_reward_model(config),
+    }
+    others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():
         for key in OFFLOADS:
-            reason = why_not(key, role, device, alone=not others, shared=role == "ref" and shared)
+            alone = role in apart if role != "actor" else not others
+            reason = why_not(key, role, device, alone=alone, shared=role == "ref" and shared)
             if reason and getattr(getattr(config, section), key, None) is True:
                 yield f"{section}.{key}: true, but {reason}. Remove the key"
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -22,20 +22,22 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
-from fulltilt.cluster.hosts import Hosts, WorkerError
+from fulltilt.cluster.hosts import Hosts, WorkerCall, WorkerError
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
-from fulltilt.cluster.worker import Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
+from fulltilt.cluster.worker import BETWEEN_STEPS, Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
 from fulltilt.plan import Plan
 from fulltilt.records import AnyRow, BatchPlan, LossSums, Prompt, Row, RowHead, UserError
 from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
-from fulltilt.rollout.stats import EngineStats
+from fulltilt.rollout.stats import EngineStats, JointProgress, RolloutProgress
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Digests
 from fulltilt.words import joined, many
 
+# The roles whose phases are not the actor's. Phases between steps are everyone's.
+PHASES = {"ref-logprob": "ref", "values": "critic", "update-critic": "critic", "reward": "reward_model"}
 SomeRow = TypeVar("SomeRow", bound=AnyRow)
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
@@ -46,15 +48,33 @@ class AnnotatedRows:
     pad_tokens: int  # computed beside the rows' own tokens
 
 
+# Micro-batches, a role's numbers for each unless workers hold the rows, and how many pad tokens were computed.
+Passes = tuple[list[list[int]], list[np.ndarray], int]
+Outcome = TypeVar("Outcome")
+
+
+@dataclass(frozen=True, eq=False)
+class StartedWork(Generic[Outcome]):
+    """What workers have begun to compute."""
+
+    call: WorkerCall
+    finish: Callable[[Sequence[AnyRow], Report], Outcome]  # wait for it; the rows are those that it was begun with
+
+
 class Crew:
     def __init__(self, config: Config, algorithm: Algorithm, hosts: Hosts) -> None:
         self.config, self.algorithm, self.hosts = config, algorithm, hosts
         facts: list[WorkerFacts] = self._all("facts", what="set-up")
-        self.plan: Plan = facts[0].plan
-        self.notes = facts[0].notes
-        self._sizes = facts[0].sizes
+        self._workers = {role: [rank for rank, each in enumerate(facts) if role in each.sizes] for own in facts for role in own.sizes}
+        actors = self._ranks_of("actor")
+        # Workers with the same roles, the actor's first.
+        self._groups = list({ranks[0]: ranks for ranks in self._workers.values()}.values())
+        firsts = [facts[ranks[0]] for ranks in self._groups]
+        self.plan: Plan = reduce(Plan.beside, (each.plan for each in firsts))
+        self.notes = tuple(note for each in firsts for note in each.notes)
+        self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
+        self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
         self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
-        self._queue = self._several and all(each.queue for each in facts)  # for the prompts that engines have no seats for yet
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
         self.update_sizes = update_sizes(config, self.plan.budgets)
@@ -66,17 +86,36 @@ class Crew:
         assert isinstance(self.hosts.worker, Worker), "the workers of this run are in other processes"
         return self.hosts.worker
 
-    @property
-    def _several(self) -> bool:
-        return self.hosts.size > 1
+    def _ranks_of(self, role: str) -> list[int]:
+        """The workers that have the role; where nobody has it, the actor's."""
+        return self._workers.get(role) or self._workers["actor"]
+
+    def has_own_workers(self, role: str) -> bool:
+        """Whether the role's workers have nothing to do with the actor's, so that both compute at the same time."""
+        return self._ranks_of(role) != self._ranks_of("actor")
+
+    def _start(self, role: str, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> WorkerCall:
+        """Call a method of the workers that have the role. `args`: one tuple for each of them."""
+        given = dict(zip(self._ranks_of(role), args, strict=True))
+        return self.hosts.start(method, [given.get(rank) for rank in range(self.hosts.size)], what=what)
+
+    def _results(self, role: str, call: WorkerCall) -> list[Any]:
+        """One result for each worker that has the role."""
+        found = call.results()
+        return [found[rank] for rank in self._ranks_of(role)]
+
+    def _each(self, role: str, method: str, *args: Any, what: str) -> list[Any]:
+        """The results of the same call on every worker that has the role."""
+        return self._results(role, self._start(role, method, [args] * len(self._ranks_of(role)), what=what))
 
     def _all(self, method: str, *args: Any, what: str) -> list[Any]:
         """The results of the same call on every worker."""
         return self.hosts.start(method, [args] * self.hosts.size, what=what).results()
 
     def held(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> list[Any]:
-        """The results of a method of the samples that each worker holds. A mistake of the user's is raised, and the workers live on."""
-        found = self.hosts.start("held", [(method, *own) for own in args], what=what).results()
+        """The results of a method of the samples that each worker holds. It runs beside what workers compute. A mistake of the user's is
+        raised here, and the workers live on."""
+        found = self.hosts.start("held", [(method, *own) for own in args], what=what, aside=True).results()
         for each in found:
             if isinstance(each, UserError):
                 raise each
@@ -85,99 +124,118 @@ class Crew:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enclose all calls of a phase: its memory is measured, and out-of-memory errors name the settings that would help."""
-        self._all("begin_phase", name, what=name)
+        ask = self._all if name in BETWEEN_STEPS else partial(self._each, PHASES.get(name, "actor"))
+        ask("begin_phase", name, what=name)
         try:
             with enough_memory(name):
                 yield
         except BaseException:
             with contextlib.suppress(WorkerError):  # what ended the phase is reported
-                self._all("end_phase", True, what=name)
+                ask("end_phase", True, what=name)
             raise
-        self._all("end_phase", False, what=name)
+        ask("end_phase", False, what=name)
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
         """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
         of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
-        size, numbered = self.hosts.size, list(enumerate(prompts))
+        size, numbered = len(self._ranks_of("actor")), list(enumerate(prompts))
         seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
         longest = max((len(prompt.ids) for _, prompt in queue), default=0)
         args = [(dict(numbered[:seats][rank::size]), sampling, seed, self._version, longest) for rank in range(size)]
-        call = self.hosts.start("generate", args, what="rollout")
+        call = self._start("actor", "generate", args, what="rollout")
         for rank, item in call.items():
             if isinstance(item, FreeSeats):
                 call.tell(rank, dict(queue.popleft() for _ in range(min(item.groups, len(queue)))))
+            elif isinstance(item, RolloutProgress):
+                self._progress.add(rank, item)
             else:
                 yield item
 
     def rollout_stats(self) -> EngineStats:
         """The engines' statistics of the last `generate`."""
-        found: list[EngineStats] = self._all("rollout_stats", what="rollout")
+        found: list[EngineStats] = self._each("actor", "rollout_stats", what="rollout")
         return reduce(EngineStats.beside, found)
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
-        """Have the engine describe its progress after every `interval` seconds of generating. Engines in other processes are silent."""
+        """Have the engines describe their progress after every `interval` seconds of generating, in one line for all."""
         if self.hosts.worker:
             self.worker.report_rollout(say, interval)
+        else:
+            self._progress = JointProgress(self.hosts.size, say)
+            self._all("send_progress", interval, what="set-up")
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
-        found: list[SyncReport] = self._all("sync", version, what="sync")
+        found: list[SyncReport] = self._each("actor", "sync", version, what="sync")
         self._version = version
         require_same([each.checksum for each in found], version)
         seconds, moved = max(each.seconds for each in found), max(each.moved_bytes for each in found)
         speed = {"sync/gb_per_s": moved / 1e9 / seconds} if moved else {}
-        return {"sync/seconds": seconds, **speed} if moved or self._several else {}
+        return {"sync/seconds": seconds, **speed} if moved or len(found) > 1 else {}
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
     def annotate(self, role: str, field: str, rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
         """The rows with the role's number for each trained token, as `field`; rows that workers hold get it there."""
-        plan, found, pads = self._passes(role, rows, report)
-        if here := rows_here(rows):
-            return AnnotatedRows(scatter(here, plan, found, field), pads)
-        if rows:
-            self.held("give_back", [(field,)] * self.hosts.size, what=f"a pass of the {role}")
-        return AnnotatedRows(list(rows), pads)
+        return self.start_annotation(role, field, rows).finish(rows, report)
+
+    def start_annotation(self, role: str, field: str, rows: Sequence[AnyRow]) -> StartedWork[AnnotatedRows]:
+        """Begin what `annotate` does. The rows to finish it with may have got numbers of other roles meanwhile."""
+        call, finish = self._start_passes(role, rows, field)
+
+        def annotated(rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
+            plan, found, pads = finish(report)
+            if here := rows_here(rows):
+                return AnnotatedRows(scatter(here, plan, found, field), pads)
+            if rows:
+                self.held("give_back", [(field,)] * self.hosts.size, what=f"a pass of the {role}")
+            return AnnotatedRows(list(rows), pads)
+
+        return StartedWork(call, annotated)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
-        _, found, _ = self._passes("actor", rows, lambda done, total: None)
+        _, found, _ = self._start_passes("actor", rows, "logprobs")[1](lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
-    def _passes(self, role: str, rows: Sequence[AnyRow], report: Report) -> tuple[list[list[int]], list[np.ndarray], int]:
-        """Micro-batches, the role's numbers for each unless workers hold the rows, and how many pad tokens were computed."""
-        sizing = self.forward_sizes[role]
-        plan = sizing.schedule([row.tokens for row in rows], self.hosts.size)
-        dealt = distribute(self._costs(role, plan, rows), self.hosts.size, self.config.train.balance)
+    def _start_passes(self, role: str, rows: Sequence[AnyRow], field: str) -> tuple[WorkerCall, Callable[[Report], Passes]]:
+        """The call, and a function that waits for it."""
+        sizing, size = self.forward_sizes[role], len(self._ranks_of(role))
+        plan = sizing.schedule([row.tokens for row in rows], size)
+        dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance)
         own = [[plan[place] for place in places] for places in dealt]
-        given = self._bring(rows, own, what=f"a pass of the {role}", whole=False)
+        given = self._bring(role, field, rows, own, whole=False)
         args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
-        call = self.hosts.start("annotate", args, what=f"a pass of the {role}")
-        for done, _ in enumerate(call.items(), start=1):
-            report(done, len(plan))
-        results: list[Annotated] = call.results()
-        found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
-        return plan, found, sum(each.pad_tokens for each in results)
+        call = self._start(role, "annotate", args, what=f"a pass of the {role}")
+
+        def finish(report: Report) -> Passes:
+            for done, _ in enumerate(call.items(), start=1):
+                report(done, len(plan))
+            results: list[Annotated] = self._results(role, call)
+            found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
+            return plan, found, sum(each.pad_tokens for each in results)
+
+        return call, finish
 
     def _bring(
-        self, rows: Sequence[AnyRow], micro_batches: Sequence[Sequence[Sequence[int]]], *, what: str, whole: bool
-    ) -> Sequence[dict[int, Row] | None]:
-        """What the call of each worker is given, so that it has the rows of its micro-batches: these rows, or None after the workers that
-        hold them have sent them."""
+        self, role: str, purpose: str, rows: Sequence[AnyRow], micro_batches: Sequence[Sequence[Sequence[int]]], *, whole: bool
+    ) -> Sequence[dict[int, Row] | str]:
+        """What the call of each of the role's workers is given, so that it has the rows of its micro-batches: these rows, or the purpose
+        under which the workers that hold them have sent them."""
         if here := rows_here(rows):
             return [chosen(here, own) for own in micro_batches]
         if not rows:
             return [{} for _ in micro_batches]
         wanted: list[list[dict[int, Hashable]]] = [[{} for _ in range(self.hosts.size)] for _ in range(self.hosts.size)]
-        for rank, own in enumerate(micro_batches):
+        for rank, own in zip(self._ranks_of(role), micro_batches, strict=True):
             for index, head in chosen(rows, own).items():
                 assert isinstance(head, RowHead)
                 wanted[head.home][rank][index] = head.key
-        self.held("exchange", [(own, whole) for own in wanted], what=what)
-        return [None] * len(micro_batches)
+        self.held("exchange", [(purpose, own, whole) for own in wanted], what=purpose)
+        return [purpose] * len(micro_batches)
 
     def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[AnyRow]) -> list[float]:
         """What each micro-batch costs, to deal them out evenly."""
@@ -190,62 +248,76 @@ class Crew:
     def update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> Metrics:
         """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
+        return self.start_update(role, rows, updates_before, report).finish(rows, report)
+
+    def start_update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> StartedWork[Metrics]:
+        """Begin what `update` does."""
         sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
-        plans = self._plan_minibatches(rows, sizing, advantage_alone=alone)
+        size = len(self._ranks_of(role))
+        plans = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
         costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
-        dealt = [distribute(each, self.hosts.size, self.config.train.balance) for each in costs]
-        parts = [[plan.part(places[rank]) for plan, places in zip(plans, dealt, strict=True)] for rank in range(self.hosts.size)]
-        epochs = self.config.algorithm.epochs
+        dealt = [distribute(each, size, self.config.train.balance) for each in costs]
+        parts = [[plan.part(places[worker]) for plan, places in zip(plans, dealt, strict=True)] for worker in range(size)]
         if not self.hosts.worker:  # other processes do not wait for the reader of their progress
-            report(0, epochs * len(plans))
+            report(0, self.config.algorithm.epochs * len(plans))
         micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
-        given = self._bring(rows, micro_batches, what=f"update-{role}", whole=True)
+        given = self._bring(role, f"update-{role}", rows, micro_batches, whole=True)
         args = [(role, *each, updates_before, sizing.packing) for each in zip(given, parts, strict=True)]
-        call = self.hosts.start("update", args, what=f"update-{role}")
-        for rank, (done, total) in call.items():
-            if rank == 0:
-                report(done, total)
-        results: list[UpdateSums] = call.results()
+        call = self._start(role, "update", args, what=f"update-{role}")
+
+        def finish(rows: Sequence[AnyRow], report: Report) -> Metrics:
+            for rank, (done, total) in call.items():
+                if rank == self._ranks_of(role)[0]:
+                    report(done, total)
+            metrics = self._update_metrics(role, plans, self._results(role, call))
+            if alone:
+                metrics[f"{role}/samples_left_out"] = len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)
+            if size > 1 and plans:
+                metrics[f"{role}/load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
+            return metrics
+
+        return StartedWork(call, finish)
+
+    def _update_metrics(self, role: str, plans: Sequence[BatchPlan], results: Sequence[UpdateSums]) -> Metrics:
         found = [
             reduce(LossSums.__add__, (sums for sums, _ in steps)).metrics(plan.trained_tokens, silent=plan.silent) | steps[0][1]
-            for plan, *steps in zip(plans * epochs, *(each.steps for each in results), strict=True)
+            for plan, *steps in zip([*plans] * self.config.algorithm.epochs, *(each.steps for each in results), strict=True)
         ]
         counts: Metrics = {
             "skipped_updates": sum(metrics.pop(f"{role}/skipped_updates") for metrics in found),
             "updates": len(found),
             "micro_batches": sum(each.micro_batches for each in results),
             "pad_tokens": sum(each.pad_tokens for each in results),
-            **({"samples_left_out": len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)} if alone else {}),
         }
-        if self._several and plans:
-            counts["load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
         seconds = [each.seconds for each in results]
-        of_workers = {"max": max(seconds), "mean": float(np.mean(seconds))} if self._several else {}
+        of_workers = {"max": max(seconds), "mean": float(np.mean(seconds))} if len(results) > 1 else {}
         return {
             **mean_of(found),
             **{f"{role}/{name}": count for name, count in counts.items()},
             **{f"timing_s/workers/update_{role}/{name}": count for name, count in of_workers.items()},
         }
 
-    def _plan_minibatches(self, rows: Sequence[AnyRow], sizing: MicroSizing, *, advantage_alone: bool) -> list[BatchPlan]:
+    def _plan_minibatches(self, rows: Sequence[AnyRow], sizing: MicroSizing, workers: int, *, advantage_alone: bool) -> list[BatchPlan]:
         if not any(row.trained for row in rows):
             return []
         make = partial(plan_minibatch, aggregation=self.algorithm.aggregation, length_norm=self.algorithm.length_norm, micro=sizing)
         parts = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
-        return [make(rows, part, advantage_alone=advantage_alone, workers=self.hosts.size) for part in parts]
+        return [make(rows, part, advantage_alone=advantage_alone, workers=workers) for part in parts]
 
     def metrics(self) -> Metrics:
         """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart. Also
         the bytes that went between the driver and workers in other processes."""
         found: list[Metrics] = self._all("metrics", what="metrics")
-        names = dict.fromkeys(name for metrics in found for name in metrics)
-        seen = {name: [metrics[name] for metrics in found if name in metrics] for name in names}
-        apart = {
-            f"memory_spread_gib/{name.removeprefix(MEMORY)}": max(each) - min(each)
-            for name, each in seen.items()
-            if self._several and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
-        }
-        return {name: max(each) for name, each in seen.items()} | apart | self._traffic()
+        apart: Metrics = {}
+        for ranks in self._groups:
+            seen = gathered([found[rank] for rank in ranks])
+            spreads = {
+                f"memory_spread_gib/{name.removeprefix(MEMORY)}": max(each) - min(each)
+                for name, each in seen.items()
+                if len(ranks) > 1 and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
+            }
+            apart |= {name: max(apart.get(name, 0.0), each) for name, each in spreads.items()}
+        return {name: max(each) for name, each in gathered(found).items()} | apart | self._traffic()
 
     def _traffic(self) -> Metrics:
         """Bytes between the driver and workers in other processes since the last call."""
@@ -257,7 +329,8 @@ class Crew:
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
-        return self._all("pending_memory", what="save")[0]
+        found = self._all("pending_memory", what="save")
+        return {phase: reading for first, *_ in reversed(self._groups) for phase, reading in found[first].items()}
 
     def restore_memory(self, pending: Mapping[str, Reading]) -> None:
         self._all("restore_memory", dict(pending), what="set-up")
@@ -271,8 +344,9 @@ class Crew:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint's state holds about the optimizers."""
-        state: dict[str, Any] = self._all("state", what="save")[0]
-        return state
+        found: list[dict[str, dict[str, int]]] = self._all("state", what="save")
+        counts = {role: found[ranks[0]].get(role) for role, ranks in self._workers.items()}
+        return {**(counts["actor"] or {}), "critic": counts.get("critic")}
 
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
@@ -321,7 +395,12 @@ def chosen(rows: Sequence[SomeRow], micro_batches: Sequence[Sequence[int]]) -> d
     return {index: rows[index] for indices in micro_batches for index in indices}
 
 
+def gathered(found: Sequence[Metrics]) -> dict[str, list[float]]:
+    """All values of each metric."""
+    names = dict.fromkeys(name for metrics in found for name in metrics)
+    return {name: [metrics[name] for metrics in found if name in metrics] for name in names}
+
+
 def mean_of(found: Sequence[Metrics]) -> Metrics:
     """The mean of each metric over the optimizer steps that have it."""
-    names = dict.fromkeys(name for metrics in found for name in metrics)
-    return {name: float(np.mean([metrics[name] for metrics in found if name in metrics])) for name in names}
+    return {name: float(np.mean(values)) for name, values in gathered(found).items()}

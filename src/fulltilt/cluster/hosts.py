@@ -1,10 +1,10 @@
 """What a host of workers offers to the driver, whatever runs beneath it: one worker in this process, processes, or actors of Ray.
 
-A worker is an object. Enters: a method's name and one tuple of picklable arguments per worker. Leaves: items, which the method yields while
-it runs, and one result per worker, which it returns. A method may be a plain one, or a generator. If it has a parameter `inbox`, it
-receives the messages that the driver tells the running call. Guaranteed by every host: no callback crosses, calls of a worker run one after
-the other in the order in which they were started (except those started `aside`), and an error of a worker is raised where the driver
-waits.
+A worker is an object. Enters: a method's name and one tuple of picklable arguments per worker that is called. Leaves: items, which the
+method yields while it runs, and one result per worker, which it returns. A method may be a plain one, or a generator. If it has a parameter
+`inbox`, it receives the messages that the driver tells the running call. Guaranteed by every host: no callback crosses, calls of a worker
+run one after the other in the order in which they were started (except those started `aside`), and an error of a worker is raised where the
+driver waits.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Hosts(Protocol):
     def received_bytes(self) -> int:
         """Bytes that workers in other processes have sent to this one."""
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> WorkerCall:
-        """Call a method of every worker. `args`: one tuple per worker, in order of rank. `what`: the name of this call for people, for
-        example "update-actor". `aside`: it may run in a thread, beside other calls of the worker."""
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> WorkerCall:
+        """Call a method of workers. `args`: one tuple per worker, in order of rank; None: this worker is not called, and its result is
+        None. `what`: the name of this call for people, for example "update-actor". `aside`: it may run in a thread, beside other calls of
+        the worker."""
 
     def hurry(self) -> None:
         """The user wants the run to stop: from now on a worker that is stuck is soon given up. Called in a signal handler."""
@@ -53,6 +54,8 @@ class Hosts(Protocol):
 
 
 class WorkerCall(Protocol):
+    seconds: float  # from the start to the last result, once it is there
+
     def items(self) -> Iterator[tuple[int, Any]]:
         """Rank and item, in order of arrival, until every worker has returned. If the iterator ends early, because it is closed or because
         an exception arrives while it waits, the call is cancelled."""
@@ -78,6 +81,10 @@ class Inbox(Protocol):
     def wait(self, timeout: float | None = None) -> list[Any]:
         """All messages since the last time, after waiting until there is one. None at the end of `timeout` seconds, or where the driver
         runs in the same thread, so that none can arrive: a method that needs one must yield."""
+
+    def send(self, item: Any) -> None:
+        """Give the driver an item at once, in the middle of what the method computes. Where the driver runs in the same thread, it gets the
+        item together with the next one that is yielded."""
 
 
 class WorkerError(Exception):

@@ -44,15 +44,17 @@ class Models:
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
-    resume: Checkpoint | None, *, sampled: bool,
+    resume: Checkpoint | None, *, sampled: bool, actor: bool = True,
 ) -> Models:  # fmt: skip
-    """The actor, and those of `roles` that have a model of their own; with an `encoder`, the reward model too. `sampled`: whether the run
-    samples from the actor."""
+    """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
+    too. `sampled`: whether the run samples from the actor."""
     fusing = Fusing(config, device)
     own: dict[str, torch.nn.Module] = {}
     if encoder is not None:
         own["reward_model"] = load_reward_model(config, device, encoder, fusing)
-    own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing, decodes=sampled and config.rollout.engine == "native")
+    layers: dict[int, LayerShape] = {}
+    if actor:
+        own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing, decodes=sampled and config.rollout.engine == "native")
     if "critic" in roles:
         own["critic"] = load_critic(config, tokenizer, device, fusing)
     if "ref" in roles and not shares_model(config):
@@ -74,10 +76,9 @@ class Fusing:
         self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
         self.found: dict[str, str] = {}  # what runs the layers of each role
+        self.aside = f"; outside rollouts one by one, because train.shard is {config.train.shard}" if shares_parameters(config) else ""
         if self.compiles:
             self.off = "train.compile is on"
-        elif shares_parameters(config):
-            self.off = f"train.shard is {config.train.shard}"
         elif self.wanted is False:
             self.off = "train.fused_layers is off"
         elif self.wanted == "auto" and device.type != "cuda":
@@ -95,7 +96,7 @@ class Fusing:
                 self.found[role] = compile_and_compare(model)
             elif self.off is None:
                 report = fuse_and_compare(model)
-                self.found[role] = str(report)
+                self.found[role] = f"{report}{self.aside if report.joined else ''}"
                 # Another role may be of another family; where the actor is, the key would have no effect.
                 reason = report.left_alone if role == "actor" else None
         except WrongLayers as error:

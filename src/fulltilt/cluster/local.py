@@ -6,6 +6,7 @@ started; a method begins when its items or its results are asked for, and what i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,8 +20,9 @@ class Local:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> LocalCall:
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> LocalCall:
         (own,) = args
+        assert own is not None
         return LocalCall(self.worker, method, own, what)
 
     def hurry(self) -> None:
@@ -35,6 +37,7 @@ class LocalInbox:
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
+        self.sent: list[Any] = []
 
     def poll(self) -> list[Any]:
         found, self.messages = self.messages, []
@@ -43,12 +46,16 @@ class LocalInbox:
     def wait(self, timeout: float | None = None) -> list[Any]:
         return self.poll()
 
+    def send(self, item: Any) -> None:
+        self.sent.append(item)
+
 
 class LocalCall:
     def __init__(self, worker: Any, method: str, args: tuple[Any, ...], what: str) -> None:
         self._inbox = LocalInbox()
         self._running = produced(getattr(worker, method), args, self._inbox)
         self._what = what
+        self._began, self.seconds = time.monotonic(), 0.0
         self._results: list[Any] | None = None
         self._over = False
 
@@ -59,9 +66,12 @@ class LocalCall:
             raise no_results(self._what)
         try:
             while True:
-                yield 0, next(self._running)
+                item = next(self._running)
+                sent, self._inbox.sent = self._inbox.sent, []
+                yield from ((0, each) for each in (*sent, item))
         except StopIteration as end:
             self._results = [end.value]
+            self.seconds = time.monotonic() - self._began
         finally:
             self.cancel()
 

@@ -19,9 +19,7 @@ from transformers import PreTrainedModel
 
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
-from fulltilt.cluster.checks import (
-    TextFacts,
-)
+from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import SharedModels, share_out
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
@@ -38,7 +36,7 @@ from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.twin import Twin
-from fulltilt.plan import RoleFacts, RoleSettings, count_steps, make_plan, plan_roles, updates_per_step
+from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
@@ -68,6 +66,21 @@ class WorkerOrder:
     sampled: bool = False  # whether the run samples from the actor
     resume: Checkpoint | None = None
     kept: dict[str, Any] | None = None  # the budgets of an earlier plan
+    writer: RewardEncoder | None = None  # writes samples for the reward model, wherever that is
+    only: str | None = None  # the role of workers that have no other; None: the actor and all roles that have no workers of their own
+
+    def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:
+        """The order of the workers that have this role and no other, or of the actor's. `apart`: the roles that have workers of their
+        own."""
+        if role is None:
+            own = tuple(each for each in self.roles if each not in apart)
+            return replace(self, roles=own, encoder=None if "reward_model" in apart else self.encoder)
+        # A checkpoint keeps the number of threads of the actor's workers.
+        kept = self.kept and {name: count for name, count in self.kept.items() if name != "threads"}
+        response = longest_response(self.config) if self.sampled else 0
+        texts = replace(self.texts, longest=self.texts.longest + response)
+        encoder = self.encoder if role == "reward_model" else None
+        return replace(self, only=role, roles=(role,) if self.roles else (), encoder=encoder, texts=texts, sampled=False, kept=kept)
 
 
 def load_worker(
@@ -75,24 +88,31 @@ def load_worker(
 ) -> Worker:
     """`parcels`: given where workers hold the samples that they draw."""
     config, began = order.config, time.perf_counter()
-    models = load_models(config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled)
+    models = load_models(
+        config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None
+    )
     worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
-    if parcels and order.sampled:
+    if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
-        worker.shelf = Shelf(config, algorithm, parcels, pool, order.encoder)
-    if ranks.size > 1:
-        worker.notes = (describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began), *worker.notes)
+        worker.shelf = Shelf(config, algorithm, parcels, pool, order.writer)
+    if ranks.of_run > 1:
+        described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
+        worker.notes = (described, *worker.notes)
     return worker
 
 
-def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: float) -> str:
-    """All workers in a line: each has the same."""
-    where = f" on {ranks.size // ranks.beside} machines" if ranks.beside < ranks.size else ""
+def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: float, roles: Collection[str]) -> str:
+    """All workers in a line, or those with the same roles: each has the same."""
+    where = f" on {ranks.of_run // ranks.beside} machines" if ranks.beside < ranks.of_run else ""
+    who = f"{ranks.size} workers{where}"
+    if ranks.size < ranks.of_run:
+        numbers = f"worker {ranks.before}" if ranks.size == 1 else f"workers {ranks.before} to {ranks.before + ranks.size - 1}"
+        who = f"{numbers} of {ranks.of_run}{where} ({', '.join(sorted(roles))})"
     on_gpu = "a GPU of its own" if ranks.sharing == 1 else f"a GPU that {ranks.sharing} workers share"
     has = on_gpu if device.type == "cuda" else many(threads, "thread")
     memory, backend = in_bytes(free_bytes(device) / ranks.sharing), torch.distributed.get_backend()
-    return f"{ranks.size} workers{where}: models loaded in {seconds:.1f} s; each has {has} and {memory} of free memory ({backend})"
+    return f"{who}: models loaded in {seconds:.1f} s; each has {has} and {memory} of free memory ({backend})"
 
 
 def describe_adapters(model: PreTrainedModel) -> str:
@@ -107,27 +127,29 @@ def make_worker(
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `ranks`: it and the others, which must be
     made at the same time."""
-    sampled, learners = "rollout" in algorithm.needs, [role for role in ("actor", "critic") if role in roles]
+    sampled, learners = "rollout" in algorithm.needs and "actor" in models.own, [role for role in ("actor", "critic") if role in roles]
     facts = find_facts(device, models, texts, learners, rollout=sampled, ranks=ranks)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    shared = share_out(config, models, ranks, device, sampled=sampled) if learners and shares_parameters(config) else SharedModels()
+    shared = share_out(config, models, ranks, device, sampled=sampled) if shares_out(config, roles, ranks) else SharedModels()
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks, shared.shards)
-    notes = restore(resume, made.trainers, models.actor, adapters=config.lora.rank > 0) if resume else ()
+    notes = restore(resume, made.trainers, models, adapters=config.lora.rank > 0) if resume else ()
     if shared.twin:
         shared.twin.sync()
     if device.type == "cuda" and made.trainers:
-        take_workspaces(made.trainers["actor"])
+        take_workspaces(next(iter(made.trainers.values())))
     for role in reversed(learners):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
     made.residents.need("actor")
     plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device) // ranks.sharing), kept)
     torch.set_num_threads(plan.budgets.threads)
-    export, export_bytes = shared.exporter(config, models.actor, texts.tokenizer)
-    bounds = limits(config, plan.budgets, device, texts.longest)
-    context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
-    engine = make_engine(config.rollout.engine, context) if sampled else None
+    export, export_bytes = shared.exporter(config, models, texts.tokenizer)
+    engine = None
+    if sampled:
+        bounds = limits(config, plan.budgets, device, texts.longest)
+        context = EngineContext(shared.rollout or models.actor, texts.tokenizer, texts.ends, models.layers, bounds)
+        engine = make_engine(config.rollout.engine, context)
     return Worker(
         config=config,
         algorithm=algorithm,
@@ -140,12 +162,16 @@ def make_worker(
         export=export,
         export_bytes=export_bytes if ranks.rank == 0 else 0,
         sizes={role: size_of(facts.roles[role if role in facts.roles else "actor"]) for role in made.roles},
-        notes=(*([describe_adapters(models.actor)] if config.lora.rank else []), *notes, *shared.notes()),
+        notes=(*([describe_adapters(models.actor)] if config.lora.rank and "actor" in models.own else []), *notes, *shared.notes()),
         ranks=ranks,
         shards=tuple(shared.shards.values()),
         twin=shared.twin,
         collect=shared.collect,
     )
+
+
+def shares_out(config: Config, roles: Collection[str], ranks: Ranks) -> bool:
+    return bool(roles) and shares_parameters(config) and not ranks.alone
 
 
 def size_of(role: RoleFacts) -> ModelSize:
@@ -173,7 +199,8 @@ def make_roles(
     if isinstance(judge := models.own.get("reward_model"), ScalarModel):
         roles["reward_model"] = Scorer("reward_model", judge)
     if not wanted:
-        return RolesMade(roles | {"actor": Policy("actor", models.actor, 1.0, options=options)}, {}, residents, ())
+        roles |= {"actor": Policy("actor", models.actor, 1.0, options=options)} if "actor" in models.own else {}
+        return RolesMade(roles, {}, residents, ())
     for role in ("reward_model", "ref"):  # they make room before the optimizers take theirs
         if role in models.own and settings[role].offload_params:
             residents.add(role, models.own[role], learns=False)
@@ -183,10 +210,12 @@ def make_roles(
     total = count_steps(config, steps_per_epoch) * updates_per_step(config)
     of_actor = total - algorithm.critic_warmup * updates_per_step(config)  # its schedule must end with the run too
     optimizer_of = partial(make_optimizer, ranks=ranks)
-    adapters = config.lora.rank > 0
-    optimizer = optimizer_of(models.actor, config.train, of_actor, settings["actor"], shards.get("actor"), keeps_parameters=adapters)
-    roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
-    trainers: dict[str, Trainer] = {"actor": Trainer(actor, algorithm.loss)}
+    trainers: dict[str, Trainer] = {}
+    if "actor" in wanted:
+        adapters = config.lora.rank > 0
+        optimizer = optimizer_of(models.actor, config.train, of_actor, settings["actor"], shards.get("actor"), keeps_parameters=adapters)
+        roles["actor"] = actor = Policy("actor", models.actor, temperature, optimizer, algorithm.entropy_gradient, options=options)
+        trainers["actor"] = Trainer(actor, algorithm.loss)
     if algorithm.value_loss and isinstance(model := models.own.get("critic"), ScalarModel):
         of_critic = config.train.model_copy(update={"lr": config.critic.lr})
         optimizer = optimizer_of(model, of_critic, total, settings["critic"], shards.get("critic"), keeps_parameters=True)
@@ -247,17 +276,17 @@ def take_workspaces(trainer: Trainer) -> None:
     trainer.optimizer.zero_grad()
 
 
-def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], actor: PreTrainedModel, *, adapters: bool) -> tuple[str, ...]:
+def restore(resume: Checkpoint, trainers: Mapping[str, Trainer], models: Models, *, adapters: bool) -> tuple[str, ...]:
     """Restore optimizers, and parameters that are in no exported model. Returns notes on what the checkpoint lacks."""
     if not trainers and not adapters:
         return ()
     state = resume.state()
     with resume.open() as saved:
         of_actor = saved.select(without=(CRITIC_TENSORS, SURPLUS_TENSORS))
-        if not trainers:
-            restore_parameters(actor, of_actor)
-            return ()
-        trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
+        if "actor" in trainers:
+            trainers["actor"].optimizer.restore(of_actor, updates=state["updates"], skipped=state["skipped"])
+        elif "actor" in models.own:
+            restore_parameters(models.actor, of_actor)
         if "critic" not in trainers:
             return ()
         if state.get("critic") is None:

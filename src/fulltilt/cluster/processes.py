@@ -59,10 +59,11 @@ class WorkerPeer:
     connection: Connection
     outbox: SimpleQueue[Envelope | None] = field(default_factory=SimpleQueue)  # None: nothing more will be sent
     greeted: bool = False  # whether the process runs, so that a signal does not end it
+    label: str = ""  # the role of a worker that has no other
 
     @property
     def name(self) -> str:
-        return f"worker {self.rank} ({self.process.place})"
+        return f"worker {self.rank} ({', '.join(filter(None, [self.label, self.process.place]))})"
 
 
 def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
@@ -76,21 +77,23 @@ def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterato
 
 
 class ProcessCall:
-    """A call of all workers. The threads that receive messages fill it; the driver's threads wait for it."""
+    """A call of some or all workers. The threads that receive messages fill it; the driver's threads wait for it."""
 
-    def __init__(self, host: Processes, number: int, method: str, what: str) -> None:
+    def __init__(self, host: Processes, number: int, method: str, what: str, called: Sequence[bool]) -> None:
         self._host = host
         self.number = number
         self.makes = number == 0  # the workers
         self.name = what if what == method else f"{what} ({method})"
         self.what = what
-        self.answered = [False] * host.size
-        self.sent = [False] * host.size
+        self.called = called
+        self.answered = [not each for each in called]
+        self.sent = list(self.answered)
         self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
         self.idle_s = [0.0] * host.size  # seconds of silence in which the worker did nothing; counted once the driver is in a hurry
         self.reported = [False] * host.size  # as silent
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
         self.cancelled = False
+        self._began, self.seconds = time.monotonic(), 0.0
         self._items: deque[tuple[int, Any]] = deque()
         self._results: list[Any] = [None] * host.size
 
@@ -134,6 +137,7 @@ class ProcessCall:
 
     def add_result(self, rank: int, result: Any) -> None:
         self._results[rank] = result
+        self.seconds = time.monotonic() - self._began
         self.answered[rank] = True
         self.news.put(None)
 
@@ -154,11 +158,12 @@ class Processes:
     def __init__(
         self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
         launch: Launch = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,
-        kept: Any = None,
+        kept: Any = None, labels: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Start one process per order and have each make its worker: `make`, as "package.module:function", takes the order. What it yields
         tells that it makes progress. `environment`: variables besides those of this process. `launch` starts the processes: by default, on
-        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object."""
+        this machine. `on_stall` is given each report of silence. `kept`: what must exist as long as this object. `labels`: what
+        messages call each worker, beside its number."""
         self.size = len(orders)
         self.on_stall, self.stall_s, self.deadline_s = on_stall, stall_s, deadline_s
         self.hurried = False
@@ -173,6 +178,7 @@ class Processes:
         try:
             for peer in launch(range(self.size), environment or {}):
                 self._peers.append(peer)
+                peer.label = labels[peer.rank] if labels else ""
             for peer in self._peers:
                 for target in (self._receive, self._send):
                     thread = threading.Thread(target=target, args=(peer,), name=f"worker-{peer.rank}", daemon=True)
@@ -195,10 +201,12 @@ class Processes:
     def received_bytes(self) -> int:
         return sum(peer.connection.received_bytes for peer in self._peers)
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> ProcessCall:
-        call = ProcessCall(self, next(self._numbers), method, what)
-        messages: list[Envelope] = [(pack(Start(call.number, method, own, aside)), call) for own in args]
-        assert len(messages) == self.size
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> ProcessCall:
+        assert len(args) == self.size
+        call = ProcessCall(self, next(self._numbers), method, what, [own is not None for own in args])
+        messages: list[Envelope | None] = [
+            (pack(Start(call.number, method, own, aside)), call) if own is not None else None for own in args
+        ]
         try:
             self._post(messages)
             self.wait(call, lambda: all(call.sent))  # until then the caller must not change its arrays
@@ -213,10 +221,11 @@ class Processes:
     def send_all(self, message: Any) -> None:
         self._post([(pack(message, copy=True), None)] * self.size)
 
-    def _post(self, messages: Sequence[Envelope]) -> None:
-        """Hand one message to each worker: by one call of C, which neither a signal nor another thread divides, so that every worker gets
-        all calls in the same order."""
-        deque(map(SimpleQueue.put, [peer.outbox for peer in self._peers], messages), maxlen=0)
+    def _post(self, messages: Sequence[Envelope | None]) -> None:
+        """Hand its message, if any, to each worker: by one call of C, which neither a signal nor another thread divides, so that every
+        worker gets all calls in the same order."""
+        boxes = [peer.outbox for peer, message in zip(self._peers, messages, strict=True) if message]
+        deque(map(SimpleQueue.put, boxes, filter(None, messages)), maxlen=0)
 
     def wait(self, call: ProcessCall, ready: Callable[[], bool]) -> None:
         """Wait until the call is ready, or raise the first failure of any worker."""
@@ -362,7 +371,7 @@ class Processes:
         late = [rank for rank in pending if call.silent_s[rank] > stall_s and not call.reported[rank]]
         if not late and not self._stuck(call):
             return
-        everyone = self._whereabouts()
+        everyone = self._whereabouts(call)
         in_collective = [rank for rank in pending if everyone[rank].collective]
         if len(in_collective) < len(pending):
             for rank in in_collective:  # another one is the cause
@@ -391,12 +400,12 @@ class Processes:
         """The call that the worker has to answer next."""
         return next((call.name for call in list(self._calls.values()) if not call.answered[rank]), None)
 
-    def _whereabouts(self) -> list[Whereabouts]:
+    def _whereabouts(self, call: ProcessCall) -> list[Whereabouts]:
         asked = [peer.greeted and peer.process.ask_for_stacks() for peer in self._peers]
         deadline = time.monotonic() + STACK_S
         found = []
         for peer, was_asked in zip(self._peers, asked, strict=True):
             frames = frames_of_calls(peer.process.read_stacks(deadline)) if was_asked else ()
             problem = "" if frames else "has shown no stack" if was_asked else "still starts"
-            found.append(Whereabouts(peer.name, self._current(peer.rank), frames, problem))
+            found.append(Whereabouts(peer.name, self._current(peer.rank), frames, problem, call.called[peer.rank]))
         return found

@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -36,9 +36,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessInbox:
-    """Messages for one call: put by the thread that reads the socket, taken by the call."""
+    """Messages for one call: put by the thread that reads the socket, taken by the call. `send` gives the driver an item of the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[Any], None]) -> None:
+        self.send = send
         self._messages: SimpleQueue[list[Any]] = SimpleQueue()  # an empty list only wakes the call
         self.cancelled = False
 
@@ -93,7 +94,7 @@ class Server:
     def _take(self, message: Any) -> None:
         match message:
             case Start(call=call, aside=aside):
-                self._inboxes[call] = ProcessInbox()
+                self._inboxes[call] = ProcessInbox(lambda item: self._send(Item(call, item)))
                 if aside:
                     threading.Thread(target=self._run, args=(message,), daemon=True).start()
                 else:

@@ -1,8 +1,8 @@
 """A worker of several, made in a process of its own.
 
-Enters: a `Service`: the order that every worker of the run gets, and this worker's place among them. Leaves: the worker, joined with the
-others by torch.distributed, as calls reach it. Guaranteed: an out-of-memory error names the settings that would help, as in one process;
-functions from Python are known here under the names that the configuration has for them.
+Enters: a `Service`: the order that every worker with the same roles gets, and this worker's place among all. Leaves: the worker, joined
+with the others by torch.distributed, as calls reach it. Guaranteed: an out-of-memory error names the settings that would help, as in one
+process; functions from Python are known here under the names that the configuration has for them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fulltilt.cluster.checks import require_ray
 from fulltilt.cluster.hosts import Place
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
 from fulltilt.cluster.processes import Processes
+from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker, enough_memory
 from fulltilt.parallel.parcels import Parcels
-from fulltilt.parallel.ranks import Ranks
 from fulltilt.records import RunWarning
 from fulltilt.schema import rewards_named
 from fulltilt.settings import own_functions
@@ -49,6 +49,7 @@ class Service:
     beside: int = 1  # workers on the same machine, this one included
     sharing: int = 1  # of them, workers that use this device
     functions: Mapping[str, UserCode] = field(default_factory=dict)  # those from Python
+    teams: tuple[range, ...] = ()  # the ranks of workers with the same roles
 
 
 class ServedWorker:
@@ -62,7 +63,7 @@ class ServedWorker:
 
         @functools.wraps(method)
         def call(*args: Any, **wanted: Any) -> Generator[Any, None, Any]:
-            with enough_memory(self._worker.phase, f" on worker {self._worker.ranks.rank}"):
+            with enough_memory(self._worker.phase, f" on worker {self._worker.ranks.number}"):
                 outcome = method(*args, **wanted)
                 return (yield from outcome) if isinstance(outcome, Generator) else outcome
 
@@ -83,12 +84,11 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
     dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=timedelta(seconds=service.deadline_s))
     yield "joined"
     with enough_memory("set-up", f" on worker {service.rank}"):
-        ranks = Ranks(service.rank, service.size, dist.group.WORLD, service.beside, service.sharing)
+        ranks = join_team(service.rank, service.teams, dist.group.WORLD, beside=service.beside, sharing=service.sharing)
         parcels = None
         if service.beside < service.size:  # on several machines samples stay where they are
-            gloo = dist.group.WORLD if backend == "gloo" else dist.new_group(backend="gloo")
-            assert gloo
-            parcels = Parcels(service.rank, service.size, gloo, ranks.moved)
+            # A group of its own: rows are sent while the others compute.
+            parcels = Parcels(service.rank, service.size, dist.new_group(backend="gloo"), ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)
 
@@ -134,9 +134,11 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
         rewards = rewards_named(order.config.reward.function, order.config.reward.sources)
         codes += [locate(name) for name in rewards if name.startswith(FROM_PYTHON)]
     functions = {code.name: travelling(code) for code in codes if code.given}
+    teams = teams_of(order, len(places))
+    team_of = {rank: team for team in teams for rank in team.ranks}
     services = [
         Service(
-            order=order,
+            order=team_of[rank].order,
             rank=rank,
             size=len(places),
             device=place.device,
@@ -145,7 +147,10 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
             beside=sum(each.machine == place.machine for each in places),
             sharing=sum((each.machine, each.gpu) == (place.machine, place.gpu) for each in places),
             functions=functions,
+            teams=tuple(team.ranks for team in teams),
         )
         for rank, place in enumerate(places)
     ]
-    return services, {"on_stall": report_stall, "stall_s": settings.stall_s, "deadline_s": settings.deadline_s, "kept": store}
+    labels = [team_of[rank].label for rank in range(len(places))]
+    options = {"on_stall": report_stall, "stall_s": settings.stall_s, "deadline_s": settings.deadline_s, "kept": store, "labels": labels}
+    return services, options

@@ -36,9 +36,11 @@ class SharedModels:
         elif self.structure is not None:
             self.collected = whole_on_host(self.shards["actor"], self.structure)
 
-    def exporter(self, config: Config, actor: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
+    def exporter(self, config: Config, models: Models, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
         """As `loading.exporter`; what `collect` has made is written."""
-        export, count = exporter(config, self.rollout or self.structure or actor, tokenizer)
+        if "actor" not in models.own:
+            return lambda folder: None, 0
+        export, count = exporter(config, self.rollout or self.structure or models.actor, tokenizer)
         if self.structure is None:
             return export, count
 
@@ -61,11 +63,12 @@ class SharedModels:
 
 def share_out(config: Config, models: Models, ranks: Ranks, device: torch.device, *, sampled: bool) -> SharedModels:
     """Share out the models of all roles. `sampled`: whether an engine needs the actor whole."""
-    train, actor = config.train, models.actor
-    found = SharedModels(rollout=over_same_memory(actor)) if sampled else SharedModels(structure=without_memory(actor))
-    sharing = share(
-        ranks, device.type, train.shard_size, reshard_after_forward=train.reshard_after_forward, forward_prefetch=train.forward_prefetch
-    )
+    train, found = config.train, SharedModels()
+    if "actor" in models.own:
+        found = SharedModels(rollout=over_same_memory(models.actor)) if sampled else SharedModels(structure=without_memory(models.actor))
+    # Workers of another role are one group.
+    size = train.shard_size if "actor" in models.own else None
+    sharing = share(ranks, device.type, size, reshard_after_forward=train.reshard_after_forward, forward_prefetch=train.forward_prefetch)
     found.shards = {role: shard(model, sharing) for role, model in models.own.items()}
     if found.rollout is not None:
         found.twin = Twin(found.rollout, found.shards["actor"])

@@ -128,14 +128,15 @@ class Shelf:
         """`reward`: None where this worker samples nothing."""
         self.config, self.algorithm, self.encoder = config, algorithm, encoder
         self._parcels, self._everyone, self._reward = parcels, AllWorkers(parcels), reward
-        self.visitors: dict[int, Visitor] = {}  # by their indices in the list that the driver plans with
         self.arrays: dict[str, np.ndarray] = {}  # of carried-over groups, for the next checkpoint
         self._numbers = itertools.count()
         self._groups: dict[int, Group] = {}
         self._scores: dict[int, list[Score]] = {}  # by the functions alone, until the reward model's are added
         self._judged: dict[int, list[Hashable | str]] = {}  # of each sample, the key of its row for the reward model, or why there is none
         self._rows: dict[Hashable, Row] = {}
-        self._found: dict[int, np.ndarray] = {}  # what a pass has computed for visitors
+        # Rows that this worker computes with, by what they are for, then by their indices in the list that the driver plans with.
+        self._visitors: dict[str, dict[int, Visitor]] = {}
+        self._found: dict[str, dict[int, np.ndarray]] = {}  # what passes have computed for them
 
     # -- samples and scores ---------------------------------------------------------------------------------------------------------
 
@@ -219,7 +220,7 @@ class Shelf:
     def release(self, numbers: Sequence[int]) -> None:
         """Drop all rows, and all groups but these."""
         self._groups = {number: self._groups[number] for number in numbers}
-        self.visitors, self._rows, self._found = {}, {}, {}
+        self._visitors, self._rows, self._found = {}, {}, {}
 
     # -- rows -----------------------------------------------------------------------------------------------------------------------
 
@@ -227,15 +228,15 @@ class Shelf:
         """Make the rows of a step that are of groups held here, by their indices in the step; each from a group's number."""
         self._rows = {index: build_row(self._groups[number], spec) for index, (number, spec) in specs.items()}
 
-    def exchange(self, wanted: Sequence[Mapping[int, Hashable]], whole: bool) -> None:
+    def exchange(self, purpose: str, wanted: Sequence[Mapping[int, Hashable]], whole: bool) -> None:
         """Send rows to the workers that compute with them. `wanted`: for each worker, the keys of rows held here, by the indices that the
         driver's plan has. `whole`: with all numbers, not only what a pass reads."""
         own = self._parcels.rank
         sent = [[(index, self._sent(key, whole=whole), key) for index, key in each.items()] for each in wanted]
         stay, sent[own] = sent[own], []
-        self.visitors = {}
-        for home, found in [(own, stay), *self._swap(sent)]:
-            self.visitors |= {index: Visitor(row, home, key) for index, row, key in found}
+        self._visitors[purpose] = {
+            index: Visitor(row, home, key) for home, found in [(own, stay), *self._swap(sent)] for index, row, key in found
+        }
 
     def _sent(self, key: Hashable, *, whole: bool) -> Row:
         nothing: dict[str, Any] = dict.fromkeys((*PER_TOKEN_FIELDS, "token_rewards"))
@@ -245,20 +246,23 @@ class Shelf:
         """Send a list to each worker. Returns those received, each with the rank of its sender."""
         return list(enumerate(pickle.loads(found) for found in self._parcels.swap([pickle.dumps(parcel, 5) for parcel in parcels])))
 
-    def note(self, plan: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]) -> None:
-        """What a pass has computed for each trained token of these micro-batches of visitors, for `give_back`."""
-        self._found = numbers_of_rows({index: visitor.row for index, visitor in self.visitors.items()}, plan, numbers)
+    def visiting(self, purpose: str) -> dict[int, Row]:
+        """The rows that were sent here for a purpose, by their indices in the driver's plan."""
+        return {index: visitor.row for index, visitor in self._visitors[purpose].items()}
+
+    def note(self, purpose: str, plan: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]) -> None:
+        """What a pass has computed for each trained token of these micro-batches, for `give_back`."""
+        self._found[purpose] = numbers_of_rows(self.visiting(purpose), plan, numbers)
 
     def give_back(self, field: str) -> None:
-        """Send what a pass has computed to the workers that hold the rows, which get it as `field`."""
+        """Send what a pass for this field has computed to the workers that hold the rows."""
+        visitors = self._visitors.pop(field)
         parcels: list[list[tuple[Hashable, np.ndarray]]] = [[] for _ in range(self._parcels.size)]
-        for index, numbers in self._found.items():
-            visitor = self.visitors[index]
-            parcels[visitor.home].append((visitor.key, numbers))
+        for index, numbers in self._found.pop(field, {}).items():
+            parcels[visitors[index].home].append((visitors[index].key, numbers))
         for _, found in self._swap(parcels):
             for key, numbers in found:
                 self._rows[key] = replace(self._rows[key], **{field: numbers})
-        self._found = {}
 
     # -- advantages -----------------------------------------------------------------------------------------------------------------
 

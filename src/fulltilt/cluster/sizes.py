@@ -55,8 +55,8 @@ def find_facts(
         cores=max(1, ranks.least(THREADS, device) // ranks.beside),
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
-        kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype),
-        not_captured=why_not_captured(models.actor),
+        kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype) if rollout else None,
+        not_captured=why_not_captured(models.actor) if rollout else None,
         layers=models.fused,
     )
 

@@ -50,6 +50,7 @@ class Whereabouts:
     method: str | None  # the call in progress; None: there is none
     frames: tuple[StackFrame, ...]  # the innermost comes first
     problem: str = ""  # why there are no frames
+    called: bool = True  # whether it takes part in what is waited for
 
     @property
     def collective(self) -> str | None:
@@ -63,7 +64,7 @@ class Whereabouts:
 
     def __str__(self) -> str:
         if self.method is None:
-            return f"{self.worker}: has finished its part"
+            return f"{self.worker}: {'has finished its part' if self.called else 'has nothing to do'}"
         state = self.problem or (f"waits in the collective operation {self.collective}" if self.collective else "")
         state = state or ("waits for messages of the driver" if self.waits_for_driver else "at work")
         return "\n".join([f"{self.worker}: {self.method}, {state}", *(f"    {frame}" for frame in self._shown())])
@@ -101,8 +102,9 @@ def report(silent: Sequence[str], seconds: float, what: str, everyone: Sequence[
 
 def _culprits(everyone: Sequence[Whereabouts]) -> list[str]:
     """The workers for which those in a collective operation wait."""
-    missing = [each for each in everyone if not each.collective]
-    if not missing or len(missing) == len(everyone):
+    called = [each for each in everyone if each.called]
+    missing = [each for each in called if not each.collective]
+    if not missing or len(missing) == len(called):
         return []
     names = joined([each.worker for each in missing], "and")
     return [f"The others wait for {names}, which {'is' if len(missing) == 1 else 'are'} not in a collective operation"]

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -193,6 +192,7 @@ class Worker:
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
+    _progress_s: float | None = None  # seconds of generating after which `generate` sends its progress
     _moved: Counter[str] = field(default_factory=Counter)  # by collectives since `metrics`
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
@@ -249,6 +249,8 @@ class Worker:
             own = "weights that were changed after the last sync" if self.version is None else f"version {self.version} of the weights"
             raise RuntimeError(f"the engine would sample from {own}, and version {version} is asked for: sync comes after every update")
         self.residents.need("actor")
+        if inbox and self._progress_s is not None:
+            self.engine.recorder.tell(inbox.send, self._progress_s)
         places, given = list(prompts), list(prompts.values())
         try:
             items: Iterable[Group | FreeSeats]
@@ -272,6 +274,10 @@ class Worker:
         """The engine's statistics of the last `generate`."""
         assert self.engine
         return self.engine.stats()
+
+    def send_progress(self, interval: float) -> None:
+        """Have `generate` send a `RolloutProgress` after every `interval` seconds of generating."""
+        self._progress_s = interval if self.config.rollout.log_stats else None
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engine describe its progress after every `interval` seconds of generating."""
@@ -315,34 +321,35 @@ class Worker:
         except UserError as error:
             return UserError(*error.args)
 
-    def _rows(self, rows: Mapping[int, Row] | None) -> Mapping[int, Row]:
-        """The rows of a call. None: those that other workers have sent."""
-        if rows is not None:
+    def _given(self, rows: Mapping[int, Row] | str) -> Mapping[int, Row]:
+        """The rows of a call. A text: the purpose for which other workers have sent them."""
+        if not isinstance(rows, str):
             return rows
         assert self.shelf
-        return {index: visitor.row for index, visitor in self.shelf.visitors.items()}
+        return self.shelf.visiting(rows)
 
     def annotate(
-        self, role: str, rows: Mapping[int, Row] | None, plan: Sequence[Sequence[int]], packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool
     ) -> Generator[Done, None, Annotated]:
-        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. Without `rows`, other workers
-        have sent them, and the numbers stay here, to be given back."""
-        given = self._rows(rows)
+        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that other
+        workers have sent stay here, to be given back."""
+        given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found = []
         for numbers in self._passes(role, micro_batches):
             found.append(numbers)
             yield len(found), len(micro_batches)
         pads = sum(micro.pad_tokens for micro in micro_batches)
-        if rows is not None:
+        if not isinstance(rows, str):
             return Annotated(found, pads)
         assert self.shelf
-        self.shelf.note(plan, found)
+        self.shelf.note(rows, plan, found)
         return Annotated([], pads)
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
-        self.residents.need("actor" if role.model is self.actor.model else name)  # the reference may be the actor without its adapters
+        # The reference may be the actor without its adapters.
+        self.residents.need("actor" if "actor" in self.roles and role.model is self.actor.model else name)
         fillers = [FILLER] * (self._passes_of_all(role, len(micro_batches)) - len(micro_batches))
         with self.account.passes(role.head_bytes(micro_batches, learns=False)):
             for place, numbers in enumerate(annotate_all(role, [*micro_batches, *fillers])):
@@ -368,7 +375,7 @@ class Worker:
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
     def update(
-        self, role: str, rows: Mapping[int, Row] | None, parts: Sequence[BatchPlan], updates_before: int, packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool
     ) -> Generator[Done, None, UpdateSums]:
         """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch. Progress is
         first told before any parameter changes."""
@@ -376,7 +383,7 @@ class Worker:
         self.residents.need(role, update=True)
         self.version = None if role == "actor" else self.version
         trainer.optimizer.begin(updates_before)
-        given = self._rows(rows)
+        given = self._given(rows)
         batches = [pack_plan(given, part, packing=packing) for part in parts]
         found: list[tuple[LossSums, Metrics]] = []
         seconds = 0.0
@@ -417,10 +424,9 @@ class Worker:
         model = self.twin.model if self.twin else self.actor.model
         yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint's state holds about the optimizers."""
-        counts = {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
-        return {**counts["actor"], "critic": counts.get("critic")}
+    def state(self) -> dict[str, dict[str, int]]:
+        """How many optimizer steps each role that learns has made and left out."""
+        return {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
 
     def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
@@ -429,7 +435,7 @@ class Worker:
         self.collect()
         held = {f"{SURPLUS_TENSORS}{name}": array for name, array in self.shelf.arrays.items()} if self.shelf else {}
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in {**arrays, **held}.items()}
-        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.rank, size=self.ranks.size)
+        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.number, size=self.ranks.of_run)
 
     def finish_save(self) -> Digests:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are

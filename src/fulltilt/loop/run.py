@@ -23,6 +23,7 @@ import numpy as np
 
 from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.crew import Outcome, Report, StartedWork
 from fulltilt.cluster.hosts import WorkerDied, WorkerStuck
 from fulltilt.cluster.shelf import shaped_reward
 from fulltilt.cluster.worker import SURPLUS_TENSORS
@@ -127,20 +128,10 @@ class Run:
         before, self._engine_stats, self._pads = samples.stats(), NO_STATS, Counter()
         filled, cursor = self._sample(step)
         baselines = self._baselines(filled.kept) if "baseline" in parts.algorithm.needs else None
-        rows = samples.rows(filled.kept, step, exclude_errors=self._exclude_errors, baselines=baselines)
-        for need in sorted(parts.algorithm.needs & ANNOTATIONS.keys()):
-            name, role = ANNOTATIONS[need]
-            with phase(name):
-                rows = self._annotate(role, need, rows)
+        rows = self._annotate_all(samples.rows(filled.kept, step, exclude_errors=self._exclude_errors, baselines=baselines))
         with phase("advantage"):
             rows, sums, coef, penalty = self._estimate(rows)
-        updated: Metrics = {}
-        if parts.algorithm.value_loss:
-            with phase("update-critic"):
-                updated |= self._update("critic", rows, step - 1)
-        if step > parts.algorithm.critic_warmup:
-            with phase("update-actor"):
-                updated |= self._update("actor", rows, step - 1 - parts.algorithm.critic_warmup)
+        updated = self._update_all(rows, step - 1)
         with phase("sync"):
             synced = self.crew.sync(step)
 
@@ -175,7 +166,8 @@ class Run:
         taken, cursor = self._take(self.progress.cursor, self.config.algorithm.prompts_per_step)
         rows = [replace(row, group=place) for place, row in enumerate(taken)]
         with self._phase("update-actor"):
-            updated = self._update("actor", rows, step - 1)
+            updated = self._start_update("actor", rows, step - 1).finish(rows, self._hold)
+        self._warn_of_update("actor", updated)
         self.interrupts.hold()
         self.progress = replace(self.progress, step=step, cursor=cursor)
         trained, total = sum(row.trained for row in rows), sum(row.tokens for row in rows)
@@ -188,6 +180,63 @@ class Run:
         """Show a phase, and measure its time and memory."""
         with self.console.phase(name), self.crew.phase(name):
             yield
+
+    def _annotate_all(self, rows: list[Any]) -> list[Any]:
+        """The rows with all numbers that the algorithm needs. Roles with workers of their own compute beside the others."""
+        wanted = {need: ANNOTATIONS[need] for need in sorted(self.parts.algorithm.needs & ANNOTATIONS.keys())}
+        with contextlib.ExitStack() as stack:
+            beside = {
+                need: stack.enter_context(self._beside(name, partial(self.crew.start_annotation, role, need, rows)))
+                for need, (name, role) in wanted.items()
+                if self.crew.has_own_workers(role)
+            }
+            for need, (name, role) in wanted.items():
+                if need not in beside:
+                    with self._phase(name):
+                        rows = self._annotate(role, need, rows)
+            for need, started in beside.items():
+                name, role = wanted[need]
+                annotated = self._finish(name, started, rows, self.console.phase_progress)
+                self._pads[role] += annotated.pad_tokens
+                rows = annotated.rows
+        return rows
+
+    def _update_all(self, rows: Sequence[AnyRow], steps_before: int) -> Metrics:
+        """Every optimizer step of this step. A critic with workers of its own is updated beside the actor."""
+        algorithm, updated = self.parts.algorithm, dict[str, Metrics]()
+        roles = {"critic": steps_before} if algorithm.value_loss else {}
+        roles |= {"actor": steps_before - algorithm.critic_warmup} if steps_before >= algorithm.critic_warmup else {}
+        with contextlib.ExitStack() as stack:
+            beside = {
+                role: stack.enter_context(self._beside(f"update-{role}", partial(self._start_update, role, rows, before)))
+                for role, before in roles.items()
+                if self.crew.has_own_workers(role)
+            }
+            for role, before in roles.items():
+                if role not in beside:
+                    with self._phase(f"update-{role}"):
+                        updated[role] = self._start_update(role, rows, before).finish(rows, self._hold)
+            for role, started in beside.items():
+                updated[role] = self._finish(f"update-{role}", started, rows, self._hold)
+        for role in roles:
+            self._warn_of_update(role, updated[role])
+        return {name: number for role in roles for name, number in updated[role].items()}
+
+    @contextlib.contextmanager
+    def _beside(self, name: str, start: Callable[[], StartedWork[Outcome]]) -> Iterator[StartedWork[Outcome]]:
+        """Begin a phase on workers of their own, for `_finish` to wait for."""
+        with self.crew.phase(name):
+            started = start()
+            try:
+                yield started
+            finally:
+                started.call.cancel()  # if it has not ended
+
+    def _finish(self, name: str, started: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
+        with self.console.phase(name):
+            found = started.finish(rows, report)
+        self.console.seconds[name] = started.call.seconds  # all that it took, not only what others had to wait for it
+        return found
 
     def _annotate(self, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
         annotated = self.crew.annotate(role, field, rows, self.console.phase_progress)
@@ -254,14 +303,16 @@ class Run:
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
         return found.rows, found.sums, penalty.next_coef(coef, mean_kl, len(rows)), metrics
 
-    def _update(self, role: str, rows: Sequence[AnyRow], steps_before: int) -> Metrics:
-        """Every optimizer step that a role makes in this step, after `steps_before` others. Once one is made, Ctrl-C waits for the end."""
+    def _hold(self, done: int, total: int) -> None:
+        """Once an optimizer step is made, Ctrl-C waits for the end of the step."""
+        self.interrupts.hold()
+        self.console.phase_progress(done, total)
 
-        def report(done: int, total: int) -> None:
-            self.interrupts.hold()
-            self.console.phase_progress(done, total)
+    def _start_update(self, role: str, rows: Sequence[AnyRow], steps_before: int) -> StartedWork[Metrics]:
+        """Every optimizer step that a role makes in this step, after `steps_before` others."""
+        return self.crew.start_update(role, rows, steps_before * self.parts.plan.updates_per_step, self._hold)
 
-        metrics = self.crew.update(role, rows, steps_before * self.parts.plan.updates_per_step, report)
+    def _warn_of_update(self, role: str, metrics: Metrics) -> None:
         updates, skipped = int(metrics[f"{role}/updates"]), int(metrics[f"{role}/skipped_updates"])
         if not updates:
             self.console.warn(f"no sample of this step can be trained on: the {role}'s update is left out")
@@ -269,7 +320,6 @@ class Run:
             self.console.warn(
                 f"{skipped} of {updates} optimizer steps of the {role} had a gradient that is not finite: parameters were left as they were"
             )
-        return metrics
 
     def _rounds(self, filled: StepGroups, rows: Sequence[AnyRow]) -> Metrics:
         if self.parts.algorithm.dynamic is None:

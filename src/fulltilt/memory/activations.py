@@ -39,7 +39,7 @@ def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, pag
     layers = decoder_layers(model)
     offload = ActivationOffload(next(layers[0].parameters()).device, smallest, page)
     for layer in layers:
-        forward = OffloadedForward(layer.forward, offload, list(layer.parameters()), layer is layers[0], layer is layers[-1])
+        forward = OffloadedForward(layer.forward, offload, layer, layer is layers[0], layer is layers[-1])
         put_around(layer, forward)
     return offload
 
@@ -89,7 +89,7 @@ class OffloadedForward:
 
     own: Forward
     offload: ActivationOffload
-    parameters: list[torch.nn.Parameter]
+    layer: torch.nn.Module  # its parameters may be other tensors in each pass, where workers share them out
     first: bool
     last: bool
     outermost = True
@@ -97,7 +97,7 @@ class OffloadedForward:
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.own(hidden_states, *args, **kwargs)
-        saved = self.offload.begin(self.parameters, [*args, *kwargs.values()], first=self.first, last=self.last)
+        saved = self.offload.begin(list(self.layer.parameters()), [*args, *kwargs.values()], first=self.first, last=self.last)
         with saving_to(saved):
             out = self.own(hidden_states, *args, **kwargs)
         self.offload.close(saved)

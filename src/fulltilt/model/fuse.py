@@ -173,6 +173,20 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: unique[id(tensor)] for name, tensor in tensors.items()}
 
 
+def separate(model: torch.nn.Module) -> None:
+    """Let projections run one by one, and no layer read the next one's weights: workers are about to share out the parameters layer by
+    layer, so they leave their joined storage. Fused kernels stay."""
+    for module in model.modules():
+        if STATE in vars(module):
+            state = state_of(module)
+            state.refused, state.joined, state.following = "workers share out its parameters", [], None
+
+
+def joined_tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors whose slices are parameters that run as one product."""
+    yield from (whole for module in model.modules() if STATE in vars(module) for whole in state_of(module).joined)
+
+
 def rejoin(model: torch.nn.Module) -> None:
     """Let joined products follow their parameters to another memory, in which they are neighbours too."""
     for module in model.modules():
@@ -449,8 +463,8 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 def mlp_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     activation = state_of(self).activation
     both = joined_product(self, x)
-    product = gated(self.gate_proj(x), activation, self.up_proj(x)) if both is None else gated(both, activation)
-    return product_of(self, "down_proj", product)
+    gate, up = (both, None) if both is not None else (product_of(self, name, x) for name in GATE_UP)
+    return product_of(self, "down_proj", gated(gate, activation, up))
 
 
 def attention_forward(
@@ -465,7 +479,7 @@ def attention_forward(
     shape = hidden_states.shape[:-1]
     whole = joined_product(self, hidden_states)
     if whole is None:
-        parts = [self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)]
+        parts = [product_of(self, name, hidden_states) for name in QKV]
     else:
         parts = list(whole.split([len(self._modules[name]._parameters["weight"]) for name in QKV], dim=-1))
     batch, width = shape[0], self.head_dim

@@ -1,10 +1,11 @@
 """Sharing out a model's parameters among workers: the one place where it is done, to a plain model, from outside.
 
-Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters and without fused layers, and a `Sharing`. Leaves: the
+Enters: a loaded Hugging Face model, or a critic or reward model, with its adapters and perhaps fused layers, and a `Sharing`. Leaves: the
 same model, each parameter of which is a shard, a range of rows (FSDP2); during a pass the parameters of one decoder layer at a time are
-whole. Guaranteed: passes compute in the type that the model had; shards of parameters that learn, and sums of their gradients over workers,
-are float32 or better; gradients are sums, not means; every parameter keeps its name; every collective is counted in `Ranks.moved`. All
-workers must make the same number of passes, each through the whole model and inside `in_one_pass`.
+whole. Fused kernels stay; projections that ran as one product run one by one. Guaranteed: passes compute in the type that the model had;
+shards of parameters that learn, and sums of their gradients over workers, are float32 or better; gradients are sums, not means; every
+parameter keeps its name; every collective is counted in `Ranks.moved`. All workers must make the same number of passes, each through the
+whole model and inside `in_one_pass`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fulltilt.model.arrays import is_shard, local
 from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.forward import ONE_PASS
+from fulltilt.model.fuse import separate
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
 from fulltilt.parallel.shard import RowLayout
@@ -50,9 +52,20 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
         assert ranks.group is not None
         return Sharing(ranks, ranks, DeviceMesh.from_group(ranks.group, device), **knobs)
     assert ranks.size % size == 0, f"{ranks.size} workers are no groups of {size}"
-    mesh = init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh_of(ranks, device, size)
     group = replace(ranks, rank=ranks.rank % size, size=size, group=mesh["shard"].get_group())
     return Sharing(ranks, group, mesh, **knobs)
+
+
+def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
+    """The workers in groups of `size`. Where the run has others, which do not take part, only these make process groups."""
+    names = ("replicate", "shard")
+    if ranks.of_run == ranks.size:
+        return init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=names)
+    places = torch.arange(ranks.before, ranks.before + ranks.size).view(-1, size)
+    lines = places[:, ranks.rank % size], places[ranks.rank // size]
+    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
+    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=names)
 
 
 @dataclass(eq=False)
@@ -81,6 +94,7 @@ class Shards:
 
 def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
+    separate(model)
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     body: Any = model.body if isinstance(model, ScalarModel) else model
     computing = body.dtype

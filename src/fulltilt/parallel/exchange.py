@@ -6,7 +6,7 @@ allocated after the exchange was made; numbers are rounded to the type of the bu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
@@ -18,26 +18,29 @@ Copies = list[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 
 
 class Exchange:
-    """A gather that can be repeated. `given`: this worker's numbers of a parameter, by name and range. `wanted`: where a range of numbers
-    goes; None: not needed here."""
+    """A gather that can be repeated. `own`: this worker's numbers of each parameter, flat. `targets`: where whole ones go; None: not needed
+    here."""
 
     def __init__(
         self, layout: RowLayout, ranks: Ranks, dtype: torch.dtype, device: torch.device,
-        given: Callable[[str, slice], torch.Tensor], wanted: Callable[[str, slice], torch.Tensor] | None,
+        own: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None,
     ) -> None:  # fmt: skip
         self.ranks, width = ranks, max(1, min(layout.stretch, EXCHANGE_BYTES // dtype.itemsize // ranks.size))
         self.buffer = torch.zeros(ranks.size * width, dtype=dtype, device=device)
-        rows = self.buffer.view(ranks.size, width)
-        self.rounds: list[tuple[Copies, Copies]] = []  # into the buffer and out of it
-        for begin in range(0, layout.stretch, width):
-            into, out = Copies(), Copies()
-            for rank, name, numbers, place in layout.pieces(begin, width):
-                part = rows[rank, place : place + length_of(numbers)]
-                if rank == ranks.rank:
-                    into.append((part, given(name, numbers)))
-                if wanted is not None:
-                    out.append((wanted(name, numbers), part))
-            self.rounds.append((into, out))
+        rows, begin = self.buffer.view(ranks.size, width), 0
+        self.rounds: list[tuple[Copies, Copies]] = [([], []) for _ in range(0, layout.stretch, width)]  # into the buffer and out of it
+        for name in layout.shapes:
+            done, each = 0, layout.width(name)
+            while done < each:
+                number, place = divmod(begin + done, width)
+                parts = rows[:, place : min(width, place + each - done)]
+                given = own[name][done : done + parts.shape[1]]
+                into, out = self.rounds[number]
+                into.append((parts[ranks.rank, : len(given)], given))
+                if targets is not None:
+                    out += spread(parts, flat(targets[name]), each, done)
+                done += parts.shape[1]
+            begin += each
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -45,6 +48,17 @@ class Exchange:
             copy_all(into)
             self.ranks.gather(self.buffer)
             copy_all(out)
+
+
+def spread(parts: torch.Tensor, target: torch.Tensor, each: int, first: int) -> Copies:
+    """Copies from a row for each worker to a flat parameter, of which every worker has `each` numbers, but the last ones fewer or none. The
+    rows begin with the `first`-th number of each worker."""
+    full, length = len(target) // each, parts.shape[1]
+    last = target[full * each + first :][:length]
+    return [
+        (target[: full * each].view(full, each)[:, first : first + length], parts[:full]),
+        *([(last, parts[full, : len(last)])] if len(last) else []),
+    ]
 
 
 def length_of(numbers: slice) -> int:

@@ -28,6 +28,18 @@ class Ranks:
     beside: int = 1  # workers on this machine, this one included
     sharing: int = 1  # of them, workers that use this worker's device
     moved: Counter[str] = field(default_factory=Counter)  # bytes of this worker's tensors in collectives, by kind
+    before: int = 0  # workers of the run that come before these, and have other roles
+    after: int = 0  # those that come after these
+
+    @property
+    def number(self) -> int:
+        """This worker's number among all of the run."""
+        return self.before + self.rank
+
+    @property
+    def of_run(self) -> int:
+        """The number of all workers of the run."""
+        return self.before + self.size + self.after
 
     @property
     def alone(self) -> bool:

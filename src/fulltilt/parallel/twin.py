@@ -13,8 +13,9 @@ from typing import TypeVar
 
 import torch
 
+from fulltilt.model.fuse import joined_tensors, separate
 from fulltilt.parallel.apply import Shards
-from fulltilt.parallel.exchange import Exchange, flat
+from fulltilt.parallel.exchange import Exchange
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -25,16 +26,19 @@ def like(model: Model, make: Callable[[str, torch.nn.Parameter], torch.Tensor]) 
         id(parameter): torch.nn.Parameter(make(name, parameter), requires_grad=parameter.requires_grad)
         for name, parameter in model.named_parameters()
     }
-    return copy.deepcopy(model, memo=dict(made))
+    joined = {id(whole): whole for whole in joined_tensors(model)}  # not copied: they are as large as the parameters
+    return copy.deepcopy(model, memo={**made, **joined})
 
 
 def over_same_memory(model: Model) -> Model:
-    """A second model with the memory of the first, which keeps it when the first is shared out."""
+    """A second model with the memory of the first, which keeps it when the first is shared out. Layers that run as one product still do."""
     return like(model, lambda name, parameter: parameter.detach())
 
 
 def without_memory(model: Model) -> Model:
-    return like(model, lambda name, parameter: torch.empty_like(parameter, device="meta"))
+    found = like(model, lambda name, parameter: torch.empty_like(parameter, device="meta"))
+    separate(found)
+    return found
 
 
 class Twin:
@@ -75,19 +79,9 @@ def whole_on_host(shards: Shards, structure: Model) -> Model | None:
 
 def exchanges(shards: Shards, wanted: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None) -> list[Exchange]:
     """One for each type of the wanted parameters; `targets`: where they go, None: nowhere."""
-    own, group = shards.own(), shards.sharing.group
-    found = []
+    own, found = shards.own(), []
     for dtype in dict.fromkeys(parameter.dtype for parameter in wanted.values()):
         layout = shards.layout([name for name, parameter in wanted.items() if parameter.dtype == dtype])
-
-        def given(name: str, numbers: slice, first: Callable[[str, int], slice] = layout.own) -> torch.Tensor:
-            start = first(name, group.rank).start
-            return own[name][numbers.start - start : numbers.stop - start]
-
-        def taken(name: str, numbers: slice) -> torch.Tensor:
-            assert targets is not None
-            return flat(targets[name])[numbers]
-
         device = next(iter(own.values())).device
-        found.append(Exchange(layout, group, dtype, device, given, taken if targets is not None else None))
+        found.append(Exchange(layout, shards.sharing.group, dtype, device, own, targets))
     return found

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeVar
 
@@ -183,7 +183,8 @@ class WorkerProcess:
                 if not outcome.answers(request):
                     raise ProcessLost(*FORGED)
             except TimeoutError:
-                outcome = late(timeout_s)
+                # What ran before in the process, or a busy machine, may have kept it from beginning the call.
+                outcome = replace(late(timeout_s), try_again=not begun)
             except ProcessLost as lost:
                 did, wrote = lost.args
                 outcome = Outcome(failure="crash", message=did, detail=wrote, ends_process=True, try_again=self.used or not begun)
@@ -251,8 +252,11 @@ class WorkerProcess:
     def _cause_of_death(self) -> tuple[str, str]:
         """After the connection broke: what happened, in words, and what the interpreter wrote."""
         self._wait(EXIT_GRACE_S)
+        lives = self._process.poll() is None
+        self._process.kill()  # a process that is only slow to end keeps its exit code
+        self._wait(KILL_S)
         code = self._process.poll()
-        if code is None or code == LOST_CONNECTION:
+        if code in (None, LOST_CONNECTION) or (lives and code == -signal.SIGKILL):
             return "closed the descriptors of its process", ""
         wrote = (self._crash_log.read(2**16) or b"").decode(errors="replace")
         if code >= 0:

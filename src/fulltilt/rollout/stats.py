@@ -14,6 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -126,19 +127,31 @@ _JOINS: list[tuple[str, Callable[..., Any]]] = [(each.name, max if each.name in 
 NO_STATS = EngineStats()
 
 
+@dataclass(frozen=True, eq=False)
+class RolloutProgress:
+    """What an engine tells while it generates."""
+
+    text: str  # a line for people
+    since: EngineStats  # the last time that it told
+    newest: EngineStats  # what it has computed last
+
+
 class Recorder:
     """Adds up the passes of an engine, call by call."""
 
     def __init__(self) -> None:
         self.stats = NO_STATS  # those of the last call
-        self._say: Callable[[str], None] | None = None
+        self._tell: Callable[[RolloutProgress], None] | None = None
         self._interval = 0.0
         self._unsaid = NO_STATS  # since the last line
         self.start(0.0, 0)
 
     def report(self, say: Callable[[str], None], interval: float) -> None:
         """Give `say` a line after every `interval` seconds of generating, counted across calls, from now on."""
-        self._say, self._interval = say, interval
+        self.tell(lambda progress: say(progress.text), interval)
+
+    def tell(self, tell: Callable[[RolloutProgress], None], interval: float) -> None:
+        self._tell, self._interval = tell, interval
 
     def start(self, now: float, samples: int) -> None:
         """A call begins."""
@@ -192,12 +205,35 @@ class Recorder:
         None: `line` does."""
         self.stats += newest
         self._unsaid += newest
-        if self._say and self._unsaid.seconds >= self._interval:
-            self._say((words or line)(self._unsaid, newest))
+        if self._tell and self._unsaid.seconds >= self._interval:
+            self._tell(RolloutProgress((words or line)(self._unsaid, newest), self._unsaid, newest))
             self._unsaid = NO_STATS
 
 
-def line(stats: EngineStats, newest: EngineStats) -> str:
+class JointProgress:
+    """The progress of engines that generate at the same time, in one line: as soon as each has told, or one tells again."""
+
+    def __init__(self, engines: int, say: Callable[[str], None]) -> None:
+        self._engines, self._say = engines, say
+        self._told: dict[int, RolloutProgress] = {}  # by the number of the engine, since the last line
+
+    def add(self, engine: int, progress: RolloutProgress) -> None:
+        if engine in self._told:
+            self._say_all()
+        self._told[engine] = progress
+        if len(self._told) == self._engines:
+            self._say_all()
+
+    def _say_all(self) -> None:
+        told, self._told = list(self._told.values()), {}
+        if self._engines == 1:
+            self._say(told[0].text)
+            return
+        since, newest = (reduce(EngineStats.beside, each) for each in zip(*((one.since, one.newest) for one in told), strict=True))
+        self._say(line(since, newest, f"rollout on {len(told)} of {self._engines} workers"))
+
+
+def line(stats: EngineStats, newest: EngineStats, what: str = "rollout") -> str:
     """One line for people: running, waiting and KV use of the newest pass, everything else from `stats`. What was not seen is left out."""
     prefill, decode = _ratio(stats.prefill_tokens, stats.prefill_seconds), _ratio(stats.decode_tokens, stats.decode_seconds)
     hits = _ratio(stats.shared_tokens, stats.prefill_tokens + stats.shared_tokens)
@@ -212,7 +248,7 @@ def line(stats: EngineStats, newest: EngineStats) -> str:
         *([f"first token {_spread(stats.first_token)}"] if stats.first_token.total else []),
         *([f"per token {_spread(stats.per_token)}"] if stats.per_token.total else []),
     ]
-    return "rollout: " + ", ".join(parts)
+    return f"{what}: {', '.join(parts)}"
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -1,0 +1,50 @@
+"""Which workers have which roles (`cluster.roles`).
+
+Enters: the order of a run's workers, and how many there are. Leaves: teams: workers with the same models, which compute them together.
+Guaranteed: every worker is in one team; the actor's comes first and has all roles without workers of their own, so with one team all is as
+if roles had no workers. A role of `cluster.roles` that this run does not have, as a critic in an evaluation, gets none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from fulltilt.cluster.checks import refuse, too_few
+from fulltilt.cluster.making import WorkerOrder
+from fulltilt.parallel.ranks import Ranks
+
+
+@dataclass(frozen=True, eq=False)
+class Team:
+    order: WorkerOrder  # what each of its workers is made from
+    ranks: range
+
+    @property
+    def label(self) -> str:
+        """The role that distinguishes its workers in messages; empty for the actor's."""
+        return self.order.only or ""
+
+
+def teams_of(order: WorkerOrder, size: int) -> list[Team]:
+    used = {*order.roles, *(["reward_model"] if order.encoder else [])}
+    counts = {role: count for role, count in sorted(order.config.cluster.roles.items()) if role in used}
+    refuse(too_few(order.config, size))
+    end = size - sum(counts.values())
+    found = [Team(order.of_team(None, counts), range(end))]
+    for role, count in counts.items():
+        found.append(Team(order.of_team(role, counts), range(end, end + count)))
+        end += count
+    return found
+
+
+def join_team(rank: int, teams: Sequence[range], everyone: dist.ProcessGroup | None, *, beside: int, sharing: int = 1) -> Ranks:
+    """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers."""
+    if len(teams) == 1:
+        return Ranks(rank, len(teams[0]), everyone, beside, sharing)
+    groups = [dist.new_group(list(team)) if len(team) > 1 else None for team in teams]
+    own = next((place for place, team in enumerate(teams) if rank in team), 0)
+    team = teams[own]
+    return Ranks(rank - team.start, len(team), groups[own], beside, sharing, before=team.start, after=teams[-1].stop - team.stop)

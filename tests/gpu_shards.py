@@ -1,0 +1,153 @@
+"""Parameters that workers share out (`train.shard`) and the queue of prompts, on one GPU that several workers share over gloo.
+
+    python tests/gpu_shards.py OUT.json                       # about 4 minutes on an H200
+    python tests/gpu_shards.py OUT.json equal memory          # some of the parts
+    python tests/gpu_shards.py OUT.json --device cpu          # tiny, to try the script
+
+Enters: a device. Leaves: for each part what it has measured:
+
+    equal    a small model in float32 with deterministic kernels: one process, two workers with "full", four with "hybrid" in groups of two.
+             Samples, losses and gradient norms beside those of one process.
+    memory   0.5B in bfloat16 on two workers, "optimizer" and "full": peaks of each phase, bytes moved, seconds, gradient norms.
+    queue    0.5B on two workers with few seats, samples of very different lengths: with the queue and without it in turn. Every prompt must
+             be answered once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from gpu_workers import compare, make, train
+
+from fulltilt import config as configuration
+from fulltilt.bench import report
+from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.data.order import Cursor
+from fulltilt.loop.experience import sampling_of
+from fulltilt.loop.run import Progress, Run
+from fulltilt.observe.console import Console
+from fulltilt.observe.loggers import Loggers
+from fulltilt.training.checkpoint import CheckpointStore
+
+TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
+FULL, HYBRID = "train.shard=full", ("train.shard=hybrid", "train.shard_size=2")
+FUSED = "train.fused_layers=true"
+EXACT = ("run.deterministic=true", "model.dtype=float32", "run.steps=2", "train.lr=1e-5", "run.save_rollouts=64", FUSED)
+SIZES = (f"rollout.kv_bytes={2**31}", "actor.token_budget=8192", "actor.forward_token_budget=8192", "run.save_every=0")
+STEPS, TURNS = 2, 2
+SHOWN = ("actor/grad_norm", "actor/pg_loss", "critic/score/mean", "timing_s/gen", "timing_s/update_actor", "timing_s/sync")
+
+
+def equal(scratch: Path, device: str) -> dict[str, Any]:
+    folder, found = make(scratch / "equal", "small", device=device, prompts=8, samples=4), dict[str, Any]()
+    for name, settings in {"one": (), "full": (TWO, FULL), "hybrid": (FOUR, *HYBRID)}.items():
+        found[name] = train(folder, name, *EXACT, *settings) | compare(folder, "one", name)
+        for key in ("actor/grad_norm", "actor/pg_loss"):
+            pairs = zip(found[name][key], found["one"][key], strict=True)
+            found[name][f"difference of {key}"] = [abs(one - other) / max(abs(other), 1e-3) for one, other in pairs]
+    return found
+
+
+def memory(scratch: Path, device: str) -> dict[str, Any]:
+    folder, found = make_large(scratch / "memory", device), dict[str, Any]()
+    for name, settings in {"optimizer": (), "full": (FULL,)}.items():
+        with assembled(folder, TWO, FUSED, *settings) as parts:
+            found[name] = {"notes": [*parts.notes, *parts.plan.words], "steps": list(steps_of(parts))}
+    return found
+
+
+def steps_of(parts: RunParts) -> Iterator[dict[str, Any]]:
+    """Metrics of each step: what it computed, its memory, and what its collectives moved."""
+    config, console = parts.crew.config, Console(quiet=True, stdout=sys.stderr, terminal=False)
+    run = Run(config, parts, CheckpointStore(Path(config.run.dir), 1), Progress(), console, Loggers(console.warn))
+    for step in range(1, STEPS + 1):
+        console.begin_step(step)
+        begin = time.perf_counter()
+        computed = run.rl_step(step)
+        measured = {name: value for name, value in parts.crew.metrics().items() if not name.endswith("/head")}
+        yield {"seconds": time.perf_counter() - begin, **{name: computed[name] for name in SHOWN if name in computed}, **measured}
+
+
+def queue(scratch: Path, device: str) -> dict[str, Any]:
+    folder = make_large(scratch / "queue", device)
+    model = json.loads((folder / "model" / "config.json").read_text())
+    # With random weights all tokens are about as likely: samples have a geometric length, of 128 tokens on average.
+    ends = list(range(model["vocab_size"] // (128 if device == "cuda" else 16)))
+    (folder / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    with assembled(folder, TWO, FUSED, f"rollout.max_seqs={64 if device == 'cuda' else 8}") as parts:
+        assert parts.crew._queue == (device == "cuda"), "a run on CUDA that need not repeat to the bit has a queue"
+        sample(parts, queued=True)  # warms up
+        turns = [(queued, *sample(parts, queued=queued)) for _ in range(TURNS) for queued in (True, False)]
+    _, _, first = turns[0]
+    return {
+        "seconds": {name: [seconds for queued, seconds, _ in turns if queued is own] for name, own in (("queue", True), ("dealt", False))},
+        "samples": sum(map(len, first.values())),
+        "tokens": sum(len(ids) for group in first.values() for ids in group),
+        "equal_samples": [sum(a == b for place in first for a, b in zip(first[place], found[place], strict=True)) for _, _, found in turns],
+    }
+
+
+def sample(parts: RunParts, *, queued: bool) -> tuple[float, dict[int, list[list[int]]]]:
+    """Seconds of a rollout, and the tokens of every sample by the prompt's place."""
+    crew, config = parts.crew, parts.crew.config
+    prompts, _ = parts.train_data.take(Cursor(), config.algorithm.prompts_per_step, config.run.seed, config.data.shuffle)
+    sampling = sampling_of(config, config.rollout, config.algorithm.samples_per_prompt)
+    crew._queue, begin = queued, time.perf_counter()
+    with crew.phase("rollout"):
+        groups = list(crew.generate(prompts, sampling, 0))  # type: ignore[arg-type]
+    seconds = time.perf_counter() - begin
+    assert Counter(group.place for group in groups) == Counter(range(len(prompts))), "a prompt was not answered once"
+    assert all(len(group.samples) == sampling.samples for group in groups)
+    return seconds, {group.place: [each.ids.tolist() for each in group.samples] for group in groups}
+
+
+def make_large(folder: Path, device: str) -> Path:
+    """The folder of a run with fixed sizes, so that what is compared has the same micro-batches and caches."""
+    return make(folder, "0.5B") if device == "cuda" else make(folder, "small", device=device, prompts=16, samples=4, new_tokens=24)
+
+
+@contextlib.contextmanager
+def assembled(folder: Path, *settings: str) -> Iterator[RunParts]:
+    with contextlib.chdir(folder):
+        parts = assemble(configuration.load("run.toml", [*SIZES, *settings]))
+        try:
+            yield parts
+        finally:
+            parts.close()
+
+
+PARTS: dict[str, Callable[[Path, str], dict[str, Any]]] = {"equal": equal, "memory": memory, "queue": queue}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], default=[])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    given = parser.parse_args()
+    os.environ["FULLTILT_SHARE_DEVICES"] = "1"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    document = {"device": given.device, "versions": versions, "commit": report.commit(), "command": " ".join(sys.argv)}
+    with tempfile.TemporaryDirectory() as scratch:
+        for part in given.parts or PARTS:
+            begin = time.perf_counter()
+            found = PARTS[part](Path(scratch), given.device)
+            document[part] = {"seconds of all": time.perf_counter() - begin, **found}
+            given.out.write_text(json.dumps(document, indent=1) + "\n")  # what was measured so far
+            print(part, json.dumps(document[part])[:1500], flush=True)
+
+
+if __name__ == "__main__":
+    main()
