@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -331,8 +332,8 @@ class Worker:
     def annotate(
         self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool
     ) -> Generator[Done, None, Annotated]:
-        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that other
-        workers have sent stay here, to be given back."""
+        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
+        other workers have sent stay here, to be given back."""
         given = self._given(rows)
         micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found = []
