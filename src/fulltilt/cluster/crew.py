@@ -1,9 +1,10 @@
 """The workers of a run, as the loop sees them: one object, however many there are.
 
-Enters: prompts and rows. Leaves: groups, annotated rows, metrics of updates, checkpoint files. Guaranteed: a result does not depend on the
-number of workers, except for the order in which floating-point numbers are added: mini-batches, the weights of rows and micro-batches are
-decided here, over all rows, before anything is dealt to workers; samples depend on seed, prompt and place alone. With one worker every
-call is a plain call in this process. Only records that pickle, numbers and paths go to workers and come back.
+Enters: prompts and rows, or the heads of rows that workers hold. Leaves: groups, annotated rows, metrics of updates, checkpoint files.
+Guaranteed: a result does not depend on the number of workers, except for the order in which floating-point numbers are added: mini-batches,
+the weights of rows and micro-batches are decided here, over all rows, before anything is dealt to workers; samples depend on seed, prompt
+and place alone. With one worker every call is a plain call in this process. Only records that pickle, numbers and paths go to workers and
+come back.
 """
 
 from __future__ import annotations
