@@ -20,7 +20,7 @@ import numpy as np
 from fulltilt.algo.base import Algorithm
 from fulltilt.batching.schedule import in_order
 from fulltilt.cluster.crew import Crew
-from fulltilt.cluster.shelf import RewardReport, build_row, specify_rows
+from fulltilt.cluster.shelf import build_row, specify_rows
 from fulltilt.observe.metrics import RolloutFiles, RowSums
 from fulltilt.observe.validation import texts_of
 from fulltilt.records import Group, GroupHead, Prompt, Row, RowHead, Score
@@ -188,11 +188,9 @@ class SamplesThere:
         return in_order(self._places(heads), self.crew.held("texts", [(own,) for own in asked], what="texts"))
 
     def stats(self) -> RewardStats:
-        found: list[RewardReport] = self._held("report", what="reward")
-        self._notes = {note: False for each in found for note in each.notes} | self._notes
-        if self._errors_file and (lines := [line for each in found for line in each.errors]):
-            append_errors(self._errors_file, "".join(lines))
-        return reduce(RewardStats.__add__, (each.stats for each in found))
+        found: list[tuple[RewardStats, list[str]]] = self._held("report", what="reward")
+        self._notes = {note: False for _, notes in found for note in notes} | self._notes
+        return reduce(RewardStats.__add__, (stats for stats, _ in found))
 
     def take_notes(self) -> list[str]:
         new = [note for note, told in self._notes.items() if not told]
@@ -212,7 +210,10 @@ class SamplesThere:
 
     def release(self, kept: Sequence[ScoredGroup]) -> None:
         groups = heads_of(kept)
-        self.crew.held("release", [([groups[place].number for place in own],) for own in self._places(groups)], what="the end of a step")
+        args = [([groups[place].number for place in own],) for own in self._places(groups)]
+        errors = [line for lines in self.crew.held("release", args, what="the end of a step") for line in lines]
+        if self._errors_file and errors:
+            append_errors(self._errors_file, "".join(errors))
 
     def close(self) -> None:
         """Reward processes end with their workers."""

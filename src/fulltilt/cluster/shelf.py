@@ -106,13 +106,6 @@ class AllWorkers(Everyone):
 
 
 @dataclass(frozen=True)
-class RewardReport:
-    stats: RewardStats
-    notes: list[str]
-    errors: list[str]  # lines for the file of failed calls
-
-
-@dataclass(frozen=True)
 class Visitor:
     """A row that this worker computes with."""
 
@@ -199,10 +192,9 @@ class Shelf:
         assert values is not None
         return float(values[-1])
 
-    def report(self) -> RewardReport:
-        if self._reward is None:
-            return RewardReport(RewardStats(), [], [])
-        return RewardReport(self._reward.stats(), self._reward.take_notes(), self._reward.take_errors())
+    def report(self) -> tuple[RewardStats, list[str]]:
+        """Counts of reward calls, and notes on the functions."""
+        return (self._reward.stats(), self._reward.take_notes()) if self._reward else (RewardStats(), [])
 
     def write_lines(self, numbers: Sequence[int], path: Path, scores: Sequence[Sequence[Score]]) -> list[int]:
         """Write the lines of groups for people to read, if there are any. Returns the bytes of each group."""
@@ -217,10 +209,11 @@ class Shelf:
         """Have the next checkpoint hold these groups, in this order. Their scores are the driver's to save."""
         self.arrays = surplus.pack_samples([self._groups[number] for number in numbers]) if numbers else {}
 
-    def release(self, numbers: Sequence[int]) -> None:
-        """Drop all rows, and all groups but these."""
+    def release(self, numbers: Sequence[int]) -> list[str]:
+        """Drop all rows, and all groups but these. Returns lines for the file of failed reward calls."""
         self._groups = {number: self._groups[number] for number in numbers}
         self._visitors, self._rows, self._found = {}, {}, {}
+        return self._reward.take_errors() if self._reward else []
 
     # -- rows -----------------------------------------------------------------------------------------------------------------------
 
