@@ -759,7 +759,7 @@ def test_presets_name_functions_and_what_they_are_called_with() -> None:
     for preset in PRESETS.values():
         assert preset.defaults.keys() <= set(AlgorithmConfig.model_fields)
         functions = {"advantage": getattr(advantage, preset.advantage), "loss": getattr(loss, preset.loss)}
-        takes = {key: set(inspect.signature(function).parameters) - {"rows", "terms"} for key, function in functions.items()}
+        takes = {key: set(inspect.signature(function).parameters) - {"rows", "terms", "everyone"} for key, function in functions.items()}
         assert all(names == FUNCTION_KEYS[key] & preset.defaults.keys() for key, names in takes.items())
 
 
