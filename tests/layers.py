@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fulltilt.memory import activations, recompute
-from fulltilt.memory.recompute import decoder_layers
+from fulltilt.model.scalar import decoder_layers
 from fulltilt.shape import Recompute
 
 
@@ -15,7 +15,7 @@ class Applied:
     """Made before a model's layers get another forward: knows the ones that they have."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._before = [(layer, vars(layer).get("forward")) for layer in decoder_layers(model)]
+        self._before = [(layer, vars(layer).get("forward")) for layer in decoder_layers(model, "")]
 
     def remove(self) -> None:
         for layer, before in self._before:

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import devices
+import forked
 import models
 import numpy as np
 import pytest
 import runs
+from test_processes import running
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from fulltilt.cluster.hosts import WorkerError, WorkerStuck
@@ -456,14 +458,15 @@ def test_a_worker_that_fails_is_named(model_folders: ModelFolders, tmp_path: Pat
     assert list(runs.checkpoints(folder)) == [2, 3]
 
 
-WORKER_PROCESS = b"fulltilt.cluster.serve"
+# Workers of the commands below are forked, unless a number of kills is asked for: these are to happen while workers import, too.
+WORKERS_OF_COMMANDS = runs.nothing if "FULLTILT_KILLS" in os.environ else forked.use_always
 REAL = ("cluster.workers=2", "run.save_every=2", *QUIET)
 
 
 def workers_of(driver: int) -> list[int]:
     """Their processes, in order of rank."""
     children = Path(f"/proc/{driver}/task/{driver}/children").read_text().split()
-    return [int(pid) for pid in children if WORKER_PROCESS in read(Path(f"/proc/{pid}/cmdline"))]
+    return [pid for pid in map(int, children) if forked.is_worker(pid)]
 
 
 def read(path: Path) -> bytes:
@@ -490,9 +493,10 @@ def mark(pool_of_devices: Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert not {name for name in set(os.listdir("/dev/shm")) - shared if "fulltilt" in name or name.startswith(("torch_", "psm_"))}
 
 
-def gone(mark: str, seconds: float) -> bool:
+def gone(mark: str, seconds: float, workers: Sequence[int]) -> bool:
+    """Whether no process with the mark is left, and none of these, soon."""
     deadline = time.monotonic() + seconds
-    while left_of(mark):
+    while left_of(mark) or any(map(running, workers)):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
@@ -508,8 +512,8 @@ def eventually(found: Callable[[], Any], process: runs.Started) -> Any:
     return value
 
 
-def finish(folder: Path, *settings: str) -> None:
-    ended = runs.command_forked(folder, "train", "run.toml", "--json", *settings)
+def finish(folder: Path, *settings: str, first: Callable[[], object] = WORKERS_OF_COMMANDS) -> None:
+    ended = runs.command_forked(folder, "train", "run.toml", "--json", *settings, first=first)
     assert ended.code == 0, ended.error
 
 
@@ -518,7 +522,7 @@ def test_a_real_command_with_two_workers(pool_of_devices: Pool, model_folders: M
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     settings = (*REAL, "run.steps=2")
     pool_of_devices.train(expected, 2, *settings)
-    finish(folder, *settings)
+    finish(folder, *settings, first=runs.nothing)
     runs.assert_equal_runs(folder, expected)
 
 
@@ -530,14 +534,15 @@ def test_a_real_command_is_told_to_stop(
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     settings = (*REAL, "run.steps=12")
     pool_of_devices.train(expected, 2, *settings)
-    process = runs.start(folder, "train", "run.toml", "--json", *settings)
+    process = runs.Started(folder, ["train", "run.toml", "--json", *settings], WORKERS_OF_COMMANDS)
     for _ in range(2):
         assert process.stdout.readline()
+    pids = workers_of(process.pid)
     os.killpg(process.pid, number)
     process.communicate(timeout=60)
     said = (folder / "said.txt").read_text()
     assert process.returncode == 130 and "stopped after step" in said, said
-    assert gone(mark, 2.0)
+    assert len(pids) == 2 and gone(mark, 2.0, pids)
     finish(folder, *settings)
     runs.assert_equal_runs(folder, expected)
 
@@ -562,20 +567,20 @@ def test_kills_at_random_moments(pool_of_devices: Pool, model_folders: ModelFold
 
 def kill_once(folder: Path, settings: Sequence[str], chance: random.Random, mark: str, *, of_driver: bool, starting: bool) -> None:
     (folder / "said.txt").unlink(missing_ok=True)
-    process = runs.start(folder, "train", "run.toml", "--json", *settings)
+    process = runs.Started(folder, ["train", "run.toml", "--json", *settings], WORKERS_OF_COMMANDS)
     pids = eventually(lambda: found if len(found := workers_of(process.pid)) == 2 else None, process)
     assert pids, (folder / "said.txt").read_text()
     for _ in range(0 if starting else chance.randint(2, 4)):
         assert process.stdout.readline()
-    time.sleep(chance.uniform(0, 5.0 if starting else 0.5))
+    time.sleep(chance.uniform(0, 0.5 if not starting else 5.0 if WORKERS_OF_COMMANDS is runs.nothing else 1.5))
     rank = chance.randrange(2)
     os.kill(process.pid if of_driver else pids[rank], signal.SIGKILL)
     if of_driver:
-        assert gone(mark, 2.0)
+        assert gone(mark, 2.0, pids)
     begin = time.monotonic()
     process.communicate(timeout=60)
     said = (folder / "said.txt").read_text()
-    assert time.monotonic() - begin < 30 and gone(mark, 2.0)
+    assert time.monotonic() - begin < 30 and gone(mark, 2.0, pids)
     if not of_driver:
         assert process.returncode == 1, said
         assert f"worker {rank} (process {pids[rank]}) was killed by signal 9 (SIGKILL)" in said and "Traceback" not in said, said

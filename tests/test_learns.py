@@ -91,7 +91,8 @@ def learn(folder: Path, name: str, *options: str) -> list[float]:
     """The rewards of a run's steps. The demo is the run of GRPO."""
     if name == "grpo":
         return read_values(folder / "demo" / "grpo" / "metrics.jsonl", "critic/score/mean")[:STEPS]
-    overrides = [f"algorithm.name={name}", f"run.dir={name}", f"run.steps={STEPS}", *options]
+    own_steps = any(option.startswith("run.steps=") for option in options)
+    overrides = [f"algorithm.name={name}", f"run.dir={name}", *([] if own_steps else [f"run.steps={STEPS}"]), *options]
     config = configuration.load("demo/grpo.toml", overrides)
     loop.train(config, Console(quiet=True))
     return read_values(folder / name / "metrics.jsonl", "critic/score/mean")

@@ -21,7 +21,7 @@ import runs
 
 from fulltilt.cluster import keeper, ray
 from fulltilt.cluster.checks import require_ray
-from fulltilt.cluster.keeper import Questions, WorkerKeeper, facts_of_machine
+from fulltilt.cluster.keeper import Questions, SignsOfLife, WorkerKeeper, facts_of_machine
 from fulltilt.cluster.ray import Shared
 from fulltilt.cluster.wire import Connection, Hello, Item, Result, Start, pack
 from fulltilt.records import UserError
@@ -184,9 +184,11 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
     assert [call("environment", name) for name in names] == ["yes", "3", None, "lo"]
     connection.send(pack(Start(next(numbers), "wait_for_gate", (), False)))
     time.sleep(0.2)
-    assert "wait_for_gate" in found.stacks(0) and found.ended() == [False]
+    assert "wait_for_gate" in found.stacks(0) and found.signs() == [SignsOfLife()]
+    found.signs(activity=True)
+    assert found.signs(activity=True) == [SignsOfLife(active=False)]
     os.kill(pid, signal.SIGKILL)
-    assert found.obituary(0).how == "was killed by signal 9 (SIGKILL)" and found.ended() == [True]
+    assert found.obituary(0).how == "was killed by signal 9 (SIGKILL)" and found.signs() == [SignsOfLife(ended=True)]
     connection.close()
 
 

@@ -36,10 +36,12 @@ from test_processes import (  # noqa: F401
     test_arrays_of_any_size_and_order,
     test_closing_the_items_closes_the_generator,
     test_items_arrive_in_order_and_results_follow,
+    test_items_sent_within_a_method_keep_their_order,
     test_results_are_in_order_of_rank,
     test_signals_to_stop_are_left_to_the_driver,
 )
 
+from fulltilt.cluster import processes
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.ray import Machines, RayWorkers, Shared
 from fulltilt.records import UserError
@@ -125,6 +127,17 @@ def test_a_worker_that_never_leaves_c_shows_its_stack(cluster: Cluster) -> None:
     with workers(cluster, on_stall=told.append, stall_s=0.5, deadline_s=3.0) as host, pytest.raises(WorkerStuck):
         list(host.start("compute_forever", [()] * SIZE, what="computing").items())
     assert re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
+
+
+def test_after_ctrl_c_a_worker_that_does_nothing_is_given_up_soon(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that computes is not, however long it is silent."""
+    monkeypatch.setattr(processes, "HURRY_S", 3.0)
+    with workers(cluster) as host:
+        host.hurry()
+        assert call(host, "compute", 6.0) == [0, 1]
+        os.kill(host.pids[1], signal.SIGSTOP)
+        with pytest.raises(WorkerStuck, match=r"^worker 1 .* has sent nothing for \d+ s during"):
+            call(host, "add", 1)
 
 
 def test_a_worker_that_is_killed_is_named_at_once(cluster: Cluster) -> None:
@@ -233,12 +246,18 @@ def alone(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders)
 SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passes", "actor/micro_batches", "rollout_corr/")
 
 
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_path: Path, alone: Path, count: int) -> None:
+@pytest.mark.parametrize(("count", "roles"), [(1, "{}"), (2, "{}"), (2, "{ref = 1}")])
+def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_path: Path, alone: Path, count: int, roles: str) -> None:
     folder = runs.make(tmp_path / "folder", (alone / "model").resolve())
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(runs.SOURCE))
-        settings = ["run.steps=4", "cluster.nodes=2", f"cluster.workers={count}", f"cluster.address={cluster.address}"]
+        settings = [
+            "run.steps=4",
+            "cluster.nodes=2",
+            f"cluster.workers={count}",
+            f"cluster.address={cluster.address}",
+            f"cluster.roles={roles}",
+        ]
         ended = runs.command(folder, "train", "run.toml", *settings)
     assert ended.code == 0, ended.error
     assert "ray" not in ended.error.lower(), ended.error

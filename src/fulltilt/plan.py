@@ -495,7 +495,7 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
     made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None, "actor": None}})
     check_layers(facts, made)
     if len(facts.roles) == 1:  # there is no phase in which its parameters could be away
-        made = made.decide(*facts.roles, "offload_params", False)
+        made = made.decide(next(iter(facts.roles)), "offload_params", False)
     if shares_parameters(config):
         for role in facts.roles:
             made = made.decide(role, "offload_params", False)

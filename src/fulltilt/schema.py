@@ -546,9 +546,10 @@ class TrainConfig(Section):
         "{ARR.,}model.use_liger {ARR.model.,training.,}use_liger_kernel",
     )
     """Run each layer with few kernels: one matrix product for queries, keys and values, one for gate and up, and one kernel for each norm,
-    rotary embedding and gated product. Rollout and update run the same layers. `auto`: on for CUDA, where triton is installed, the model
-    family is known, values and gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of
-    our own. use_liger_kernel is one guide's spelling; verl's key is use_liger."""
+    rotary embedding and gated product. Rollout and update run the same layers; with `shard` "full" or "hybrid", passes and updates compute
+    queries, keys, values, gate and up one by one. `auto`: on for CUDA, where triton is installed, the model family is known, values and
+    gradients agree with those of transformers, and `compile` is not on. Note: For SFT and RL, with kernels of our own. use_liger_kernel is
+    one guide's spelling; verl's key is use_liger."""
     balance: bool = row(
         True, "spread of token cost across workers", "trainer.balance_batch", section=BATCHES, free=True, used_if=_if_several
     )
@@ -863,8 +864,8 @@ class ClusterConfig(Section):
     address: NotEmpty | None = None
     """HOST:PORT of a Ray cluster, whose machines the workers are on, as `ray start --head` prints it. `auto`: the one of this machine, or a
     Ray that runs as long as this run does. Left out: the workers are processes of this machine."""
-    roles: dict[Literal["critic", "ref", "reward_model"], Annotated[int, Field(ge=1, le=1024)]] = row(
-        {}, elsewhere="~reward_model.n_gpus_per_node", used_if=_if_several
+    roles: dict[Literal["critic", "ref", "reward_model"], Annotated[int, Field(ge=1, le=1024)]] = _training(
+        {}, "workers that have only this role", elsewhere="~reward_model.n_gpus_per_node", used_if=_if_several
     )
     """Roles that get workers of their own, and how many of all workers of the run each gets: `{ reward_model = 2 }`. They hold that role
     alone; the others sample, train, and have all other roles. Left out: every worker has all roles."""

@@ -91,9 +91,10 @@ class Crew:
         """The workers that have the role; where nobody has it, the actor's."""
         return self._workers.get(role) or self._workers["actor"]
 
-    def has_own_workers(self, role: str) -> bool:
-        """Whether the role's workers have nothing to do with the actor's, so that both compute at the same time."""
-        return self._ranks_of(role) != self._ranks_of("actor")
+    def own_workers(self, role: str) -> int:
+        """How many workers have this role alone, and so compute beside the actor's."""
+        ranks = self._ranks_of(role)
+        return len(ranks) if ranks != self._ranks_of("actor") else 0
 
     def _start(self, role: str, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> WorkerCall:
         """Call a method of the workers that have the role. `args`: one tuple for each of them."""
@@ -165,8 +166,8 @@ class Crew:
         if self.hosts.worker:
             self.worker.report_rollout(say, interval)
         else:
-            self._progress = JointProgress(self.hosts.size, say)
-            self._all("send_progress", interval, what="set-up")
+            self._progress = JointProgress(len(self._ranks_of("actor")), say)
+            self._each("actor", "send_progress", interval, what="set-up")
 
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""

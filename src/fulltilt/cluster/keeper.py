@@ -51,6 +51,14 @@ class MachineFacts:
     contents: Mapping[str, Mapping[str, int] | None]  # for each path, names and bytes of its files; None: there is no such path
 
 
+@dataclass(frozen=True)
+class SignsOfLife:
+    """Of a worker's process."""
+
+    ended: bool = False
+    active: bool = True  # as `Child.is_active` has it; where that was not asked: yes
+
+
 def facts_of_machine(questions: Questions) -> MachineFacts:
     devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     within = {path: os.path.join(questions.folder, path) for path in questions.paths}
@@ -117,8 +125,9 @@ class WorkerKeeper:
             self._children.append(start_child(rank, variables, connection, folder))
         return [child.pid for child in self._children]
 
-    def ended(self) -> list[bool]:
-        return [child.ended() for child in self._children]
+    def signs(self, activity: bool = False) -> list[SignsOfLife]:
+        """Of each worker; with `activity` also whether it does anything, which takes a look at each of its threads."""
+        return [SignsOfLife(child.ended(), not activity or child.is_active()) for child in self._children]
 
     def kill(self, index: int) -> None:
         self._children[index].kill()

@@ -34,7 +34,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fulltilt.cluster.child import Obituary
 from fulltilt.cluster.hosts import Place
-from fulltilt.cluster.keeper import GREETING, SHARED_MEMORY, MachineFacts, Questions, WorkerKeeper, facts_of_machine
+from fulltilt.cluster.keeper import GREETING, SHARED_MEMORY, MachineFacts, Questions, SignsOfLife, WorkerKeeper, facts_of_machine
 from fulltilt.cluster.processes import Processes, WorkerPeer
 from fulltilt.cluster.wire import Connection
 from fulltilt.memory.host import usable_cores
@@ -43,7 +43,7 @@ from fulltilt.words import first_line, in_bytes, joined, many
 
 ANSWER_S = 10.0  # how long a cluster may take to answer, and to find free machines
 START_S = 120.0  # how long the keepers may take to start, and their workers to connect
-LOOK_S = 1.0  # how often a keeper is asked which of its workers have ended
+LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
 NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
@@ -156,8 +156,9 @@ class Machine:
     keeper: Any
     open: bool = True
     lost: str = ""  # why the keeper does not answer any more
-    ended: list[bool] = field(default_factory=list)  # of its workers, as far as it is known
-    _asked: Any = None  # the question which workers have ended, while it is not answered
+    signs: list[SignsOfLife] = field(default_factory=list)  # of its workers, as far as they are known
+    activity: bool = False  # whether the keeper is asked for it
+    _asked: Any = None  # the question for signs of life, while it is not answered
     _asked_at: float = 0.0
     _asking: threading.Lock = field(default_factory=threading.Lock)
 
@@ -180,21 +181,21 @@ class Machine:
                 self.lost = first_line(error)
         return None
 
-    def has_ended(self, index: int) -> bool:
-        """As far as it is known: does not wait."""
+    def signs_of(self, index: int) -> SignsOfLife:
+        """As far as they are known: does not wait."""
         if self._asking.acquire(blocking=False):
             try:
                 self._look()
             finally:
                 self._asking.release()
-        return bool(self.ended and self.ended[index])
+        return self.signs[index] if self.signs else SignsOfLife()
 
     def _look(self) -> None:
         if self._asked is None and time.monotonic() - self._asked_at > LOOK_S:
-            self._asked, self._asked_at = self.tell("ended"), time.monotonic()
+            self._asked, self._asked_at = self.tell("signs", self.activity), time.monotonic()
         if self.open and self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             answer = self.answer(self._asked)
-            self.ended = answer if answer is not None else [True] * len(self.ended)
+            self.signs = answer if answer is not None else [SignsOfLife(ended=True)] * len(self.signs)
             self._asked = None
 
 
@@ -218,11 +219,12 @@ class RemoteChild:
         self.machine.answer(self.machine.tell("wait", self.index, seconds), seconds + CALL_S)
 
     def ended(self) -> bool:
-        return self.machine.has_ended(self.index)
+        return self.machine.signs_of(self.index).ended
 
     def is_active(self) -> bool:
-        """Not known here: only its silence counts."""
-        return True
+        """As its keeper has found it a moment ago."""
+        self.machine.activity = True
+        return self.machine.signs_of(self.index).active
 
     def obituary(self) -> Obituary:
         found = self.machine.answer(self.machine.tell("obituary", self.index), 2 * CALL_S)
@@ -297,7 +299,7 @@ class Machines:
             for machine, own, question in zip(self._machines, parts, started, strict=True):
                 for index, (rank, pid) in enumerate(zip(own, answer_of(question), strict=True)):
                     yield WorkerPeer(rank, RemoteChild(machine, index, pid), Connection(connections[rank]))
-                machine.ended = [False] * len(own)
+                machine.signs = [SignsOfLife()] * len(own)
             on_failure.pop_all()
 
     def close(self) -> None:

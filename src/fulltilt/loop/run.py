@@ -188,7 +188,7 @@ class Run:
             beside = {
                 need: stack.enter_context(self._beside(name, partial(self.crew.start_annotation, role, need, rows)))
                 for need, (name, role) in wanted.items()
-                if self.crew.has_own_workers(role)
+                if self.crew.own_workers(role)
             }
             for need, (name, role) in wanted.items():
                 if need not in beside:
@@ -210,7 +210,7 @@ class Run:
             beside = {
                 role: stack.enter_context(self._beside(f"update-{role}", partial(self._start_update, role, rows, before)))
                 for role, before in roles.items()
-                if self.crew.has_own_workers(role)
+                if self.crew.own_workers(role)
             }
             for role, before in roles.items():
                 if role not in beside:

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from fulltilt.memory.offload import Lane, Mark, host_memory, now, wait
-from fulltilt.memory.recompute import Forward, decoder_layers, put_around, saving_to
+from fulltilt.memory.recompute import NO_LAYERS, Forward, put_around, saving_to
+from fulltilt.model.scalar import decoder_layers
 
 SMALLEST = 1 << 20  # smaller storages are not worth a copy
 PAGE = 16 << 20  # bytes of host memory that belong to one layer at a time
@@ -36,7 +37,7 @@ ALIGNED = 512  # torch's allocator aligns to it; kernels choose their form by al
 def offload_activations(model: torch.nn.Module, *, smallest: int = SMALLEST, page: int = PAGE) -> ActivationOffload:
     """Send the tensors that the model's layers save to the host."""
     assert smallest >= 1 and page % ALIGNED == 0
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, NO_LAYERS)
     offload = ActivationOffload(next(layers[0].parameters()).device, smallest, page)
     for layer in layers:
         forward = OffloadedForward(layer.forward, offload, layer, layer is layers[0], layer is layers[-1])

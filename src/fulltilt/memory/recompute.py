@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.fuse import PRODUCT_NODE
-from fulltilt.model.scalar import ScalarModel
+from fulltilt.model.scalar import decoder_layers
 from fulltilt.shape import Recompute
 
 Forward = Callable[..., Any]
@@ -47,26 +47,16 @@ ATTENTION = (
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward",
     "_efficient_attention_forward",
 )  # fmt: skip
+NO_LAYERS = 'their activations cannot be recomputed or offloaded. Set recompute = "none" and offload_activations = false'
 
 
 def apply_recompute(model: torch.nn.Module, setting: Recompute) -> None:
     """Apply the setting to the model's layers."""
-    layers = decoder_layers(model)
+    layers = decoder_layers(model, NO_LAYERS)
     for members in setting.units(len(layers)):
         unit = Unit(run_full if setting.kind == "full" else run_selective, len(members))
         for place, index in enumerate(members):
             put_around(layers[index], UnitForward(layers[index], layers[index].forward, unit, place))
-
-
-def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    body: Any = (model.body if isinstance(model, ScalarModel) else model).base_model
-    layers = getattr(body, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise UnsupportedModel(
-            f"{type(body).__name__} does not keep its decoder layers as `layers`: their activations cannot be recomputed or offloaded. "
-            'Set recompute = "none" and offload_activations = false'
-        )
-    return list(layers)
 
 
 # ---- wrappers around forwards ------------------------------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
 from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
 
-from fulltilt.model.attention import Context, Packed
+from fulltilt.model.attention import Context, Packed, UnsupportedModel
 from fulltilt.model.forward import hidden_states
 from fulltilt.model.load import origin, read_model, refuse_not_finite
 from fulltilt.model.verify import verify
@@ -51,6 +51,15 @@ class ScalarModel(torch.nn.Module):
         hidden = hidden_states(self.body, ids, positions, context)
         numbers: torch.Tensor = self.score(hidden.to(self.score.weight.dtype))
         return numbers[:, 0]
+
+
+def decoder_layers(model: torch.nn.Module, otherwise: str) -> list[torch.nn.Module]:
+    """The decoder layers of a model with any head, or none. `otherwise`: what cannot be done without knowing them, and the remedy."""
+    body: Any = (model.body if isinstance(model, ScalarModel) else model).base_model
+    layers = getattr(body, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise UnsupportedModel(f"{type(body).__name__} does not keep its decoder layers as `layers`: {otherwise}")
+    return list(layers)
 
 
 def load_scalar(

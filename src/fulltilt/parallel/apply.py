@@ -22,10 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from fulltilt.model.arrays import is_shard, local
-from fulltilt.model.attention import UnsupportedModel
 from fulltilt.model.forward import ONE_PASS
 from fulltilt.model.fuse import separate
-from fulltilt.model.scalar import ScalarModel
+from fulltilt.model.scalar import ScalarModel, decoder_layers
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
 from fulltilt.parallel.shard import RowLayout
 
@@ -96,9 +95,8 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
     separate(model)
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    body: Any = model.body if isinstance(model, ScalarModel) else model
-    computing = body.dtype
-    layers = decoder_layers(body)
+    computing: torch.dtype = model.dtype  # type: ignore[assignment]
+    layers = decoder_layers(model, 'its parameters cannot be shared out layer by layer. Set train.shard = "optimizer"')
     of_score = [model.score] if isinstance(model, ScalarModel) else []
     for module in (*layers, *of_score, model):
         widen(module)
@@ -122,16 +120,6 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
 
 def call(compute: Callable[[], Any]) -> Any:
     return compute()
-
-
-def decoder_layers(body: Any) -> list[torch.nn.Module]:
-    layers = getattr(body.base_model, "layers", None)
-    if not isinstance(layers, torch.nn.ModuleList):
-        raise UnsupportedModel(
-            f"{type(body).__name__} does not keep its decoder layers as `layers`: its parameters cannot be shared out layer by layer. "
-            'Set train.shard = "optimizer"'
-        )
-    return list(layers)
 
 
 def widen(module: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ from fulltilt import knobs
 from fulltilt.observe.metrics import Number
 from fulltilt.proofs import measure
 from fulltilt.proofs.measure import Measurement
-from fulltilt.proofs.setup import ProofSetup, Settings, StepKey, StepKind, step_key
+from fulltilt.proofs.setup import ProofSetup, Settings, StepKey, StepKind, Table, step_key
 
 # Passes of each role through its model, and whether they are part of an update.
 PASSES = (
@@ -143,6 +143,8 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     """With one row in a micro-batch, each worker gets several of different cost."""
     each: Settings = {"actor.dynamic_batch": False, "actor.micro_batch": 1}
     yield ProofCase("cluster.workers", "sft", measure.WORKERS, 1, 2, each, "more")
+    apart: Settings = {"cluster.workers": 2, "cluster.roles": Table(critic=1)}
+    yield ProofCase("cluster.roles", "critic", measure.OWN_WORKERS, {"cluster.workers": 1}, apart, change="from zero")
     yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both={**each, "cluster.workers": 2})
 
 

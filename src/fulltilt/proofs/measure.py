@@ -65,6 +65,7 @@ PAD_TOKENS = of_passes(
 # ---- workers ---------------------------------------------------------------------------------------------------------------------------
 
 WORKERS = Measurement("workers that computed the step", "workers", lambda step, role: step.parts.crew.hosts.size)
+OWN_WORKERS = Measurement("workers that have only this role", "workers", lambda step, role: step.parts.crew.own_workers(role))
 LOAD_SPREAD = Measurement(
     "cost of the worker with the most, over the mean", "times", lambda step, role: step.metrics[f"{role}/load_spread"]
 )

@@ -36,6 +36,13 @@ BLOCK_TOKENS = 16
 ORIGIN = "proof"  # how messages about a configuration name it
 
 
+class Table(dict[str, int]):
+    """The value of a setting that is a table, and not changed: it is part of a step's key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
 def step_key(kind: StepKind, *settings: Settings) -> StepKey:
     """Later settings win. Defaults are left out: setting one gives the same step."""
     merged = {key: value for given in settings for key, value in given.items()}

@@ -24,7 +24,7 @@ import torch
 
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import SHARE_DEVICES
-from fulltilt.cluster.worker import Worker
+from fulltilt.cluster.worker import CRITIC_TENSORS, Worker
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.attention import Packed
 from fulltilt.model.scalar import ScalarModel
@@ -102,7 +102,8 @@ def watched_step(config: Config, responses: tuple[int, int] | None) -> Iterator[
         step.metrics |= run.rl_step(1) if parts.samples else run.sft_step(1)
         if counted:
             run.save()
-            step.results["actor"] = first_moments(store)
+            prefixes = {"actor": "", **({"critic": CRITIC_TENSORS} if parts.algorithm.value_loss else {})}
+            step.results |= {role: first_moments(store, f"{prefix}exp_avg/") for role, prefix in prefixes.items()}
         run.metrics.close()
         step.recording = False
         yield step
@@ -122,12 +123,12 @@ def devices_shared() -> Iterator[None]:
         os.environ |= {SHARE_DEVICES: before} if before is not None else {}
 
 
-def first_moments(store: CheckpointStore) -> dict[str, torch.Tensor]:
-    """The decaying sums of the step's gradients, from its checkpoint, whichever workers have written it."""
+def first_moments(store: CheckpointStore, prefix: str) -> dict[str, torch.Tensor]:
+    """The decaying sums of a role's gradients in the step, from its checkpoint, whichever workers have written it."""
     found = store.latest()
     assert found is not None
     with found.open() as saved:
-        own = saved.select("exp_avg/")
+        own = saved.select(prefix)
         return {name: own.numbers(name, 0, own.size(name)).clone() for name in own.names()}
 
 

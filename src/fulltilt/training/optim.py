@@ -128,7 +128,7 @@ class Optimizer:
         self.prepare()
         gradients = self._held.reduced()
         own_norm = torch.nn.utils.get_total_norm(list(gradients.values())) if gradients else torch.zeros((), device=self._device)
-        norm = self._held.ranks.norm(own_norm)
+        norm = self._held.norm(own_norm)
         if math.isfinite(norm):
             self._apply(gradients, norm, lr)
             self._held.changed()

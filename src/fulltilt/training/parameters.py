@@ -11,6 +11,7 @@ of each group, where groups hold the same); after `changed` every worker compute
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Protocol
 
@@ -49,6 +50,9 @@ class Held(Protocol):
     def reduced(self) -> dict[str, torch.Tensor]:
         """The gradients summed over all workers, flat, of the numbers that are this worker's. A parameter without a gradient on any worker
         is left out, unless it has an accumulator."""
+
+    def norm(self, own: torch.Tensor) -> float:
+        """The norm of all gradients, from that of this worker's: the same bits on every worker, or they would drift apart."""
 
     def changed(self) -> None:
         """The numbers have been updated: let all workers compute with them."""
@@ -124,6 +128,9 @@ class WholeParameters:
             if name in wanted and length_of(own := self.own[name])
         }
 
+    def norm(self, own: torch.Tensor) -> float:
+        return self.ranks.norm(own)
+
     def changed(self) -> None:
         for memory in self.memories:
             self.ranks.gather(memory)
@@ -157,6 +164,11 @@ class ParameterShards:
     def reduced(self) -> dict[str, torch.Tensor]:
         given = {name: local(p.grad).view(-1) for name, p in self.parameters.items() if p.grad is not None}
         return {name: gradient for name, gradient in given.items() if length_of(self.own[name])}
+
+    def norm(self, own: torch.Tensor) -> float:
+        """One sum over all groups, which have the same gradients: each group's own sum could add up in another order."""
+        everyone = self.shards.sharing.everyone
+        return everyone.norm(own * math.sqrt(self.ranks.size / everyone.size))
 
     def changed(self) -> None:
         self.shards.version += 1
