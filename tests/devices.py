@@ -77,6 +77,13 @@ class Notes:
     def skipped(self) -> dict[str, int]:
         return {role: trainer.optimizer.skipped for role, trainer in self.worker.trainers.items()}
 
+    def held(self) -> dict[str, int]:
+        """Bytes of each kind, by the worker's account, without buffers."""
+        models = {id(role.model): role.model for role in self.worker.roles.values()}  # type: ignore[attr-defined]
+        buffers = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for own in models.values() for each in own.buffers()}
+        found = dict(self.worker.account.held().device)
+        return {**found, "parameters": found["parameters"] - sum(buffers.values())}
+
     def moved(self) -> dict[str, int]:
         return dict(self.worker.ranks.moved)
 
@@ -342,6 +349,10 @@ class Pool:
         steps = {role: [own[role] for own in each if role in own] for own in each for role in own}  # of the workers that train it
         gradients = {role: [joined(list(pieces)) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
         return Noted(*(ask(name) for name in ("restored", "states", "parameters", "digest", "skipped", "moved")), gradients)
+
+    def held(self, workers: int) -> list[dict[str, int]]:
+        """Bytes of each kind that the workers of the last run hold now."""
+        return self.processes.start("note", [("held", ())] * self._size, what="notes").results()[:workers]
 
     def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:
         """`fulltilt train` with so many workers, and what they have noted."""

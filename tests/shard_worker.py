@@ -24,9 +24,10 @@ from fulltilt.model.arrays import local
 from fulltilt.model.fuse import check_fused, fuse
 from fulltilt.model.load import load_model
 from fulltilt.model.scalar import load_scalar
-from fulltilt.parallel import exchange
-from fulltilt.parallel.apply import Allocating, Shards, shard, share
-from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
+from fulltilt.parallel import layout
+from fulltilt.parallel.apply import Shards, shard, share
+from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
 from fulltilt.records import MiniBatch
 from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
@@ -82,7 +83,7 @@ class Trained:
             sharing = share(ranks, "cpu", 2 if case.shard == "hybrid" else None, **case.knobs)
             whole, structure = over_same_memory(model), without_memory(model)
             shards = shard(model, sharing)
-            with patch.object(exchange, "EXCHANGE_BYTES", 3000):  # many rounds
+            with patch.object(layout, "EXCHANGE_BYTES", 3000):  # many rounds
                 twin = Twin(whole, shards)
         if case.fused and twin:
             trained, copied = (check_fused(each.body if case.role == "critic" else each) for each in (model, twin.model))
@@ -113,17 +114,6 @@ class Trained:
             name, _, start = key.partition("@")
             found[name] = (int(start or 0), tensor.detach().flatten().double().numpy().copy())
         return found
-
-
-class Recorded(Allocating):
-    """A gather that says whose it is."""
-
-    def __init__(self, name: str, events: list[str]) -> None:
-        self.name, self.events = name, events
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> Any:
-        self.events.append(f"gather {self.name}")
-        return gather_into(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class ShardWorker:
@@ -193,17 +183,13 @@ class ShardWorker:
         restore(made, folder, files)
         return {"numbers": made.numbers()}
 
-    def trace(self, case: Case, parts: Sequence[MiniBatch]) -> list[str]:
+    def trace(self, case: Case, parts: Sequence[MiniBatch]) -> PassTrace:
         """The order of gathers and of layers in a micro-batch."""
         ranks = self.ranks(case.workers)
-        made, events = Trained.of(case, ranks), list[str]()
+        made = Trained.of(case, ranks)
         assert made.shards
-        for number, unit in enumerate(made.shards.model.base_model.layers):  # type: ignore[union-attr, arg-type]
-            unit.set_custom_all_gather(Recorded(str(number), events))
-            unit.self_attn.register_forward_pre_hook(lambda *_, number=number: events.append(f"compute {number}"))
-        made.shards.model.set_custom_all_gather(Recorded("rest", events))  # type: ignore[operator]
-        made.trainer.accumulate(parts[ranks.rank], made.passes(parts[ranks.rank], ranks))
-        return events
+        part = parts[ranks.rank]
+        return traced(made.shards, lambda: made.trainer.accumulate(part, made.passes(part, ranks)))
 
 
 def restore(made: Trained, folder: Path, files: Sequence[str]) -> None:

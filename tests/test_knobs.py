@@ -68,9 +68,17 @@ BUILT = {
     "reward_model.micro_batch": 2,
     "reward_model.forward_token_budget": 2048,
     "train.balance": False,
+    "train.shard": "full",
+    "train.shard_size": 2,
+    "train.reshard_after_forward": False,
+    "train.forward_prefetch": False,
     "cluster.workers": 2,
+    "cluster.roles": {"critic": 1},
 }
 NEEDED_WITH = {
+    "train.shard_size": {"train.shard": "hybrid"},
+    "train.reshard_after_forward": {"train.shard": "full"},
+    "train.forward_prefetch": {"train.shard": "full"},
     "algorithm.prompts_per_round": {"algorithm.dynamic_sampling": True},
     "train.recompute_layers": {"train.recompute": "full"},
     "train.recompute_method": {"train.recompute": "full", "train.recompute_layers": 2},

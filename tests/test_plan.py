@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import plans
 import pytest
 
+from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.plan import (
     Budgets,
     Facts,
@@ -20,6 +22,7 @@ from fulltilt.plan import (
     RolePlan,
     RoleSettings,
     check_context,
+    choose_sharding,
     decode_bytes,
     graphs_in_words,
     make_plan,
@@ -157,8 +160,9 @@ def test_the_optimizer_leaves_where_less_than_a_fifth_would_stay_free() -> None:
 
 
 def test_float32_parameters_are_their_own_masters() -> None:
-    assert transformer(1, itemsize=4).optimizer_bytes == 8e9 and transformer(1).optimizer_bytes == 12e9
-    assert transformer(1, itemsize=8).optimizer_bytes == 16e9 and transformer(1, itemsize=8).gradient_bytes == 8e9
+    held = {itemsize: transformer(1, itemsize=itemsize).held(UNSHARDED) for itemsize in (2, 4, 8)}
+    assert [own.optimizer for own in held.values()] == pytest.approx([12e9, 8e9, 16e9])
+    assert [own.gradients for own in held.values()] == pytest.approx([4e9, 4e9, 8e9])
 
 
 def test_parameters_of_roles_that_wait_leave_where_the_optimizer_is_not_enough() -> None:
@@ -395,9 +399,10 @@ def test_a_cache_that_stays_leaves_less_for_activations() -> None:
 
 def test_a_cache_that_stays_leaves_room_for_what_comes_back() -> None:
     where = hardware(actor=transformer(1), critic=transformer(2), ref=transformer(3, learns=False))
+    # What comes back is the critic: the actor is there in a rollout.
     away = {"actor": RoleSettings(offload_params=True, offload_grads=True), "critic": RoleSettings(offload_params=True, offload_grads=True)}
-    assert returning(where, {**away, "ref": RoleSettings(offload_params=True)}) == 12e9  # the critic's: the actor is there in a rollout
-    assert returning(where, {**away, "critic": RoleSettings(), "ref": RoleSettings()}) == 4e9
+    assert returning(where, {**away, "ref": RoleSettings(offload_params=True)}) == pytest.approx(12e9)
+    assert returning(where, {**away, "critic": RoleSettings(), "ref": RoleSettings()}) == pytest.approx(4e9)
     roles = {"actor": plans.SMALL, "ref": replace(plans.SMALL, parameter_bytes=60 * GIB), "critic": replace(plans.SMALL, trained=1)}
     for release, gib in ((True, 85), (False, 20)):
         cached = config(
@@ -549,6 +554,74 @@ def test_free_memory_is_predicted_where_it_is_not_measured() -> None:
 
 def vars_of(shape: Shape) -> dict[str, Any]:
     return {"hidden_size": shape.width, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": shape.vocabulary}
+
+
+# -- what workers share out -------------------------------------------------------------------------------------------------------------
+
+
+def shared_out(shape: str, workers: int, beside: int = 8, *, rollout: bool = True, only: str | None = None, **sections: Any) -> Sharding:
+    """On machines with eight H200."""
+    given = config(**sections)
+    actor = RoleFacts.of_shape(Shape.named(shape), given, "cuda", learns=True)
+    facts = Facts("cuda", 140 * GIB, 1000 * GIB, {"actor": actor}, 512, 1, rollout=rollout, sharding=Sharding(workers=workers))
+    return choose_sharding(given, facts, min(beside, workers), only=only)
+
+
+@pytest.mark.parametrize(
+    ("shape", "workers", "rollout", "shard", "group"),
+    [
+        ("7B", 1, True, "optimizer", 1),
+        ("7B", 8, True, "optimizer", 8),
+        ("7B", 64, True, "optimizer", 64),
+        ("32B", 8, False, "full", 8),
+        ("32B", 64, False, "hybrid", 8),  # in each machine
+        ("32B", 64, True, "full", 64),  # with a whole copy for rollouts, a machine's share is too much
+        ("70B", 64, False, "full", 64),
+    ],
+)
+def test_auto_shares_out_the_optimizer_where_it_fits_and_else_parameters(
+    shape: str, workers: int, rollout: bool, shard: str, group: int
+) -> None:
+    found = shared_out(shape, workers, rollout=rollout)
+    assert (found.shard, found.workers, found.group) == (shard, workers, group)
+
+
+def test_auto_says_why() -> None:
+    assert shared_out("7B", 1).why == ""
+    assert re.fullmatch(r"parameters, gradients and optimizer would take [\d.]+ GiB of each device's 140.0 GiB", shared_out("7B", 8).why)
+    larger = shared_out("32B", 64)
+    assert re.fullmatch(r'parameters, gradients and optimizer would take 18[\d.]+ GiB of .* 140.0 GiB with "optimizer"', larger.why)
+    facts = {"device": "cuda", "device_bytes": 140 * GIB, "host_bytes": 1000 * GIB, "longest": 512}
+    plan = plan_of(Shape.named("32B"), config(), **facts, sharding=larger)  # type: ignore[arg-type]
+    (words,) = [text for text in plan.words if "sharding" in text]
+    assert words.startswith("full sharding: 64 workers share out parameters, gradients, master weights and moments (auto: parameters, ")
+    assert re.search(r"\); each holds \d+\.\d GiB in an update$", words)
+
+
+def test_auto_stays_with_the_optimizer_where_more_is_not_possible() -> None:
+    found = shared_out("70B", 64, only="train.compile is set")
+    assert (found.shard, found.why) == ("optimizer", "train.compile is set")
+    assert shared_out("70B", 64, lora={"rank": 16}).shard == "optimizer"  # few numbers learn: shards would come on top of the whole model
+    cpu = Facts("cpu", 0, GIB, {}, 512, 1, sharding=Sharding(workers=4))
+    assert choose_sharding(config(), cpu, 4) == Sharding("optimizer", 4, 4)
+
+
+def test_what_is_given_is_taken() -> None:
+    assert shared_out("7B", 8, train={"shard": "full", "reshard_after_forward": False}) == Sharding("full", 8, 8, reshard=False)
+    assert shared_out("7B", 8, train={"shard": "hybrid", "shard_size": 2}) == Sharding("hybrid", 8, 2)
+    assert shared_out("70B", 8, train={"shard": "optimizer"}) == Sharding("optimizer", 8, 8)
+
+
+def test_offloads_are_decided_by_what_a_worker_holds() -> None:
+    """A 7B model whose optimizer one device would have to send away."""
+    facts = {"device": "cuda", "device_bytes": 140 * GIB, "host_bytes": 1000 * GIB, "longest": 512}
+
+    def settings(sharding: Sharding) -> RoleSettings:
+        return plan_of(Shape.named("7B"), config(), **facts, sharding=sharding).roles["actor"]  # type: ignore[arg-type]
+
+    assert settings(UNSHARDED).offload_optimizer and not settings(Sharding("optimizer", 8, 8)).offload_optimizer
+    full = settings(Sharding("full", 8, 8))
+    assert not full.offload_optimizer and not full.offload_params and not full.offload_activations
 
 
 def test_torch_is_not_imported() -> None:

@@ -48,7 +48,7 @@ OF_TRAIN = {
     "head_recompute": {"actor", "sft"},
     "fused_layers": ALL_ROLES,
     "compile": ALL_ROLES,
-    "balance": {"sft"},
+    **{key: {"sft"} for key in ("balance", "shard", "shard_size", "reshard_after_forward", "forward_prefetch")},
 }
 
 

@@ -22,7 +22,7 @@ from shard_worker import Case, Trained, restore
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
 from fulltilt.parallel.exchange import copy_all, spread
-from fulltilt.parallel.shard import RowLayout
+from fulltilt.parallel.layout import RowLayout
 from fulltilt.records import MiniBatch, Row
 from fulltilt.schema import Config
 
@@ -136,16 +136,17 @@ def test_a_worker_holds_its_part_and_moves_what_is_predicted(
         assert each["moved"]["all-reduce"] == over_groups + count  # the workers agree on the number of passes first
 
 
-PREFETCHED = ["gather rest", "gather 0", "gather 1", "compute 0", "compute 1"]
-IN_TURN = ["gather rest", "gather 0", "compute 0", "gather 1", "compute 1"]
+PREFETCHED = ("gather outside", "gather 0", "gather 1", "run 0", "run 1")
+IN_TURN = ("gather outside", "gather 0", "run 0", "gather 1", "run 1")
 
 
 @pytest.mark.parametrize("prefetch", [True, False])
 def test_a_layer_is_gathered_before_the_one_ahead_of_it_computes(pool: devices.Guests, model_folders: Folders, prefetch: bool) -> None:
     case = Case(model_folders("qwen2"), 4, "full", knobs={"forward_prefetch": prefetch})
-    for events in call(pool, "trace", case, dealt((1, 1, 1, 1))):
-        assert events[:5] == (PREFETCHED if prefetch else IN_TURN)
-        assert sorted(events[5:]) == ["gather 0", "gather 1"]  # for the backward pass
+    for trace in call(pool, "trace", case, dealt((1, 1, 1, 1))):
+        assert trace.events[:5] == (PREFETCHED if prefetch else IN_TURN) and trace.ahead == int(prefetch)
+        assert sorted(trace.events[5:]) == ["gather 0", "gather 1"]  # for the backward pass
+        assert trace.whole_bytes == 0
 
 
 @pytest.mark.parametrize(("shard", "adapters"), [("full", False), ("hybrid", False), ("full", True)])

@@ -1,40 +1,54 @@
-"""What collectives move is what one function predicts, to the byte."""
+"""What workers hold, and what their collectives move, is what one function predicts, to the byte."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import devices
 import numpy as np
 import pytest
 import runs
-import torch
 
 from fulltilt.bench import scaling
 from fulltilt.cluster.assembly import RunParts
-from fulltilt.parallel.shard import neighbours
-from fulltilt.parallel.traffic import Learner, predict, sent_bytes
+from fulltilt.cluster.sizes import parameter_sizes
+from fulltilt.parallel.holdings import held_bytes, twin_bytes
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
+from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
 from fulltilt.records import Row
 
 ModelFolders = Callable[[str], Path]
 UPDATES = 4  # two mini-batches, twice
+ROWS = 8
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")
-CASES = {
+EACH_ROW = ("algorithm.kl_coef=0", "algorithm.epochs=2", "train.balance=false", "actor.dynamic_batch=false", "actor.micro_batch=1")
+PPO = ("algorithm.name=ppo", "critic.dynamic_batch=false", "critic.micro_batch=1")
+MODELS = {
     "tied": ("llama-tied", ()),
+    "experts": ("qwen3-moe", ()),
     "lora": ("qwen2", ("lora.rank=4", "model.dtype=bfloat16")),
-    "ppo": ("qwen2", ("algorithm.name=ppo",)),
+    "ppo": ("qwen2", PPO),
+    "recompute": ("qwen2", ("train.recompute=full", "model.dtype=bfloat16")),
+    "selective": ("qwen2", ("train.recompute=selective",)),
+    "fused": ("qwen2", ("train.fused_layers=true",)),
+    "whole": ("qwen2", (*PPO, "train.reshard_after_forward=false", "model.dtype=bfloat16")),
 }
-
-
-def sizes(model: torch.nn.Module) -> dict[str, list[list[int]]]:
-    """Numbers of each trained parameter, by type."""
-    found: dict[str, list[list[int]]] = {}
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for run in neighbours(trained):
-        found.setdefault(str(trained[run[0]].dtype).removeprefix("torch."), []).append([trained[name].numel() for name in run])
-    return found
+SHARDED = {
+    "optimizer": (),
+    "full": ("train.shard=full",),
+    "hybrid": ("train.shard=hybrid", "train.shard_size=2"),
+}
+QUICK = {("tied", "optimizer", 2), ("lora", "full", 3), ("ppo", "hybrid", 4)}
+CASES = [
+    (model, shard, workers)
+    for model in MODELS
+    for shard in SHARDED
+    for workers in (2, 3, 4)
+    if (shard == "hybrid") <= (workers == 4) and (model == "whole") <= (shard != "optimizer")
+]
 
 
 def made_up_rows() -> list[Row]:
@@ -48,7 +62,7 @@ def made_up_rows() -> list[Row]:
             random.integers(3, 90, length), np.arange(length) >= 4, group=place, rollout_logprobs=numbers(length) - 4,
             old_logprobs=numbers(length) - 4, advantages=numbers(length), values=numbers(length), returns=numbers(length),
         )
-        for place, length in enumerate((9, 17, 30, 12))
+        for place, length in enumerate((9, 17, 30, 12, 25, 8, 14, 21))
     ]  # fmt: skip
 
 
@@ -59,6 +73,8 @@ def moved_in_a_step(parts: RunParts) -> dict[str, float]:
         assert updated[f"{role}/updates"] == UPDATES and not updated[f"{role}/skipped_updates"]
         if parts.crew.hosts.size > 1:
             assert 0 < updated[f"timing_s/workers/update_{role}/mean"] <= updated[f"timing_s/workers/update_{role}/max"]
+    with parts.crew.phase("old-logprob"):
+        parts.crew.annotate("actor", "old_logprobs", made_up_rows(), lambda done, total: None)
     with parts.crew.phase("sync"):
         parts.crew.sync(1)
     found = parts.crew.metrics()
@@ -72,32 +88,60 @@ def moved_in_a_step(parts: RunParts) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("case", "workers"),
-    [
-        pytest.param(case, workers, marks=() if (case, workers) in (("tied", 2), ("lora", 3), ("ppo", 4)) else pytest.mark.long)
-        for case in CASES
-        for workers in (2, 3, 4)
-    ],
+    ("model", "shard", "workers"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES]
 )
-def test_a_step_moves_what_is_predicted(
-    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, case: str, workers: int
+def test_a_worker_holds_and_moves_what_is_predicted(
+    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, model: str, shard: str, workers: int
 ) -> None:
-    family, overrides = CASES[case]
-    overrides = ("algorithm.kl_coef=0", "algorithm.epochs=2", *overrides)
+    family, overrides = MODELS[model]
     folder = runs.make(tmp_path / "run", model_folders(family))
-    with pool_of_devices.assembled(folder, 1, *overrides) as parts:
-        learners = [Learner(sizes(trainer.role.model), UPDATES) for trainer in parts.worker.trainers.values()]
+    alone = [each for each in overrides if "reshard" not in each]
+    with pool_of_devices.assembled(folder, 1, *EACH_ROW, *alone) as parts:
+        learners = {role: trainer.role.model for role, trainer in parts.worker.trainers.items()}
+        sizes = {role: parameter_sizes(learner) for role, learner in learners.items()}
+        itemsize = learners["actor"].dtype.itemsize
         assert moved_in_a_step(parts) == {}
-    assert len(learners) == (2 if case == "ppo" else 1)
-    with pool_of_devices.assembled(folder, workers, *overrides) as parts:
-        expected = predict(learners, workers)
-        assert expected.keys() == set(KINDS)
-        assert moved_in_a_step(parts) == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
+    assert len(sizes) == (2 if PPO[0] in overrides else 1)
+    sharding = Sharding(shard, workers, 2 if shard == "hybrid" else workers, reshard=model != "whole")  # type: ignore[arg-type]
+    passes, scored = UPDATES * -(-ROWS // 2 // workers), [-(-ROWS // workers)]
+    work = {role: RoleWork(own, itemsize, UPDATES, passes, scored if role == "actor" else ()) for role, own in sizes.items()}
+    work["actor"] = replace(work["actor"], synced=1)
+    with pool_of_devices.assembled(folder, workers, *EACH_ROW, *SHARDED[shard], *overrides) as parts:
+        (words,) = [text for text in parts.plan.words if "sharding" in text]
+        assert words.startswith(f"{shard} sharding: {workers} workers share out ")
+        moved = moved_in_a_step(parts)
+        held = pool_of_devices.held(workers)
+    expected = predict(list(work.values()), sharding)
+    assert expected.keys() == set(KINDS)
+    assert moved == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
+    for rank, found in enumerate(held):
+        own = [held_bytes(each, sharding, rank) for each in sizes.values()]
+        twin = twin_bytes(sizes["actor"], sharding) if shard != "optimizer" else 0
+        assert found["parameters"] == sum(each.parameters for each in own) + twin
+        assert found["optimizer"] == sum(each.optimizer for each in own)
+
+
+@pytest.mark.parametrize(("shard", "dtype"), [("optimizer", "float32"), ("full", "bfloat16")])
+def test_gradients_take_what_is_predicted(
+    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, shard: str, dtype: str
+) -> None:
+    """By the account's readings of an update, at its passes' end."""
+    folder = runs.make(tmp_path / "run", model_folders("qwen2"))
+    given = (*EACH_ROW, f"model.dtype={dtype}")
+    with pool_of_devices.assembled(folder, 1, *given) as parts:
+        sizes = parameter_sizes(parts.worker.actor.model)
+    with pool_of_devices.assembled(folder, 2, *given, *SHARDED[shard]) as parts:
+        with parts.crew.phase("update-actor"):
+            parts.crew.update("actor", made_up_rows(), 0, lambda done, total: None)
+        found = parts.crew.metrics()["memory_gib/update_actor/gradients"]
+    assert round(found * 2**30) == held_bytes(sizes, Sharding(shard, 2, 2)).gradients  # type: ignore[arg-type]
 
 
 def test_large_models() -> None:
-    one = predict([Learner({"bfloat16": [(7 * 10**9,)]}, 3)], 8)
+    sizes = (ParameterSize((7 * 10**9,), 2),)
+    one = predict([RoleWork(sizes, 2, batches=3)], Sharding(workers=8, group=8))
     assert one == {"all-gather": 3 * 14e9, "reduce-scatter": 3 * 28e9, "all-reduce": 3 * 12}
+    assert predict([RoleWork(sizes, 2, batches=3)], UNSHARDED) == {}
     assert sent_bytes(Counter({"all-gather": 800, "reduce-scatter": 80, "all-reduce": 8}), 8) == 700 + 70 + 14
 
 

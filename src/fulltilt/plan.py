@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
+from fulltilt.parallel.holdings import Holdings, held_bytes, passing_bytes, twin_bytes
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UserError
-from fulltilt.schema import Config, shares_parameters
+from fulltilt.schema import Config
 from fulltilt.shape import Recompute, Shape
 from fulltilt.words import in_bytes, many
 
@@ -83,6 +86,7 @@ class RoleFacts:
     itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
     fused: bool = False  # whether its layers run fused
     vocabulary_head: bool = True  # False: a critic or a reward model
+    sizes: Sizes = ()  # of its parameters, where the model is loaded
 
     @staticmethod
     def of_shape(shape: Shape, config: Config, device: str, *, learns: bool, role: str = "actor") -> RoleFacts:
@@ -98,14 +102,26 @@ class RoleFacts:
         fused = wanted and config.train.compile is not True and shape.known_family().fused
         return RoleFacts(shape, itemsize * (count + extra), trained, itemsize, fused, vocabulary_head=not scalar)
 
-    @property
-    def gradient_bytes(self) -> int:
-        return max(4, self.itemsize) * self.trained
+    def held(self, sharding: Sharding) -> Holdings:
+        """What a worker holds of it in an update."""
+        return held_bytes(self.known_sizes, sharding)
 
-    @property
-    def optimizer_bytes(self) -> int:
-        """Two moments, and masters where the parameters are not their own."""
-        return (12 if self.itemsize < 4 else 2 * self.itemsize) * self.trained
+    @cached_property
+    def known_sizes(self) -> Sizes:
+        return self.sizes or tuple(self._evenly())
+
+    def _evenly(self) -> Iterator[ParameterSize]:
+        """Sizes for a model that is not loaded: layers of equal size, over which adapters are spread, and the embedding and the head."""
+        count, layers = self.parameter_bytes // self.itemsize, len(self.shape.layers)
+        tables = 1 if self.shape.tied or not self.vocabulary_head else 2
+        outside = min(count, tables * self.shape.vocabulary * self.shape.width)
+        each, rest = divmod(count - outside, layers)
+        adapted = each if self.trained >= count else min(each, self.trained // layers)  # numbers of a layer that learn
+        for layer, numbers in [(None, outside + rest), *((layer, each) for layer in range(layers))]:
+            learned = adapted if layer is not None else min(numbers, self.trained - layers * adapted)
+            for own, learns in ((learned, True), (numbers - learned, False)):
+                if own:
+                    yield ParameterSize((own,), self.itemsize, learns, layer)
 
     def kept_bytes(self, keys: Mapping[str, Any]) -> int:
         """Bytes that a token of a micro-batch holds until its backward pass."""
@@ -158,6 +174,7 @@ class Facts:
     decode_bytes: int | None = None  # that decoding `most_seqs` samples at once takes beside the KV cache
     not_captured: str | None = None  # why no CUDA graph can hold the model, as far as is known
     layers: str = ""  # whether the roles' layers run fused, in words
+    sharding: Sharding = UNSHARDED  # what workers share out
 
     @property
     def actor(self) -> RoleFacts:
@@ -492,13 +509,8 @@ class Decisions:
 def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> RolePlan:
     """The settings of every role. What `auto` becomes depends on all memory that the device has and not on what happens to be free there,
     so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
-    made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None, "actor": None}})
+    made = given_decisions(config, facts)
     check_layers(facts, made)
-    if len(facts.roles) == 1:  # there is no phase in which its parameters could be away
-        made = made.decide(next(iter(facts.roles)), "offload_params", False)
-    if shares_parameters(config):
-        for role in facts.roles:
-            made = made.decide(role, "offload_params", False)
     budgets: dict[str, int] = {}
     if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
         made = decide_offloads(made, facts)
@@ -512,6 +524,14 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
     settings = made.settings()
     words = (role_in_words(role, settings[role], made.reasons) for role in facts.roles)
     return RolePlan(settings, budgets, tuple(text for text in words if text))
+
+
+def given_decisions(config: Config, facts: Facts) -> Decisions:
+    """What the user has decided. Parameters cannot leave the device where they are shared out, nor where no other role ever works."""
+    made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None, "actor": None}})
+    for role in facts.roles if facts.sharding.parameters or len(facts.roles) == 1 else ():
+        made = made.decide(role, "offload_params", False)
+    return made
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
@@ -534,9 +554,13 @@ def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str |
 
 def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str, updated: str | None) -> int:
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
-    parameters = model.parameter_bytes if role == (updated or "actor") or "offload_params" not in away else 0
-    gradients = model.gradient_bytes if role == updated or "offload_grads" not in away else 0
-    return parameters + gradients + (min(STREAMED, model.optimizer_bytes) if "offload_optimizer" in away else model.optimizer_bytes)
+    held, shared = model.held(facts.sharding), facts.sharding.parameters
+    parameters = held.parameters if role == (updated or "actor") or "offload_params" not in away else 0
+    gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
+    optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
+    gathered = passing_bytes(model.known_sizes, facts.sharding, model.itemsize) if role == updated else 0
+    twin = twin_bytes(model.known_sizes, facts.sharding) if shared and facts.rollout and role == "actor" else 0
+    return parameters + gradients + optimizer + gathered + twin
 
 
 def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
@@ -549,10 +573,15 @@ def returning(facts: Facts, settings: Mapping[str, RoleSettings]) -> int:
 
 def why_crowded(made: Decisions, facts: Facts) -> str | None:
     """Why something has to leave the device, in words."""
-    needed = max((resident(made.keys, facts, role) for role, model in facts.roles.items() if model.trained), default=0)
+    needed = most_resident(made, facts)
     if needed <= (1 - RESERVE) * facts.device_bytes:
         return None
     return f"parameters, gradients and optimizer would take {in_bytes(needed)} of the device's {in_bytes(facts.device_bytes)}"
+
+
+def most_resident(made: Decisions, facts: Facts) -> int:
+    """The most bytes of parameters, gradients and optimizers on the device in any update."""
+    return max((resident(made.keys, facts, role) for role, model in facts.roles.items() if model.trained), default=0)
 
 
 def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
@@ -568,6 +597,27 @@ def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
         if role in facts.roles and (why := why_crowded(made, facts)):
             made = made.decide(role, "offload_params", True, why)
     return made.decide("actor", "offload_params", False)
+
+
+def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | None = None) -> Sharding:
+    """What the workers of a run share out. `auto`: the optimizer where it fits, else parameters too, within the `beside` workers of a
+    machine or among all; first without anything on the host, then with what `auto` may offload. `only`: why it must be the optimizer."""
+    train, workers = config.train, facts.sharding.workers
+    possible = [Sharding("optimizer", workers, workers)]
+    if train.shard == "hybrid" or (train.shard == "auto" and 1 < beside < workers and workers % beside == 0):
+        possible.append(Sharding("hybrid", workers, train.shard_size or beside, train.reshard_after_forward))
+    possible.append(Sharding("full", workers, workers, train.reshard_after_forward))
+    if train.shard != "auto" and workers > 1:
+        return next(each for each in possible if each.shard == train.shard)
+    if workers == 1 or facts.device != "cuda" or only:
+        return replace(possible[0], why=only or "")
+    places = [(each, given_decisions(config, each)) for each in (replace(facts, sharding=sharding) for sharding in possible)]
+    offloading = [(each, decide_offloads(made, each)) for each, made in places]
+    fitting = (each.sharding for each, made in (*places, *offloading) if not why_crowded(made, each))
+    chosen = next(fitting, None) or min(offloading, key=lambda place: most_resident(place[1], place[0]))[0].sharding
+    needed = f"{in_bytes(most_resident(places[0][1], places[0][0]))} of each device's {in_bytes(facts.device_bytes)}"
+    otherwise = "" if chosen is possible[0] else ' with "optimizer"'
+    return replace(chosen, why=f"parameters, gradients and optimizer would take {needed}{otherwise}")
 
 
 def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
@@ -648,7 +698,7 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
     for role, model in facts.roles.items():
-        keys, counts = made.keys[role], {"optimizer": model.optimizer_bytes, "parameters": model.parameter_bytes}
+        keys, counts = made.keys[role], {"optimizer": model.held(facts.sharding).optimizer, "parameters": model.parameter_bytes}
         if model.trained and keys["recompute"] != "auto":
             counts["activations"] = micro_batch_tokens(config, facts, role, budgets) * model.kept_bytes(keys)
         found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
@@ -715,7 +765,7 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
     algorithm, actor = config.algorithm, config.actor
     per_epoch = f"{many(facts.steps_per_epoch, 'round' if algorithm.prompts_per_round else 'step')} an epoch"
     each, updates = f"{many(steps, 'step')} ({per_epoch}), each of", many(updates_per_step(config), "optimizer step")
-    layers = [*roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
+    layers = [*sharding_in_words(facts, roles), *roles.words, *([f"layers: {facts.layers}"] if facts.layers else [])]
     enlarged = actor.token_budget == "auto" and actor.dynamic_batch and budgets.token_budget > TOKEN_BUDGET[facts.device]
     why_larger = " (auto: with fewer tokens of so small a model the device would wait)" if enlarged else ""
     if not facts.rollout:
@@ -737,6 +787,17 @@ def in_words(config: Config, facts: Facts, roles: RolePlan, memory: RolloutMemor
         f"passes without gradient {micro(actor.micro_batch, budgets.forward_token_budget)}{alone}",
         *layers,
     ]
+
+
+def sharding_in_words(facts: Facts, roles: RolePlan) -> Iterator[str]:
+    sharding, trained = facts.sharding, [role for role, model in facts.roles.items() if model.trained]
+    if sharding.workers == 1 or not trained:
+        return
+    what = "parameters, gradients, master weights and moments" if sharding.parameters else "master weights and moments"
+    groups = f", in groups of {sharding.group}" if sharding.shard == "hybrid" else ""
+    why = f" (auto: {sharding.why})" if sharding.why else ""
+    most = max(resident({role: vars(own) for role, own in roles.settings.items()}, facts, role) for role in trained)
+    yield f"{sharding.shard} sharding: {sharding.workers} workers share out {what}{groups}{why}; each holds {in_bytes(most)} in an update"
 
 
 def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets: Budgets) -> Iterator[str]:

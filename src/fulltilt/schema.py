@@ -222,7 +222,8 @@ _activations = partial(
     _training, changes="activation bytes on the GPU between forward and backward; works together with recompute", free=True
 )
 _offload = partial(_training, changes="GPU bytes of that kind outside the phase that needs it", free=True)
-_if_shared = partial(row, used_if=when("shard", "full", "hybrid"), free=True)
+_sharing = partial(_training, free=True)
+_if_shared = partial(_sharing, used_if=when("shard", "full", "hybrid"))
 _kl_estimator = partial(
     row,
     None,
@@ -554,17 +555,37 @@ class TrainConfig(Section):
         True, "spread of token cost across workers", "trainer.balance_batch", section=BATCHES, free=True, used_if=_if_several
     )
     """Deal micro-batches to workers by what they cost, so that all take about as long. Off: in turn."""
-    shard: Literal["auto", "optimizer", "full", "hybrid"] = row("auto", elsewhere="~actor.strategy ~critic.strategy", free=True)
+    shard: Literal["auto", "optimizer", "full", "hybrid"] = _sharing(
+        "auto",
+        "parameter, gradient and optimizer bytes of each worker",
+        "ARR.actor.strategy critic.strategy",
+        values={"strategy": {"fsdp": "full", "fsdp2": "full"}},
+    )
     """What several workers share out among themselves. "optimizer": master weights and moments; each worker has all parameters, and its
     rollout engine reads them. "full": parameters and gradients too (FSDP2), for all roles; where a run samples, each worker has a second,
     whole copy of the actor in the type of `model.dtype` for its rollout engine. "hybrid": as "full", within groups of `shard_size` workers,
-    which all have the same. Results are the same but for rounding. `auto`: "optimizer". Note: verl's fsdp and fsdp2 are "full"."""
-    shard_size: Positive | None = row(None, elsewhere="fsdp_size", used_if=when("shard", "hybrid", required=True), free=True)
-    """Workers of a group, with `shard` "hybrid". It divides the number of workers. Note: verl's -1, all workers, is `shard` "full"."""
-    reshard_after_forward: bool = _if_shared(True, elsewhere="fsdp_config.reshard_after_forward")
+    which all have the same. Results are the same but for rounding. `auto`: "optimizer" where that leaves a fifth of each GPU free, else
+    "hybrid" within machines, else "full"; on a CPU "optimizer". Note: verl's fsdp and fsdp2 are "full"."""
+    shard_size: Positive | None = _sharing(
+        None,
+        "parameter bytes of each worker; bytes summed over groups",
+        "ARR.actor.fsdp_config.fsdp_size critic.{model.,}fsdp_config.fsdp_size",
+        used_if=when("shard", "hybrid", required=True),
+    )
+    """Workers of a group, with `shard` "hybrid". It divides the number of workers. Left out: not used, since `shard` is another. Note:
+    verl's -1, all workers, is `shard` "full"."""
+    reshard_after_forward: bool = _if_shared(
+        True,
+        "gathers of a micro-batch; whole parameters between forward and backward",
+        "ARR.actor.fsdp_config.reshard_after_forward critic.{model.,}fsdp_config.reshard_after_forward",
+    )
     """Give a layer's gathered parameters back after its forward pass and gather them again for its backward pass. Off: they stay, which
     takes the memory of the whole model during a micro-batch and saves a gather for each layer."""
-    forward_prefetch: bool = _if_shared(True, elsewhere="fsdp_config.forward_prefetch")
+    forward_prefetch: bool = _if_shared(
+        True,
+        "order of gathers and layers",
+        "ARR.actor.fsdp_config.forward_prefetch critic.{model.,}fsdp_config.forward_prefetch",
+    )
     """Begin to gather a layer's parameters before the layer ahead of it computes. Off: when its own turn comes."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and

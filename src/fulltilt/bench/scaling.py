@@ -1,7 +1,8 @@
-"""What the collectives of a step cost at sizes that nobody can try here: the tables of docs/scaling.md.
+"""What the collectives of a step cost at sizes that nobody can try here: the table of docs/scaling.md.
 
-Enters: nothing; models, devices and the work of a step are in this file. Leaves: two tables on standard output, in Markdown. Guaranteed:
-bytes are those of parallel/traffic.py, which equal what is counted; arithmetic is that of batching/cost.py; nothing is loaded or measured.
+Enters: nothing; devices and the work of a step are in this file. Leaves: a table on standard output, in Markdown. Guaranteed: bytes are
+those of parallel/traffic.py and parallel/holdings.py, which equal what is counted; what `auto` chooses is that of the plan; arithmetic is
+that of batching/cost.py; nothing is loaded or measured.
 
     python -m fulltilt.bench.scaling
 """
@@ -10,82 +11,105 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.bench.roofline import DEVICES
-from fulltilt.parallel.traffic import Learner, predict, sent_bytes
-from fulltilt.shape import QWEN2, SHAPES, Shape
+from fulltilt.parallel.holdings import held_bytes, passing_bytes, twin_bytes
+from fulltilt.parallel.layout import Sharding, Sizes
+from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
+from fulltilt.plan import TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
+from fulltilt.schema import Config
+from fulltilt.shape import Shape
 
-MODELS: dict[str, Mapping[str, Any]] = {
-    "0.5B": SHAPES["0.5B"],
-    "7B": SHAPES["7B"],
-    "32B": QWEN2 | {
-        "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8,
-        "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    "70B": {
-        "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 131072,
-    },
-}  # fmt: skip
+MODELS = ("0.5B", "7B", "32B", "70B")
 GPUS = (8, 64, 1024)
 OF_MACHINE = 8  # GPUs that NVLink joins
 NVLINK = 900e9 / 2  # bytes per second that a GPU sends while it receives as many
 NETWORK = 400e9 / 8  # bytes per second of one adapter, in each direction
-MEMORY = 141e9  # bytes of an H200
+MEMORY = int(141e9)  # bytes of an H200
 FLOPS, SHARE = DEVICES[r"\bH200\b"].flops, 0.5  # FLOP/s of the device, and the share of them that passes reach
 SAMPLES, PROMPT, RESPONSE, UPDATES = 512 * 16, 512, 1536, 4  # samples of a step, tokens of each, optimizer steps
+ITEMSIZE = 2  # bfloat16
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One model on some GPUs: each has all parameters and their gradients, and shares out masters and moments."""
+    """One model on some GPUs that share out what `sharding` says."""
 
     model: str
-    gpus: int
+    sharding: Sharding
 
     @property
+    def gpus(self) -> int:
+        return self.sharding.workers
+
+    @cached_property
     def shape(self) -> Shape:
-        return Shape.from_config(MODELS[self.model])
+        return Shape.named(self.model)
 
-    @property
-    def parameters(self) -> int:
-        return sum(self.shape.parameters_by_kind().values())
+    @cached_property
+    def sizes(self) -> Sizes:
+        return role_of(self.shape).known_sizes
 
-    @property
-    def held_bytes(self) -> float:
-        """Bytes on each GPU: parameters in bfloat16, gradients in float32, and its part of masters and two moments in float32."""
-        return (2 + 4 + 12 / self.gpus) * self.parameters
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes on each GPU in an update, activations aside."""
+        twin = twin_bytes(self.sizes, self.sharding) if self.sharding.parameters else 0
+        return held_bytes(self.sizes, self.sharding).total + passing_bytes(self.sizes, self.sharding, ITEMSIZE) + twin
 
-    @property
+    @cached_property
     def compute_s(self) -> float:
         """Forward and backward passes over all samples of a step."""
         lengths = [PROMPT + RESPONSE] * SAMPLES
         flops = update_flops(ModelSize.of_shape(self.shape), lengths, SAMPLES * RESPONSE).total
         return flops / (self.gpus * FLOPS * SHARE)
 
-    @property
+    @cached_property
     def moved(self) -> Mapping[str, int]:
-        return predict([Learner({"bfloat16": [(self.parameters,)]}, UPDATES)], self.gpus)
+        tokens = SAMPLES // UPDATES * (PROMPT + RESPONSE)
+        passes = -(-tokens // (self.gpus * TOKEN_BUDGET["cuda"]))  # of each optimizer step
+        return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1)], self.sharding)
 
     def collectives_s(self, adapters: int) -> float:
         """`adapters`: to the network, of each machine. A ring passes through every machine once for each of its adapters, and through all
-        GPUs of the machine: the slower of the two links decides."""
+        GPUs of the machine: the slower of the two links decides. Groups of a machine's GPUs use NVLink; what goes between groups goes
+        through a GPU's own part of the adapters."""
+        if self.sharding.shard == "hybrid":
+            between = {"all-reduce": self.moved["all-reduce"]}
+            inside = {kind: count for kind, count in self.moved.items() if kind not in between}
+            outside = sent_bytes(between, self.gpus // self.sharding.group) / (adapters * NETWORK / OF_MACHINE)
+            return sent_bytes(inside, self.sharding.group) / NVLINK + outside
         speed = NVLINK if self.gpus <= OF_MACHINE else min(NVLINK, adapters * NETWORK)
         return sent_bytes(self.moved, self.gpus) / speed
 
 
+def role_of(shape: Shape) -> RoleFacts:
+    count = sum(shape.parameters_by_kind().values())
+    return RoleFacts(shape, ITEMSIZE * count, count, ITEMSIZE)
+
+
+def scales(model: str, gpus: int) -> Iterator[tuple[Scale, bool]]:
+    """The ways to share a model out, and whether `auto` chooses each."""
+    config = Config.model_validate({"model": {"path": model}, "data": {"train": "none"}})
+    facts = Facts("cuda", MEMORY, 0, {"actor": role_of(Shape.named(model))}, 0, 1, sharding=Sharding(workers=gpus))
+    chosen = choose_sharding(config, facts, OF_MACHINE)
+    for shard, group in (("optimizer", gpus), ("hybrid", OF_MACHINE), ("full", gpus)):
+        if shard != "hybrid" or gpus > OF_MACHINE:
+            yield Scale(model, Sharding(shard, gpus, group)), shard == chosen.shard  # type: ignore[arg-type]
+
+
 def table() -> Iterator[str]:
-    heads = ("model", "GPUs", "held by each", "moved by each in a step", "passes", "collectives, 8 adapters", "collectives, 1 adapter")
-    yield f"| {' | '.join([*heads, 'what binds'])} |"
-    yield "|---|---|---|---|---|---|---|---|"
+    heads = ("model", "GPUs", "`train.shard`", "held by each", "moved by each in a step", "passes")
+    yield f"| {' | '.join([*heads, 'collectives, 8 adapters', 'collectives, 1 adapter', 'what binds'])} |"
+    yield f"|{'---|' * (len(heads) + 3)}"
     for model in MODELS:
         for gpus in GPUS:
-            scale = Scale(model, gpus)
-            times = [scale.compute_s, scale.collectives_s(OF_MACHINE), scale.collectives_s(1)]
-            cells = [f"{scale.held_bytes / 1e9:.0f} GB", f"{sum(scale.moved.values()) / 1e9:.0f} GB", *map(in_seconds, times)]
-            yield f"| {' | '.join([model, f'{gpus:,}', *cells, binding(scale)])} |"
+            for scale, chosen in scales(model, gpus):
+                times = [scale.compute_s, scale.collectives_s(OF_MACHINE), scale.collectives_s(1)]
+                cells = [f"{scale.held_bytes / 1e9:.0f} GB", f"{sum(scale.moved.values()) / 1e9:.0f} GB", *map(in_seconds, times)]
+                shard = f"**{scale.sharding.shard}**" if chosen else scale.sharding.shard
+                yield f"| {' | '.join([model, f'{gpus:,}', shard, *cells, binding(scale)])} |"
 
 
 def binding(scale: Scale) -> str:

@@ -20,7 +20,7 @@ from fulltilt.records import UserError
 from fulltilt.schema import ModelConfig
 from fulltilt.shape import SHAPES as NAMED
 
-SHAPES = {name: shape for name, shape in NAMED.items() if shape["model_type"] == "qwen2"}  # those with published figures, and small
+SHAPES = {name: NAMED[name] for name in ("0.5B", "1.5B", "7B", "small")}  # those with published figures, and small
 DEFAULT = {"cuda": "0.5B", "cpu": "small"}
 WEIGHTS_SEED = 0
 

@@ -23,7 +23,7 @@ from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import SharedModels, share_out
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import find_facts, free_bytes, limits
+from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
@@ -33,6 +33,7 @@ from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.apply import Shards
+from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.twin import Twin
@@ -87,11 +88,13 @@ def load_worker(
     order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE, parcels: Parcels | None = None
 ) -> Worker:
     """`parcels`: given where workers hold the samples that they draw."""
-    config, began = order.config, time.perf_counter()
+    began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
+    sharding = find_sharding(order.config, list(dict.fromkeys([*order.roles, *judged])), device, ranks, sampled=order.sampled)
+    config = decided(order.config, sharding) if order.roles else order.config
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None
     )
-    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks)
+    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks, sharding)
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
@@ -100,6 +103,12 @@ def load_worker(
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)
     return worker
+
+
+def decided(config: Config, sharding: Sharding) -> Config:
+    """The configuration with what `auto` has become."""
+    size = sharding.group if sharding.shard == "hybrid" else None
+    return config.model_copy(update={"train": config.train.model_copy(update={"shard": sharding.shard, "shard_size": size})})
 
 
 def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: float, roles: Collection[str]) -> str:
@@ -123,12 +132,12 @@ def describe_adapters(model: PreTrainedModel) -> str:
 
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
-    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, ranks: Ranks = ALONE,
+    resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, ranks: Ranks = ALONE, sharding: Sharding = UNSHARDED,
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `ranks`: it and the others, which must be
     made at the same time."""
     sampled, learners = "rollout" in algorithm.needs and "actor" in models.own, [role for role in ("actor", "critic") if role in roles]
-    facts = find_facts(device, models, texts, learners, rollout=sampled, ranks=ranks)
+    facts = find_facts(device, models, texts, learners, rollout=sampled, ranks=ranks, sharding=sharding)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
     shared = share_out(config, models, ranks, device, sampled=sampled) if shares_out(config, roles, ranks) else SharedModels()
@@ -256,11 +265,12 @@ def head_options(settings: RoleSettings) -> HeadOptions:
 
 def make_account(device: torch.device, models: Models, made: RolesMade, engine: Engine | None, twin: Twin | None) -> Account:
     own, optimizers = models.own.values(), [trainer.optimizer for trainer in made.trainers.values()]
+    accumulators = [optimizer.accumulators for optimizer in optimizers]
     return Account(
         device,
         {
             "parameters": [*(partial(weights_of, model) for model in own), made.residents.memory, *([twin.memory] if twin else [])],
-            **({"gradients": [partial(gradients_of, model) for model in own]} if optimizers else {}),
+            **({"gradients": [*(partial(gradients_of, model) for model in own), *accumulators]} if optimizers else {}),
             **({"optimizer": [optimizer.memory for optimizer in optimizers]} if optimizers else {}),
             **({"kv": [engine.memory]} if engine else {}),
             **({"activations": [offload.pages.memory for offload in made.offloads]} if made.offloads else {}),

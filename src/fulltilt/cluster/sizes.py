@@ -7,27 +7,30 @@ micro-batches are.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
-from fulltilt.cluster.checks import TextFacts
-from fulltilt.cluster.loading import Models
+from fulltilt.cluster.checks import UNSHARED, TextFacts
+from fulltilt.cluster.loading import Models, shares_model
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
 from fulltilt.model.experts import why_not_captured
 from fulltilt.model.fuse import check_fused
 from fulltilt.model.heads import Head
-from fulltilt.model.load import shape_of
+from fulltilt.model.load import read_config, shape_of
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.parallel.ranks import ALONE, Ranks
-from fulltilt.plan import Budgets, Facts, RoleFacts, given_settings, longest_response, uses_graphs
+from fulltilt.parallel.shard import neighbours
+from fulltilt.plan import KEPT_AS, Budgets, Facts, RoleFacts, choose_sharding, given_settings, longest_response, uses_graphs
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, value_of
+from fulltilt.shape import UnknownParameters
 
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
@@ -38,15 +41,47 @@ def free_bytes(device: torch.device) -> int:
     return free_host_bytes()
 
 
+def device_bytes(device: torch.device, ranks: Ranks) -> int:
+    """The device's memory that is this worker's: the least of all workers. 0 on a CPU."""
+    return ranks.least(torch.cuda.mem_get_info(device)[1], device) // ranks.sharing if device.type == "cuda" else 0
+
+
+def find_sharding(config: Config, roles: Collection[str], device: torch.device, ranks: Ranks, *, sampled: bool) -> Sharding:
+    """What these workers share out. It is found before models are loaded, and on all of them alike. `roles`: those of a training run, none
+    if nothing learns."""
+    if not roles:
+        return Sharding("optimizer", ranks.size, ranks.size)
+    facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
+    only = next((f"{key} is set" for key in UNSHARED if value_of(config, key) is True), None)
+    if config.train.shard == "auto" and device.type == "cuda" and ranks.size > 1:
+        try:
+            facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
+        except UnknownParameters:
+            only = "how many parameters the model has is not known before it is loaded"
+    found = choose_sharding(config, facts, ranks.beside, only=only)
+    # Workers of another role are one group.
+    return found if "actor" in roles or not found.parameters else replace(found, shard="full", group=ranks.size)
+
+
+def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator[tuple[str, RoleFacts]]:
+    """The facts of roles that have a model of their own, which is not loaded."""
+    for role in roles:
+        if role != "ref" or not shares_model(config):
+            path = config.model.path if role == "actor" else getattr(config, role).path
+            shape = shape_of(read_config(config.model, path))
+            yield role, RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role)
+
+
 def find_facts(
-    device: torch.device, models: Models, texts: TextFacts, learners: Collection[str], *, rollout: bool, ranks: Ranks = ALONE
-) -> Facts:
+    device: torch.device, models: Models, texts: TextFacts, learners: Collection[str], *, rollout: bool, ranks: Ranks = ALONE,
+    sharding: Sharding = UNSHARDED,
+) -> Facts:  # fmt: skip
     """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet. All workers find
     the same, so that all make the same plan."""
     roles = {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
     return Facts(
         device=device.type,
-        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0,
+        device_bytes=device_bytes(device, ranks),
         host_bytes=ranks.least(free_bytes(torch.device("cpu")), device) // ranks.beside,
         roles=roles,
         longest=texts.longest,
@@ -58,6 +93,7 @@ def find_facts(
         kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype) if rollout else None,
         not_captured=why_not_captured(models.actor) if rollout else None,
         layers=models.fused,
+        sharding=sharding,
     )
 
 
@@ -72,6 +108,30 @@ def role_facts(model: torch.nn.Module, *, learns: bool) -> RoleFacts:
         itemsize=body.dtype.itemsize,
         fused=check_fused(body).left_alone is None,
         vocabulary_head=body is model,
+        sizes=parameter_sizes(model, learns=learns),
+    )
+
+
+def parameter_sizes(model: torch.nn.Module, *, learns: bool = True) -> Sizes:
+    """The sizes of a loaded model's parameters, those that learn first, as they lie in memory."""
+    body = model.body if isinstance(model, ScalarModel) else model
+    layers = getattr(body.base_model, "layers", None)  # type: ignore[union-attr]
+    inside = {id(own): place for place, layer in enumerate(layers or ()) for own in layer.parameters()}
+    parameters = dict(model.named_parameters())
+    trained = {name: own for name, own in parameters.items() if learns and own.requires_grad and own.numel()}
+    runs = [*neighbours(trained), *([name] for name in parameters if name not in trained)]
+    return tuple(
+        ParameterSize(
+            tuple(own.shape),
+            own.itemsize,
+            learns=name in trained,
+            layer=inside.get(id(own)),
+            follows=name != run[0],
+            scores=body is not model and name.startswith("score."),
+        )
+        for run in runs
+        for name in run
+        for own in [parameters[name]]
     )
 
 

@@ -32,6 +32,7 @@ from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.checksum import checksum
 from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
 from fulltilt.records import AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
@@ -366,6 +367,14 @@ class Worker:
         """How many passes every worker makes where parameters are shared out, since each gathers them; 0 elsewhere. `own`: how many
         micro-batches this worker has."""
         return self.ranks.most(own, role.device) if self._shards_of(role) else 0
+
+    def trace(self, role: str) -> PassTrace:
+        """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the
+        same time."""
+        (shards,) = self._shards_of(self.roles[role])
+        found = traced(shards, lambda: self.roles[role].annotate(FILLER))
+        shards.rest()
+        return found
 
     @property
     def actor(self) -> Policy:

@@ -25,8 +25,8 @@ from fulltilt.model.arrays import is_shard, local
 from fulltilt.model.forward import ONE_PASS
 from fulltilt.model.fuse import separate
 from fulltilt.model.scalar import ScalarModel, decoder_layers
+from fulltilt.parallel.layout import RowLayout
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
-from fulltilt.parallel.shard import RowLayout
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,10 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
+from fulltilt.parallel.layout import RowLayout
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.shard import RowLayout
 
-EXCHANGE_BYTES = 64 << 20  # size of the buffer
 Copies = list[tuple[torch.Tensor, torch.Tensor]]  # (target, source)
 
 
@@ -25,7 +24,7 @@ class Exchange:
         self, layout: RowLayout, ranks: Ranks, dtype: torch.dtype, device: torch.device,
         own: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor] | None,
     ) -> None:  # fmt: skip
-        self.ranks, width = ranks, max(1, min(layout.stretch, EXCHANGE_BYTES // dtype.itemsize // ranks.size))
+        self.ranks, width = ranks, layout.in_a_round(dtype.itemsize)
         self.buffer = torch.zeros(ranks.size * width, dtype=dtype, device=device)
         rows, begin = self.buffer.view(ranks.size, width), 0
         self.rounds: list[tuple[Copies, Copies]] = [([], []) for _ in range(0, layout.stretch, width)]  # into the buffer and out of it

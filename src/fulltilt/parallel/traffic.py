@@ -1,8 +1,8 @@
 """What the collectives of a step move, predicted.
 
-Enters: the trained parameters of each role that learns, as numbers of each by type, how many optimizer steps it makes, and the number of
-workers. Leaves: bytes by kind of collective, as `Ranks.moved` counts them on every worker. Guaranteed: arithmetic alone, equal to the count
-for steps whose gradients are finite (one that is skipped gathers nothing).
+Enters: what each role does in a step (`RoleWork`), and what workers share out. Leaves: bytes by kind of collective, as `Ranks.moved` counts
+them on every worker. Guaranteed: arithmetic alone, equal to the count for steps whose gradients are finite (one that is skipped gathers
+nothing), if a gradient reaches every layer. Recomputed layers count as others: their parameters are gathered for the backward pass anyway.
 """
 
 from __future__ import annotations
@@ -11,35 +11,71 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fulltilt.parallel.shard import ALIGN, padded
+from fulltilt.parallel.holdings import by_type
+from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning
 
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-GRADIENT = 4  # bytes of a gradient, at least
 NORM, FLAG = 8, 4  # bytes of the squared norm, and of what says for each parameter whether it has a gradient
+COUNT = 8  # bytes of a number of passes that workers agree on, where all must make as many
 
 
 @dataclass(frozen=True)
-class Learner:
-    """A role that learns. Example: Learner({"bfloat16": [(4096,), (64, 64)], "float32": [(64,)]}, updates=2)"""
+class RoleWork:
+    """What a role does in a step. Example: RoleWork(sizes, 2, batches=4, passes=8, scored=(3,))"""
 
-    parameters: Mapping[
-        str, Sequence[Sequence[int]]
-    ]  # by type: how many numbers each parameter has, those that lie next to one another together
-    updates: int  # optimizer steps: mini-batches times epochs
+    sizes: Sizes
+    itemsize: int  # bytes of a number that the model computes with
+    batches: int = 0  # optimizer steps: mini-batches times epochs
+    passes: int = 0  # with gradient, in all of them: of the worker with the most, whose number the others fill up to
+    scored: Sequence[int] = ()  # passes without gradient of each phase, of the worker with the most
+    synced: int = 0  # how often a rollout engine gets the new values
 
 
-def predict(learners: Sequence[Learner], workers: int) -> Counter[str]:
-    """Bytes on each of several workers in a step: every worker has all parameters and shares out optimizer states. In each optimizer step
-    gradients are summed into a stretch for each worker, and new parameters gathered from all. No collective runs in rollouts or passes."""
+def predict(roles: Sequence[RoleWork], sharding: Sharding) -> Counter[str]:
+    """Bytes on each worker in a step."""
     found: Counter[str] = Counter()
-    for learner in learners:
-        runs = [run for each in learner.parameters.values() for run in each]
-        found["all-reduce"] += learner.updates * (NORM + FLAG * sum(map(len, runs)))
-        for dtype, own in learner.parameters.items():
-            total = padded(sum(padded(sum(run), ALIGN) for run in own), ALIGN * workers)
-            found["reduce-scatter"] += learner.updates * total * max(ITEMSIZE[dtype], GRADIENT)
-            found["all-gather"] += learner.updates * total * ITEMSIZE[dtype]
+    for role in roles if sharding.workers > 1 else ():
+        found += of_shards(role, sharding) if sharding.parameters else of_whole(role, sharding.workers)
     return found
+
+
+def of_whole(role: RoleWork, workers: int) -> Counter[str]:
+    """Every worker has all parameters. In an optimizer step gradients are summed into a stretch for each worker, and new parameters are
+    gathered from all. No collective runs in rollouts or passes."""
+    layouts = lay_out_sizes(role.sizes, workers)
+    each = {
+        "all-reduce": NORM + FLAG * len(learning(role.sizes)),
+        "reduce-scatter": sum(layout.total * max(4, itemsize) for itemsize, layout in layouts.items()),
+        "all-gather": sum(layout.total * itemsize for itemsize, layout in layouts.items()),
+    }
+    return Counter({kind: role.batches * count for kind, count in each.items() if role.batches})
+
+
+def of_shards(role: RoleWork, sharding: Sharding) -> Counter[str]:
+    """Every pass gathers the parameters of each layer, and again for the backward pass if they were given back. What lies outside the
+    layers is kept until the backward pass, or the end of the phase. Each backward pass sums gradients into the shards, and then over
+    groups."""
+    rows = lay_out_rows(role.sizes, sharding.group)
+
+    def whole(own: ParameterSize, place: int) -> int:
+        return sharding.group * rows.width(str(place)) * (max(4, role.itemsize) if own.scores else role.itemsize)
+
+    outside = sum(whole(own, place) for place, own in enumerate(role.sizes) if own.layer is None and not own.scores)
+    inside = sum(whole(own, place) for place, own in enumerate(role.sizes)) - outside
+    learned = sum(rows.width(str(place)) for place, _ in learning(role.sizes)) * max(4, role.itemsize)
+    found = Counter({"all-reduce": role.batches * (NORM + COUNT) + len(role.scored) * COUNT})
+    found["all-gather"] = role.passes * (outside + (2 if sharding.reshard else 1) * inside)
+    found["all-gather"] += sum(outside + (passes if sharding.reshard else 1) * inside for passes in role.scored if passes)
+    found["reduce-scatter"] = role.passes * sharding.group * learned
+    found["all-reduce"] += role.passes * learned if sharding.group < sharding.workers else 0
+    found["all-gather"] += role.synced * sum(exchanged(own, sharding.group) for own in by_type(role.sizes))
+    return found
+
+
+def exchanged(sizes: Sizes, workers: int) -> int:
+    """Bytes of whole parameters of one type, gathered in rounds of equal size."""
+    layout, itemsize = lay_out_rows(sizes, workers), sizes[0].itemsize
+    at_once = layout.in_a_round(itemsize)
+    return -(-layout.stretch // at_once) * at_once * workers * itemsize
 
 
 def sent_bytes(moved: Mapping[str, int], workers: int) -> float:

@@ -142,10 +142,22 @@ def batches(setup: ProofSetup) -> Iterator[ProofCase]:
 def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     """With one row in a micro-batch, each worker gets several of different cost."""
     each: Settings = {"actor.dynamic_batch": False, "actor.micro_batch": 1}
+    alone: Settings = {**each, "cluster.workers": 1}
     yield ProofCase("cluster.workers", "sft", measure.WORKERS, 1, 2, each, "more")
     apart: Settings = {"cluster.workers": 2, "cluster.roles": Table(critic=1)}
     yield ProofCase("cluster.roles", "critic", measure.OWN_WORKERS, {"cluster.workers": 1}, apart, change="from zero")
-    yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both={**each, "cluster.workers": 2})
+    two: Settings = {**each, "cluster.workers": 2}
+    yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both=two)
+    for kind in ("parameters", "gradients"):
+        yield ProofCase("train.shard", "sft", measure.held(kind, "update-actor"), "optimizer", "full", two)
+    yield ProofCase("train.shard", "sft", measure.held("optimizer", "update-actor").where("alone or shared out"), alone, two)
+    groups: Settings = {**each, "cluster.workers": 4, "train.shard": "hybrid"}
+    yield ProofCase("train.shard_size", "sft", measure.held("parameters", "update-actor"), 4, 2, groups, "more")
+    yield ProofCase("train.shard_size", "sft", measure.MOVED["all-reduce"], 4, 2, groups, "more")
+    shared: Settings = {**two, "train.shard": "full"}
+    yield ProofCase("train.reshard_after_forward", "sft", measure.WHOLE, both=shared)
+    yield ProofCase("train.reshard_after_forward", "sft", measure.MOVED["all-gather"], both=shared, change="more")
+    yield ProofCase("train.forward_prefetch", "sft", measure.AHEAD, both=shared, change="from zero")
 
 
 def packing_and_recompute() -> Iterator[ProofCase]:

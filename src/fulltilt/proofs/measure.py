@@ -20,6 +20,7 @@ from fulltilt.loop.experience import training_sampling
 from fulltilt.memory.account import gradients_of
 from fulltilt.memory.activations import saved_bytes
 from fulltilt.observe.metrics import TIMING_NAMES, Number
+from fulltilt.parallel.trace import PassTrace
 from fulltilt.proofs.step import ModelPass, WatchedStep
 from fulltilt.records import Prompt
 
@@ -71,12 +72,30 @@ LOAD_SPREAD = Measurement(
 )
 
 
+def of_trace(metric: str, unit: str, read: Callable[[PassTrace], int]) -> Measurement:
+    """The most that a traced pass shows on any worker, where parameters are shared out."""
+
+    def most(step: WatchedStep, role: str) -> int:
+        hosts = step.parts.crew.hosts
+        return max(read(trace) for trace in hosts.start("trace", [(role,)] * hosts.size, what="a traced pass").results())
+
+    return Measurement(metric, unit, most)
+
+
+MOVED = {
+    kind: Measurement(f"bytes of {kind}s of each worker", "bytes", lambda step, role, name=name: round(step.metrics[name]))
+    for kind, name in (("all-gather", "communication/all_gather_bytes"), ("all-reduce", "communication/all_reduce_bytes"))
+}
+AHEAD = of_trace("layers gathered before the layer ahead of them computes", "layers", lambda trace: trace.ahead)
+WHOLE = of_trace("whole parameters between forward and backward", "bytes", lambda trace: trace.whole_bytes)
+
+
 # ---- memory ----------------------------------------------------------------------------------------------------------------------------
 
 
 def held(kind: str, phase: str) -> Measurement:
     """Bytes of a kind on the device at the end of a phase, by the run's own account."""
-    name = {"parameters": "parameters", "optimizer": "optimizer states", "kv": "KV cache"}[kind]
+    name = {"optimizer": "optimizer states", "kv": "KV cache"}.get(kind, kind)
     metric = f"memory_gib/{TIMING_NAMES[phase]}/{kind}"
     return Measurement(f"{name} on the device, {phase}", "bytes", lambda step, role: round(step.metrics[metric] * 2**30))
 

@@ -13,7 +13,7 @@ has masters and moments.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -220,6 +220,10 @@ class Optimizer:
             kinds = [kind for kind in (self._saved_as(name), *MOMENTS) if kind]
             shapes |= {f"{kind}/{name}": tuple(parameter.shape) for kind in kinds} | {f"step/{name}": ()}
         return shapes
+
+    def accumulators(self) -> Iterable[torch.Tensor]:
+        """The memory of accumulated gradients, as far as it exists now."""
+        return self._held.gradients.values()
 
     def memory(self) -> Iterator[torch.Tensor]:
         """All of its memory except parameters and gradients, on the device and on the host."""

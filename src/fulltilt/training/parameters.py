@@ -31,6 +31,7 @@ class Held(Protocol):
     ranks: Ranks  # the workers among which the numbers are shared out
     own: Mapping[str, slice]  # the range of each parameter's numbers that this worker updates; it may be empty
     saves: bool  # whether what this worker has belongs into a checkpoint: no other worker saves the same
+    gradients: dict[torch.dtype, torch.Tensor]  # accumulators, one memory for each type of parameter
 
     def numbers(self, name: str) -> torch.Tensor:
         """This worker's numbers of a parameter, flat, in their permanent memory."""
@@ -61,6 +62,7 @@ class Held(Protocol):
 class WholeParameters:
     saves: bool = True
     own: Mapping[str, slice]
+    gradients: dict[torch.dtype, torch.Tensor]
 
     def __init__(self, model: torch.nn.Module, parameters: Parameters, ranks: Ranks) -> None:
         self.parameters, self.ranks = parameters, ranks
@@ -70,7 +72,7 @@ class WholeParameters:
             self.memories = [move_into(layout, parameters) for layout in self.layouts.values()]
             rejoin(model)
         self.own = {name: layout.own(name, ranks.rank) for layout in self.layouts.values() for name in layout.places}
-        self.gradients: dict[torch.dtype, torch.Tensor] = {}  # accumulators, one memory for each type of parameter
+        self.gradients = {}
         for parameter in filter(is_low, parameters.values()):
             parameter.register_post_accumulate_grad_hook(accumulate)
 
@@ -138,10 +140,11 @@ class WholeParameters:
 
 class ParameterShards:
     own: Mapping[str, slice]
+    gradients: dict[torch.dtype, torch.Tensor]  # none: each parameter has its own gradient
 
     def __init__(self, parameters: Parameters, shards: Shards) -> None:
         self.parameters, self.shards, self.ranks, self.saves = parameters, shards, shards.sharing.group, shards.sharing.first
-        layout = shards.layout(list(parameters))
+        self.gradients, layout = {}, shards.layout(list(parameters))
         self.own = {name: layout.own(name, self.ranks.rank) for name in parameters}
         self._numbers = {name: numbers for name, numbers in shards.own().items() if name in parameters}
 

@@ -1,0 +1,108 @@
+"""What a worker holds of a model, predicted: parameters, gradients and optimizer, in bytes.
+
+Enters: the sizes of a model's parameters, and what workers share out. Leaves: `Holdings`. Guaranteed: arithmetic alone, without torch;
+equal to the bytes of the storages that a worker has in an update, padding included. `passing_bytes` is an estimate of what passes take in
+addition while parameters are gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+from fulltilt.parallel.layout import ParameterSize, Sharding, Sizes, lay_out_rows, lay_out_sizes, learning, padded
+
+STATE_ALIGN = 256  # bytes: alignment of the optimizer's states (memory/offload.py)
+MOMENTS = 2
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """Bytes of one model on one worker."""
+
+    parameters: int
+    gradients: int
+    optimizer: int  # masters and moments
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@cache
+def held_bytes(sizes: Sizes, sharding: Sharding, rank: int = 0) -> Holdings:
+    """`rank`: the worker; others differ only by what does not divide evenly."""
+    return of_shards(sizes, sharding, rank) if sharding.parameters else of_whole(sizes, sharding, rank)
+
+
+def of_whole(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
+    """Every worker has all parameters and accumulators, and the states of its stretch. Accumulators of one type are one memory, and so are
+    parameters that several workers exchange. Numbers that are their own masters have gradients of autograd's own, which several workers
+    copy into an accumulator."""
+    several, layouts = sharding.workers > 1, lay_out_sizes(sizes, sharding.workers)
+    parameters = sum(own.bytes for own in sizes if not (own.learns and several))
+    gradients, states = 0, list[tuple[int, bool]]()
+    for itemsize, layout in layouts.items():
+        low = itemsize < 4
+        parameters += layout.total * itemsize if several else 0
+        gradients += layout.total * max(4, itemsize) if low or several else 0
+        gradients += 0 if low else sum(layout.counts.values()) * itemsize
+        states += [(length(layout.own(name, rank)) * max(4, itemsize), low) for name in layout.places]
+    return Holdings(parameters, gradients, state_bytes(states))
+
+
+def of_shards(sizes: Sizes, sharding: Sharding, rank: int) -> Holdings:
+    """Every worker has some rows of each parameter, as many as the first of its group, which are their own masters where they learn."""
+    layout = lay_out_rows(sizes, sharding.group)
+    parameters = sum(layout.width(str(place)) * (own.wide if own.learns else own.itemsize) for place, own in enumerate(sizes))
+    gradients = sum(layout.width(str(place)) * own.wide for place, own in learning(sizes))
+    owned = [(length(layout.own(str(place), rank % sharding.group)) * own.wide, False) for place, own in learning(sizes)]
+    return Holdings(parameters, gradients, state_bytes(owned))
+
+
+def state_bytes(states: Iterable[tuple[int, bool]]) -> int:
+    """Bytes of two moments for each parameter's part of so many bytes, and of a master where it has one."""
+    return sum(padded(count, STATE_ALIGN) * (MOMENTS + master) for count, master in states)
+
+
+def length(numbers: slice) -> int:
+    return int(numbers.stop - numbers.start)
+
+
+@cache
+def twin_bytes(sizes: Sizes, sharding: Sharding) -> int:
+    """The whole model that a rollout engine reads where parameters are shared out, and the buffers that its new values come through."""
+    return sum(own.bytes for own in sizes) + sum(
+        sharding.group * lay_out_rows(own, sharding.group).in_a_round(own[0].itemsize) * own[0].itemsize for own in by_type(sizes)
+    )
+
+
+def by_type(sizes: Sizes) -> list[Sizes]:
+    """The parameters that learn, those of each type together."""
+    found = dict.fromkeys(own.itemsize for _, own in learning(sizes))
+    return [tuple(own for _, own in learning(sizes) if own.itemsize == itemsize) for itemsize in found]
+
+
+@cache
+def passing_bytes(sizes: Sizes, sharding: Sharding, itemsize: int) -> int:
+    """About the bytes that a forward and backward pass takes for whole parameters of `itemsize` bytes a number, where they are shared out:
+    those outside the layers, two layers (all of them where they are not given back), and of the largest unit the buffer that it is gathered
+    through, or its gradients and the buffer that they are summed in."""
+    if not sharding.parameters:
+        return 0
+    units = unit_counts(sizes)
+    of_layers = [count for layer, (count, _) in units.items() if layer is not None]
+    outside, largest = units.get(None, (0, 0)), max(of_layers, default=0)
+    gathered = outside[0] + (min(2 * largest, sum(of_layers)) if sharding.reshard else sum(of_layers))
+    through = max((max(itemsize * count, (itemsize + max(4, itemsize)) * learned) for count, learned in units.values()), default=0)
+    return gathered * itemsize + through
+
+
+def unit_counts(sizes: Iterable[ParameterSize]) -> dict[int | None, tuple[int, int]]:
+    """Numbers of each layer, and None: outside the layers; and how many of them learn."""
+    found: dict[int | None, tuple[int, int]] = {}
+    for own in sizes:
+        count, learned = found.get(own.layer, (0, 0))
+        found[own.layer] = count + own.count, learned + (own.count if own.learns else 0)
+    return found

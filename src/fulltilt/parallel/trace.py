@@ -1,0 +1,61 @@
+"""What a pass through a model that is shared out does with its parameters: in which order it gathers them, and what it leaves whole.
+
+Enters: the model's `Shards`, and a pass. Leaves: `PassTrace`. Guaranteed: seen where it happens, in the collectives and the layers
+themselves; afterwards the model is as before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fulltilt.model.arrays import is_shard
+from fulltilt.model.scalar import decoder_layers
+from fulltilt.parallel.apply import CountedGather, Shards
+
+OUTSIDE = "outside"  # the layers: the parameters of embedding, last norm and head
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """Example: PassTrace(("gather outside", "gather 0", "gather 1", "run 0", "run 1"), 4096)"""
+
+    events: tuple[str, ...]
+    whole_bytes: int  # of parameters that were whole when the pass ended
+
+    @property
+    def ahead(self) -> int:
+        """Layers whose gather began before the layer ahead of them ran."""
+        order = {event: place for place, event in reversed(list(enumerate(self.events)))}  # the first time of each
+        runs = sum(event.startswith("run ") for event in order)
+        return sum(order[f"gather {layer}"] < order[f"run {layer - 1}"] for layer in range(1, runs))
+
+
+class TracedGather(CountedGather):
+    def __init__(self, moved: Counter[str], event: str, events: list[str]) -> None:
+        super().__init__(moved)
+        self.event, self.events = event, events
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.events.append(self.event)
+        return super().__call__(*args, **kwargs)
+
+
+def traced(shards: Shards, compute: Callable[[], Any]) -> PassTrace:
+    """What `compute`, which makes passes through the model on all workers, does with the parameters."""
+    model, moved, events = shards.model, shards.sharing.everyone.moved, list[str]()
+    layers = decoder_layers(model, "a pass cannot be traced")
+    hooks = [layer.register_forward_pre_hook(lambda *_, place=place: events.append(f"run {place}")) for place, layer in enumerate(layers)]
+    places = {id(layer): str(place) for place, layer in enumerate(layers)} | {id(model): OUTSIDE}
+    for unit in shards.units:
+        unit.set_custom_all_gather(TracedGather(moved, f"gather {places.get(id(unit), 'score')}", events))  # type: ignore[arg-type]
+    try:
+        compute()
+        return PassTrace(tuple(events), sum(own.nbytes for own in model.parameters() if not is_shard(own)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for unit in shards.units:
+            unit.set_custom_all_gather(CountedGather(moved))  # type: ignore[arg-type]
