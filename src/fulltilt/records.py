@@ -4,6 +4,8 @@ The records are frozen, typed and free of torch. Arrays are numpy; per-token arr
 log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
 
     Prompt -> Group(Sample, ...) -> Score -> Row -> (batching, trainer)
+
+Where workers hold samples, on several machines, the driver has a `GroupHead` in place of a `Group`, and a `RowHead` in place of a `Row`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """One worker: a device with everything on it, behind the line that separates what decides from what computes.
 
 Enters: prompts, rows, a mini-batch's part for this worker, a checkpoint's folder. Leaves: groups, numbers for tokens, sums for metrics, and
-checkpoint files. Guaranteed: only records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor,
-a model or an optimizer. A method is a plain one or a generator: what a generator yields (progress, finished groups) goes to the caller as
-it comes, and what it returns is the result; no callback crosses. So the same calls run in this process or in another (cluster/hosts.py).
-What does not pickle stays on its side: the stream of `weights` is the worker's, whose engine reads it.
+checkpoint files; heads of groups where it holds the samples itself (cluster/shelf.py). Guaranteed: only records that pickle, numbers and
+paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. A method is a plain one or a generator:
+what a generator yields (progress, finished groups) goes to the caller as it comes, and what it returns is the result; no callback crosses.
+So the same calls run in this process or in another (cluster/hosts.py). What does not pickle stays on its side: the stream of `weights` is
+the worker's, whose engine reads it.
 """
 
 from __future__ import annotations
