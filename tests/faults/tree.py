@@ -217,11 +217,15 @@ class Tree:
             return True
         if new and self.root / "home" in path.parents:
             return True  # caches of libraries
+        if new and self.root / "tmp" in path.parents and path.relative_to(self.root / "tmp").parts[0].startswith("torchinductor_"):
+            return True  # torch's cache of compiled layers, for the next run
         if self.read_only or self.run_dir is None:
             return False
         below = path == self.run_dir or self.run_dir in path.parents
+        # A checkpoint is replaced and removed as a whole, with anything that was put into it (docs/checkpoints.md).
+        checkpoint = any(parent.parent == self.run_dir / "checkpoints" and parent.name.startswith("step-") for parent in path.parents)
         # A path on the way to the run folder may be made, and one that is there may get a new member.
-        return (below and (new or path in self.ours)) or (new and path in self.run_dir.parents)
+        return (below and (new or checkpoint or path in self.ours)) or (new and path in self.run_dir.parents)
 
     @property
     def read_only(self) -> bool:
