@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -182,6 +183,12 @@ class ShardWorker:
         made = Trained.of(case, self.ranks(case.workers))
         restore(made, folder, files)
         return {"numbers": made.numbers()}
+
+    def deadlines(self, seconds: float) -> set[float]:
+        """Of the groups of hybrid workers that must not wait longer."""
+        mesh = share(replace(self.ranks(4), deadline=timedelta(seconds=seconds)), "cpu", 2).mesh
+        groups = [mesh[name].get_group() for name in ("replicate", "shard")]
+        return {group._get_backend(CPU).options._timeout.total_seconds() for group in groups}
 
     def trace(self, case: Case, parts: Sequence[MiniBatch]) -> PassTrace:
         """The order of gathers and of layers in a micro-batch."""

@@ -173,6 +173,11 @@ def test_what_four_workers_saved_others_go_on_from(
     assert_near({name: numbers for name, (_, numbers) in alone.numbers().items()}, saved, 0)
 
 
+def test_groups_have_the_deadline_of_the_run(pool: devices.Guests) -> None:
+    """Not torch's own: 10 minutes with NCCL, 30 with gloo."""
+    assert call(pool, "deadlines", 77.0) == [{77.0}] * pool.size
+
+
 @pytest.mark.parametrize(("count", "workers"), [(12, 4), (10, 4), (5, 4), (3, 4), (1, 2)])
 def test_rows_of_workers_make_a_whole_parameter(count: int, workers: int) -> None:
     """Windows of any length, of a parameter whose last workers have fewer numbers or none."""
@@ -202,7 +207,7 @@ def config(workers: int, **train: Any) -> Config:
         ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
         (
             {"workers": 2, "shard": "full", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 2},
-            'train.recompute_method: "uniform" recomputes 2 layers together, but train.shard = "full" has .* Set it to "block"',
+            'train.recompute_method: "uniform" is not available with train.shard = "full" yet: 2 layers would be recomputed together',
         ),
     ],
 )
@@ -218,6 +223,13 @@ def test_what_goes_together_is_not_refused() -> None:
         {"shard": "hybrid", "shard_size": 2},
     ):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
+
+
+def test_workers_of_all_machines_count() -> None:
+    for workers, settings in ((4, {"shard": "hybrid", "shard_size": 8}), (1, {"shard": "full"})):
+        found = config(workers, **settings)
+        on_two = found.model_copy(update={"cluster": found.cluster.model_copy(update={"nodes": 2})})
+        assert list(wrong_sharing(found, "cpu")) and not list(wrong_sharing(on_two, "cpu"))
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def load_models(
 ) -> Models:  # fmt: skip
     """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
     too. `sampled`: whether the run samples from the actor."""
-    fusing = Fusing(config, device)
+    fusing = Fusing(config, device, learns=bool(roles))
     own: dict[str, torch.nn.Module] = {}
     if encoder is not None:
         own["reward_model"] = load_reward_model(config, device, encoder, fusing)
@@ -71,12 +71,13 @@ class Fusing:
     """Fuses or compiles the layers of each role's model as `train.fused_layers` and `train.compile` say, and keeps the results for the
     plan's words. A layer's forward has one owner, so where both could be, what the user set wins over auto."""
 
-    def __init__(self, config: Config, device: torch.device) -> None:
+    def __init__(self, config: Config, device: torch.device, *, learns: bool = False) -> None:
         self.wanted = config.train.fused_layers
         self.compiles = config.train.compile is True
         self.off: str | None = None  # why nothing is fused
         self.found: dict[str, str] = {}  # what runs the layers of each role
-        self.aside = f"; outside rollouts one by one, because train.shard is {config.train.shard}" if shares_parameters(config) else ""
+        shared = learns and shares_parameters(config)
+        self.aside = f"; outside rollouts one by one, because train.shard is {config.train.shard}" if shared else ""
         if self.compiles:
             self.off = "train.compile is on"
         elif self.wanted is False:

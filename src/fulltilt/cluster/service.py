@@ -79,16 +79,19 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
         be_deterministic()
     UNTIL_THE_END.enter_context(known_functions(service.functions))
     host, port = service.address
-    store = dist.TCPStore(host, port, service.size, is_master=False, timeout=timedelta(seconds=service.deadline_s))
+    deadline = timedelta(seconds=service.deadline_s)
+    store = dist.TCPStore(host, port, service.size, is_master=False, timeout=deadline)
     backend = "nccl" if device.type == "cuda" and service.sharing == 1 else "gloo"  # NCCL refuses several workers on one GPU
-    dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=timedelta(seconds=service.deadline_s))
+    dist.init_process_group(backend, store=store, rank=service.rank, world_size=service.size, timeout=deadline)
     yield "joined"
     with enough_memory("set-up", f" on worker {service.rank}"):
-        ranks = join_team(service.rank, service.teams, dist.group.WORLD, beside=service.beside, sharing=service.sharing)
+        shared = {"beside": service.beside, "sharing": service.sharing}
+        ranks = join_team(service.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
         parcels = None
         if service.beside < service.size:  # on several machines samples stay where they are
             # A group of its own: rows are sent while the others compute.
-            parcels = Parcels(service.rank, service.size, dist.new_group(backend="gloo"), ranks.moved)
+            post = dist.new_group(backend="gloo", timeout=deadline)
+            parcels = Parcels(service.rank, service.size, post, ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from fulltilt.batching.pack import MicroSizing
-from fulltilt.cluster.checks import UNSHARED, TextFacts
+from fulltilt.cluster.checks import TextFacts, unshared
 from fulltilt.cluster.loading import Models, shares_model
 from fulltilt.kernels.paged_attention import processors_of
 from fulltilt.memory.host import free_host_bytes
@@ -29,7 +29,7 @@ from fulltilt.parallel.shard import neighbours
 from fulltilt.plan import KEPT_AS, Budgets, Facts, RoleFacts, choose_sharding, given_settings, longest_response, uses_graphs
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
-from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig, value_of
+from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
 from fulltilt.shape import UnknownParameters
 
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
@@ -52,15 +52,15 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
     if not roles:
         return Sharding("optimizer", ranks.size, ranks.size)
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
-    only = next((f"{key} is set" for key in UNSHARED if value_of(config, key) is True), None)
+    only = next((f"{key} is set" for key in unshared(config)), None)
     if config.train.shard == "auto" and device.type == "cuda" and ranks.size > 1:
         try:
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
     found = choose_sharding(config, facts, ranks.beside, only=only)
-    # Workers of another role are one group.
-    return found if "actor" in roles or not found.parameters else replace(found, shard="full", group=ranks.size)
+    # Where roles have workers of their own, the workers of each role are one group.
+    return found if ranks.of_run == ranks.size or not found.parameters else replace(found, shard="full", group=ranks.size)
 
 
 def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator[tuple[str, RoleFacts]]:

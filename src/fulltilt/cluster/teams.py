@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -40,11 +41,15 @@ def teams_of(order: WorkerOrder, size: int) -> list[Team]:
     return found
 
 
-def join_team(rank: int, teams: Sequence[range], everyone: dist.ProcessGroup | None, *, beside: int, sharing: int = 1) -> Ranks:
+def join_team(
+    rank: int, teams: Sequence[range], everyone: dist.ProcessGroup | None, *, beside: int, sharing: int = 1,
+    deadline: timedelta | None = None,
+) -> Ranks:  # fmt: skip
     """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers."""
     if len(teams) == 1:
-        return Ranks(rank, len(teams[0]), everyone, beside, sharing)
-    groups = [dist.new_group(list(team)) if len(team) > 1 else None for team in teams]
+        return Ranks(rank, len(teams[0]), everyone, beside, sharing, deadline=deadline)
+    groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]
     own = next((place for place, team in enumerate(teams) if rank in team), 0)
     team = teams[own]
-    return Ranks(rank - team.start, len(team), groups[own], beside, sharing, before=team.start, after=teams[-1].stop - team.stop)
+    after = teams[-1].stop - team.stop
+    return Ranks(rank - team.start, len(team), groups[own], beside, sharing, before=team.start, after=after, deadline=deadline)

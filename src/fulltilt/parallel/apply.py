@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from fulltilt.model.arrays import is_shard, local
@@ -57,14 +57,13 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
 
 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
-    """The workers in groups of `size`. Where the run has others, which do not take part, only these make process groups."""
-    names = ("replicate", "shard")
-    if ranks.of_run == ranks.size:
-        return init_device_mesh(device, (ranks.size // size, size), mesh_dim_names=names)
-    places = torch.arange(ranks.before, ranks.before + ranks.size).view(-1, size)
-    lines = places[:, ranks.rank % size], places[ranks.rank // size]
-    groups = [dist.new_group(line.tolist(), use_local_synchronization=True) for line in lines]
-    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=names)
+    """The workers in groups of `size`. All workers of the run make all groups, so none may have other roles."""
+    assert ranks.of_run == ranks.size
+    places, groups = torch.arange(ranks.size).view(-1, size), []
+    for line in (*places.t().tolist(), *places.tolist()):
+        group = dist.new_group(line, timeout=ranks.deadline)
+        groups += [group] if ranks.rank in line else []
+    return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))
 
 
 @dataclass(eq=False)
@@ -95,7 +94,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     """Share out all parameters of a model, which computes as before. Call it before the optimizer is made."""
     separate(model)
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
-    computing: torch.dtype = model.dtype  # type: ignore[assignment]
+    computing: Any = model.dtype
     layers = decoder_layers(model, 'its parameters cannot be shared out layer by layer. Set train.shard = "optimizer"')
     of_score = [model.score] if isinstance(model, ScalarModel) else []
     for module in (*layers, *of_score, model):
@@ -114,7 +113,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
             module.set_modules_to_forward_prefetch([following])
     setattr(model, ONE_PASS, call)
     register_fsdp_forward_method(model, ONE_PASS)
-    model.computing_type = computing
+    model.computing_type = computing  # type: ignore[assignment]
     return Shards(model, sharing, types, units)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ class Ranks:
     moved: Counter[str] = field(default_factory=Counter)  # bytes of this worker's tensors in collectives, by kind
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these
+    deadline: timedelta | None = None  # after which collectives of groups among them are given up; None: torch's own
 
     @property
     def number(self) -> int:
