@@ -130,8 +130,9 @@ def watched(folder: Path, *overrides: str) -> Iterator[Watched]:
             return rows[-1]
 
         store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)
-        observed = replace(parts, algorithm=replace(parts.algorithm, advantage=advantage))
-        seen = Watched(Run(config, observed, store, Progress(), silent(), open_loggers(config.log, Path("run"), {}, 0)), rows)
+        assert parts.samples
+        parts.samples.algorithm = replace(parts.algorithm, advantage=advantage)
+        seen = Watched(Run(config, parts, store, Progress(), silent(), open_loggers(config.log, Path("run"), {}, 0)), rows)
         for trainer in parts.worker.trainers.values():
             count_pieces(trainer, seen.pieces.setdefault(trainer.role.name, []))
         for role in (role for name, role in parts.worker.roles.items() if name in ("critic", "reward_model")):
