@@ -62,7 +62,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
 }
-SHORT = {("dense", 2), ("experts", 4), ("ppo", 4)}
+SHORT = {("dense", 2), ("experts", 4)}  # PPO: test_role_workers.py
 
 
 def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
