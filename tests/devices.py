@@ -35,6 +35,7 @@ from fulltilt.cluster.processes import ProcessCall, Processes
 from fulltilt.cluster.service import ServedWorker, report_stall
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker
+from fulltilt.model.arrays import local
 
 SIZE = 4
 SIZES = (1, 2, 3, 4)
@@ -63,7 +64,7 @@ class Notes:
 
     def parameters(self, role: str = "actor") -> Whole:
         model: Any = self.worker.roles[role].model if role in self.worker.roles else None  # type: ignore[attr-defined]
-        return {name: as_array(each) for name, each in model.named_parameters()} if model else {}
+        return {name: as_array(local(each)) for name, each in model.named_parameters()} if model else {}
 
     def digest(self) -> str:
         found = hashlib.sha256()

@@ -6,6 +6,7 @@ Everything after that, from the connection to the end with the driver, is that o
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import socket
@@ -47,7 +48,9 @@ def start_child(rank: int, environment: Mapping[str, str], connection: socket.so
 
 
 def become_worker(connection: int, stacks: int, output: int, folder: str | None, variables: Mapping[str, str], driver: int) -> None:
-    """Nothing of the driver's stays open, or the ends of the connections of other workers would."""
+    """Nothing of the driver's stays open, or the ends of the connections of other workers would; and nothing of it is collected as garbage
+    here, as objects with threads of their own, which this process has not, abort it when they end."""
+    gc.freeze()
     os.setsid()
     Path("/proc/self/comm").write_text(NAME)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

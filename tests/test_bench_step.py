@@ -146,6 +146,11 @@ def test_mistakes_are_reported_before_weights_are_made(given: dict[str, Any], wo
 def test_without_trl(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="TRL is not installed"):
         tiny_job(tmp_path, against="trl")
+
+
+@pytest.mark.long  # a process that imports torch
+@pytest.mark.skipif(not WITHOUT_TRL, reason="TRL is installed: its absence cannot be shown")
+def test_a_process_without_trl(tmp_path: Path) -> None:
     (found,) = trl.measure_steps(tiny_task(tmp_path, trl_options=ONE_START), quiet)
     assert found.error is not None and "No module named" in found.error and found.median is None
 

@@ -377,6 +377,13 @@ def test_a_damaged_file_is_found_out(tmp_path: Path, name: str, damage: Callable
         assert reason in store.skipped[0]
 
 
+def test_a_manifest_in_another_encoding_is_read_as_it_was_checked(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    manifest = save(store, 1) / "manifest.json"
+    manifest.write_text(manifest.read_text(encoding="utf-8"), encoding="utf-16")
+    assert_holds(store.latest(), 1)
+
+
 def test_a_later_format_is_skipped_with_a_reason(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     manifest = save(store, 1) / "manifest.json"

@@ -69,8 +69,11 @@ def workers_of(process: int) -> list[int]:
 def train(folder: Path, on_step: Callable[[int, dict[str, Any]], object], *overrides: str) -> str:
     """Train in this process. Returns what the run said."""
     said = io.StringIO()
-    with contextlib.chdir(folder):
-        loop.train(runs.read_config(folder, *TWO, *overrides), Console(stdout=said, stderr=said, terminal=False), on_step)
+    try:
+        with contextlib.chdir(folder):
+            loop.train(runs.read_config(folder, *TWO, *overrides), Console(stdout=said, stderr=said, terminal=False), on_step)
+    finally:
+        print(said.getvalue())  # shown where the test fails
     return said.getvalue()
 
 

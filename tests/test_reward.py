@@ -105,6 +105,7 @@ ACTIONS = {
     "interrupt": lambda: raise_(KeyboardInterrupt()),
     "fork": fork_and_return,
     "grandchild": leave_grandchild,
+    "detached": leave_detached,
     "detached, hang": lambda: (leave_detached(), time.sleep(600)),
     "grandchild, hang": lambda: grandchild_then(lambda: time.sleep(600)),
     "grandchild, _exit": lambda: grandchild_then(lambda: os._exit(7)),
@@ -767,9 +768,10 @@ def test_everything_bad_at_once(bad_file: Path, pool_of: Any) -> None:
         assert [score.error is None for score in scores] == [True, action in HARMLESS, True]
 
 
-def test_leftover_grandchildren_die_with_the_pool(bad_file: Path, pool_of: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", ["grandchild", "detached"])
+def test_leftover_grandchildren_die_with_the_pool(bad_file: Path, pool_of: Any, tmp_path: Path, action: str) -> None:
     pool = pool_of(f"{bad_file}:score")
-    assert values(pool.collect([group_of(["grandchild|1", "grandchild|2"])])[0]) == [1.0, 2.0]
+    assert values(pool.collect([group_of([f"{action}|1", f"{action}|2"])])[0]) == [1.0, 2.0]
     pids = noted_pids(tmp_path)
     assert len(pids) == 2 and all(alive(pid) for pid in pids)
     pool.close()

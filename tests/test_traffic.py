@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import devices
 import numpy as np
 import pytest
 import runs
+import torch
 
 from fulltilt.bench import scaling
+from fulltilt.cluster import sizes
 from fulltilt.cluster.assembly import RunParts
+from fulltilt.cluster.making import decided
 from fulltilt.cluster.sizes import parameter_sizes
 from fulltilt.parallel.holdings import held_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
+from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
 from fulltilt.records import Row
+from fulltilt.schema import Config
+from fulltilt.shape import SHAPES
 
 ModelFolders = Callable[[str], Path]
 UPDATES = 4  # two mini-batches, twice
@@ -66,7 +74,7 @@ def made_up_rows() -> list[Row]:
     ]  # fmt: skip
 
 
-def moved_in_a_step(parts: RunParts) -> dict[str, float]:
+def metrics_of_a_step(parts: RunParts) -> dict[str, float]:
     for role in ("actor", *(["critic"] if parts.algorithm.value_loss else [])):
         with parts.crew.phase(f"update-{role}"):
             updated = parts.crew.update(role, made_up_rows(), 0, lambda done, total: None)
@@ -84,7 +92,11 @@ def moved_in_a_step(parts: RunParts) -> dict[str, float]:
     else:
         assert not spread
     assert not [name for name in parts.crew.metrics() if name.startswith("communication/")], "they are of one step"
-    return {name: count for name, count in found.items() if name.startswith("communication/")}
+    return found
+
+
+def communication(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: count for name, count in metrics.items() if name.startswith("communication/")}
 
 
 @pytest.mark.parametrize(
@@ -98,50 +110,62 @@ def test_a_worker_holds_and_moves_what_is_predicted(
     alone = [each for each in overrides if "reshard" not in each]
     with pool_of_devices.assembled(folder, 1, *EACH_ROW, *alone) as parts:
         learners = {role: trainer.role.model for role, trainer in parts.worker.trainers.items()}
-        sizes = {role: parameter_sizes(learner) for role, learner in learners.items()}
+        parameters = {role: parameter_sizes(learner) for role, learner in learners.items()}
         itemsize = learners["actor"].dtype.itemsize
-        assert moved_in_a_step(parts) == {}
-    assert len(sizes) == (2 if PPO[0] in overrides else 1)
+        assert communication(metrics_of_a_step(parts)) == {}
+    assert len(parameters) == (2 if PPO[0] in overrides else 1)
     sharding = Sharding(shard, workers, 2 if shard == "hybrid" else workers, reshard=model != "whole")  # type: ignore[arg-type]
     passes, scored = UPDATES * -(-ROWS // 2 // workers), [-(-ROWS // workers)]
-    work = {role: RoleWork(own, itemsize, UPDATES, passes, scored if role == "actor" else ()) for role, own in sizes.items()}
+    work = {role: RoleWork(own, itemsize, UPDATES, passes, scored if role == "actor" else ()) for role, own in parameters.items()}
     work["actor"] = replace(work["actor"], synced=1)
     with pool_of_devices.assembled(folder, workers, *EACH_ROW, *SHARDED[shard], *overrides) as parts:
         (words,) = [text for text in parts.plan.words if "sharding" in text]
         assert words.startswith(f"{shard} sharding: {workers} workers share out ")
-        moved = moved_in_a_step(parts)
+        metrics = metrics_of_a_step(parts)
         held = pool_of_devices.held(workers)
     expected = predict(list(work.values()), sharding)
     assert expected.keys() == set(KINDS)
-    assert moved == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
+    assert communication(metrics) == {f"communication/{kind.replace('-', '_')}_bytes": count for kind, count in expected.items()}
     for rank, found in enumerate(held):
-        own = [held_bytes(each, sharding, rank) for each in sizes.values()]
-        twin = twin_bytes(sizes["actor"], sharding) if shard != "optimizer" else 0
+        own = [held_bytes(each, sharding, rank) for each in parameters.values()]
+        twin = twin_bytes(parameters["actor"], sharding) if shard != "optimizer" else 0
         assert found["parameters"] == sum(each.parameters for each in own) + twin
         assert found["optimizer"] == sum(each.optimizer for each in own)
+        if len(own) == 1:  # else another role's accumulators are there too
+            assert round(metrics["memory_gib/update_actor/gradients"] * 2**30) == own[0].gradients
 
 
-@pytest.mark.parametrize(("shard", "dtype"), [("optimizer", "float32"), ("full", "bfloat16")])
-def test_gradients_take_what_is_predicted(
-    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, shard: str, dtype: str
-) -> None:
-    """By the account's readings of an update, at its passes' end."""
-    folder = runs.make(tmp_path / "run", model_folders("qwen2"))
-    given = (*EACH_ROW, f"model.dtype={dtype}")
-    with pool_of_devices.assembled(folder, 1, *given) as parts:
-        sizes = parameter_sizes(parts.worker.actor.model)
-    with pool_of_devices.assembled(folder, 2, *given, *SHARDED[shard]) as parts:
-        with parts.crew.phase("update-actor"):
-            parts.crew.update("actor", made_up_rows(), 0, lambda done, total: None)
-        found = parts.crew.metrics()["memory_gib/update_actor/gradients"]
-    assert round(found * 2**30) == held_bytes(sizes, Sharding(shard, 2, 2)).gradients  # type: ignore[arg-type]
+@pytest.mark.parametrize(("gb", "shard"), [(400, "optimizer"), (200, "hybrid"), (160, "full")])
+def test_auto_is_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gb: int, shard: str) -> None:
+    """By every worker alike, before a model is loaded. An actor and a reference of 32 billion parameters on two machines."""
+    monkeypatch.setattr(sizes, "device_bytes", lambda device, ranks: gb * 10**9)
+    ranks, cuda = Ranks(5, 16, beside=8), torch.device("cuda")
+
+    def config(model: dict[str, Any], **train: Any) -> Config:
+        (tmp_path / "config.json").write_text(json.dumps(model))
+        return Config.model_validate({"model": {"path": str(tmp_path)}, "data": {"train": "t"}, "train": train})
+
+    given = config(SHAPES["32B"])
+    found = sizes.find_sharding(given, ["actor", "ref"], cuda, ranks, sampled=True)
+    assert (found.shard, found.workers, found.group) == (shard, 16, 8 if shard == "hybrid" else 16)
+    assert "of each device's" in found.why
+    made = decided(given, found).train
+    assert (made.shard, made.shard_size) == (shard, 8 if shard == "hybrid" else None)
+    explicit = config(SHAPES["32B"], shard="hybrid", shard_size=2)
+    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Ranks(0, 4, beside=4), sampled=False)
+    assert of_critic == Sharding("full", 4, 4)  # workers of another role are one group
+    compiled = config(SHAPES["32B"], compile=True)
+    assert sizes.find_sharding(compiled, ["actor"], cuda, ranks, sampled=True).why == "train.compile is set"
+    strange = config({**SHAPES["32B"], "model_type": "cohere"})
+    assert "not known before it is loaded" in sizes.find_sharding(strange, ["actor"], cuda, ranks, sampled=True).why
+    assert sizes.find_sharding(given, [], cuda, ranks, sampled=True) == Sharding("optimizer", 16, 16)  # nothing learns
 
 
 def test_large_models() -> None:
-    sizes = (ParameterSize((7 * 10**9,), 2),)
-    one = predict([RoleWork(sizes, 2, batches=3)], Sharding(workers=8, group=8))
+    large = (ParameterSize((7 * 10**9,), 2),)
+    one = predict([RoleWork(large, 2, batches=3)], Sharding(workers=8, group=8))
     assert one == {"all-gather": 3 * 14e9, "reduce-scatter": 3 * 28e9, "all-reduce": 3 * 12}
-    assert predict([RoleWork(sizes, 2, batches=3)], UNSHARDED) == {}
+    assert predict([RoleWork(large, 2, batches=3)], UNSHARDED) == {}
     assert sent_bytes(Counter({"all-gather": 800, "reduce-scatter": 80, "all-reduce": 8}), 8) == 700 + 70 + 14
 
 

@@ -187,7 +187,7 @@ WARNING = re.compile(r"^(?:.*\.py:\d+: \w*Warning: |\[transformers\]).*$", re.MU
 INTERNAL = re.compile(r"\b(?:Attribute|Type|Key|Index|Name|Assertion|Unbound\w*)Error\b")
 # How messages begin that quote what the user's functions and templates raise, and libraries for the files of a model or a checkpoint.
 QUOTING = re.compile(
-    r"reward|algorithm\.|.*\btemplate\b|loading \S+ failed"
+    r"reward|step \d+: .* reward calls failed|algorithm\.|.*\btemplate\b|loading \S+ failed"
     r"|\w+\.path: .*(?:could not be|cannot be run here|does not fit)"
     r"|.*manifest\.json is not readable|.*state\.json is not as fulltilt writes it"
 )

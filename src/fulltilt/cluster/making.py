@@ -109,7 +109,8 @@ def describe_workers(ranks: Ranks, device: torch.device, threads: int, seconds: 
     on_gpu = "a GPU of its own" if ranks.sharing == 1 else f"a GPU that {ranks.sharing} workers share"
     has = on_gpu if device.type == "cuda" else many(threads, "thread")
     memory, backend = in_bytes(free_bytes(device) / ranks.sharing), torch.distributed.get_backend()
-    return f"{who}: models loaded in {seconds:.1f} s; each has {has} and {memory} of free memory ({backend})"
+    each = "each" if ranks.size > 1 else "it"
+    return f"{who}: models loaded in {seconds:.1f} s; {each} has {has} and {memory} of free memory ({backend})"
 
 
 def describe_adapters(model: PreTrainedModel) -> str:

@@ -66,9 +66,9 @@ def share_out(config: Config, models: Models, ranks: Ranks, device: torch.device
     train, found = config.train, SharedModels()
     if "actor" in models.own:
         found = SharedModels(rollout=over_same_memory(models.actor)) if sampled else SharedModels(structure=without_memory(models.actor))
-    # Workers of another role are one group.
-    size = train.shard_size if "actor" in models.own else None
-    sharing = share(ranks, device.type, size, reshard_after_forward=train.reshard_after_forward, forward_prefetch=train.forward_prefetch)
+    sharing = share(
+        ranks, device.type, train.shard_size, reshard_after_forward=train.reshard_after_forward, forward_prefetch=train.forward_prefetch
+    )
     found.shards = {role: shard(model, sharing) for role, model in models.own.items()}
     if found.rollout is not None:
         found.twin = Twin(found.rollout, found.shards["actor"])

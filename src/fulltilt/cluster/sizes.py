@@ -59,8 +59,8 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
     found = choose_sharding(config, facts, ranks.beside, only=only)
-    # Workers of another role are one group.
-    return found if "actor" in roles or not found.parameters else replace(found, shard="full", group=ranks.size)
+    # Where roles have workers of their own, the workers of each role are one group.
+    return found if ranks.of_run == ranks.size or not found.parameters else replace(found, shard="full", group=ranks.size)
 
 
 def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator[tuple[str, RoleFacts]]:

@@ -8,7 +8,7 @@ if roles had no workers. A role of `cluster.roles` that this run does not have, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -51,5 +51,5 @@ def join_team(
     groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]
     own = next((place for place, team in enumerate(teams) if rank in team), 0)
     team = teams[own]
-    found = Ranks(rank - team.start, len(team), groups[own], beside, sharing, deadline=deadline)
-    return replace(found, before=team.start, after=teams[-1].stop - team.stop)
+    after = teams[-1].stop - team.stop
+    return Ranks(rank - team.start, len(team), groups[own], beside, sharing, before=team.start, after=after, deadline=deadline)

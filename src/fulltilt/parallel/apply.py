@@ -57,14 +57,12 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
 
 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
-    """The workers in groups of `size`. Workers of the run that have other roles take no part: then each worker makes only its own groups,
-    for which torch asks that all of their members are in as many other groups."""
-    places, apart = torch.arange(ranks.before, ranks.before + ranks.size).view(-1, size), ranks.of_run > ranks.size
-    groups = []
+    """The workers in groups of `size`. All workers of the run make all groups, so none may have other roles."""
+    assert ranks.of_run == ranks.size
+    places, groups = torch.arange(ranks.size).view(-1, size), []
     for line in (*places.t().tolist(), *places.tolist()):
-        if ranks.number in line or not apart:
-            group = dist.new_group(line, timeout=ranks.deadline, use_local_synchronization=apart)
-            groups += [group] if ranks.number in line else []
+        group = dist.new_group(line, timeout=ranks.deadline)
+        groups += [group] if ranks.rank in line else []
     return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))
 
 
@@ -115,7 +113,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
             module.set_modules_to_forward_prefetch([following])
     setattr(model, ONE_PASS, call)
     register_fsdp_forward_method(model, ONE_PASS)
-    model.computing_type = computing
+    model.computing_type = computing  # type: ignore[assignment]
     return Shards(model, sharing, types, units)
 
 

@@ -153,10 +153,10 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     yield ProofCase("train.shard", "sft", measure.held("optimizer", "update-actor").where("alone or shared out"), alone, two)
     groups: Settings = {**each, "cluster.workers": 4, "train.shard": "hybrid"}
     yield ProofCase("train.shard_size", "sft", measure.held("parameters", "update-actor"), 4, 2, groups, "more")
-    yield ProofCase("train.shard_size", "sft", measure.MOVED["all-reduce"], 4, 2, groups, "more")
+    yield ProofCase("train.shard_size", "sft", measure.moved("all-reduce"), 4, 2, groups, "more")
     shared: Settings = {**two, "train.shard": "full"}
     yield ProofCase("train.reshard_after_forward", "sft", measure.WHOLE, both=shared)
-    yield ProofCase("train.reshard_after_forward", "sft", measure.MOVED["all-gather"], both=shared, change="more")
+    yield ProofCase("train.reshard_after_forward", "sft", measure.moved("all-gather"), both=shared, change="more")
     yield ProofCase("train.forward_prefetch", "sft", measure.AHEAD, both=shared, change="from zero")
 
 

@@ -82,14 +82,11 @@ def of_trace(metric: str, unit: str, read: Callable[[PassTrace], int]) -> Measur
     return Measurement(metric, unit, most)
 
 
-def read_metric(name: str, step: WatchedStep, role: str) -> int:
-    return round(step.metrics[name])
+def moved(kind: str) -> Measurement:
+    metric = f"communication/{kind.replace('-', '_')}_bytes"
+    return Measurement(f"bytes of {kind}s of each worker", "bytes", lambda step, role: round(step.metrics[metric]))
 
 
-MOVED = {
-    kind: Measurement(f"bytes of {kind}s of each worker", "bytes", partial(read_metric, name))
-    for kind, name in (("all-gather", "communication/all_gather_bytes"), ("all-reduce", "communication/all_reduce_bytes"))
-}
 AHEAD = of_trace("layers gathered before the layer ahead of them computes", "layers", lambda trace: trace.ahead)
 WHOLE = of_trace("whole parameters between forward and backward", "bytes", lambda trace: trace.whole_bytes)
 

@@ -152,6 +152,7 @@ class WorkerProcess:
         self._guard = guard
         self._guard.tell("+", self._process.pid)
         self._received = b""  # the beginning of the next message
+        self._family: set[int] = set()  # descendants, as far as they have been noted
         self.used = False  # whether it has finished a call
         self.loaded: Loaded | None = None
 
@@ -200,23 +201,30 @@ class WorkerProcess:
         return self._receive(EVENT, seconds)
 
     def interrupt(self) -> None:
-        """Called from another thread: the thread that waits for this process, or hands it calls, finds the connection closed."""
+        """Called from another thread: the thread that waits for this process, or hands it calls, finds the connection closed. So does the
+        process, which ends."""
+        self._note_family()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
         """Ends the process, its group and what left its group."""
         pid = self._process.pid
-        family = family_of(pid, generations=8) if self._process.returncode is None else []
+        self._note_family()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
-        for member in family:
+        for member in self._family:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(member, signal.SIGKILL)
         self._guard.tell("-", pid)
         self._socket.close()
         self._crash_log.close()
         self._wait(KILL_S)
+
+    def _note_family(self) -> None:
+        """While the process lives: once it has ended, nothing tells whose children those are that have left its group."""
+        if self._process.returncode is None:
+            self._family.update(family_of(self._process.pid, generations=8))
 
     def _wait(self, seconds: float) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -253,6 +261,7 @@ class WorkerProcess:
         """After the connection broke: what happened, in words, and what the interpreter wrote."""
         self._wait(EXIT_GRACE_S)
         lives = self._process.poll() is None
+        self._note_family()
         self._process.kill()  # a process that is only slow to end keeps its exit code
         self._wait(KILL_S)
         code = self._process.poll()

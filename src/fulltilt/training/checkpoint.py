@@ -98,7 +98,7 @@ class Checkpoint:
 
     def _tensor_files(self) -> list[str]:
         """Those that the manifest lists: they alone were verified."""
-        return tensor_files(json.loads((self.path / MANIFEST).read_text(encoding="utf-8"))["files"])
+        return tensor_files(json.loads(read_file(self.path / MANIFEST))["files"])
 
     def state(self) -> dict[str, Any]:
         """The state given to `save`, through JSON: tuples come back as lists, keys as strings."""
