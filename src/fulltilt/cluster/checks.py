@@ -218,13 +218,17 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     elif train.shard_size and workers % train.shard_size:
         sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])
         yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
-    if train.recompute_method == "uniform" and train.recompute_layers not in ("auto", 1):
-        why = f'train.shard = "{train.shard}" has the parameters of one layer whole at a time'
-        yield f'train.recompute_method: "uniform" recomputes {train.recompute_layers} layers together, but {why}. Set it to "block"'
-    for key, why in UNSHARED.items():
-        section, _, name = key.partition(".")
-        if getattr(getattr(config, section), name) is True:
-            yield f'{key}: true is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
+    for key, why in unshared(config).items():
+        value = shown(value_of(config, key))
+        yield f'{key}: {value} is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
+
+
+def unshared(config: Config) -> dict[str, str]:
+    """The keys that do not go with parameters that are shared out, and why."""
+    found, together = {key: why for key, why in UNSHARED.items() if value_of(config, key) is True}, config.train.recompute_layers
+    if config.train.recompute_method == "uniform" and together not in ("auto", 1):
+        found["train.recompute_method"] = f"{together} layers would be recomputed together, and one at a time has whole parameters"
+    return found
 
 
 def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
