@@ -36,6 +36,7 @@ from fulltilt.cluster.service import ServedWorker, report_stall
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker
 from fulltilt.model.arrays import local
+from fulltilt.parallel.parcels import Parcels
 
 SIZE = 4
 SIZES = (1, 2, 3, 4)
@@ -138,20 +139,22 @@ class Seat:
 def make(seat: Seat) -> Member:
     store = dist.TCPStore("127.0.0.1", seat.port, seat.size, is_master=False, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=120))
-    return Member(seat.rank, {size: dist.new_group(list(range(size))) for size in SIZES if size <= seat.size})
+    groups, post = ({size: dist.new_group(list(range(size))) for size in SIZES if size <= seat.size} for _ in range(2))
+    return Member(seat.rank, groups, post)
 
 
 class Member:
     """A process of the pool, with the worker that it has now if any."""
 
-    def __init__(self, rank: int, groups: Mapping[int, Any]) -> None:
-        self.rank, self.groups = rank, groups
+    def __init__(self, rank: int, groups: Mapping[int, Any], post: Mapping[int, Any]) -> None:
+        self.rank, self.groups, self.post = rank, groups, post  # groups by their sizes; `post`: for parcels
         self.worker: ServedWorker | None = None
         self.notes: Notes | None = None
         self.guests: dict[str, Any] = {}  # workers of other kinds, by the function that makes them; they stay
 
-    def form(self, order: WorkerOrder, size: int, folder: str) -> None:
-        """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver."""
+    def form(self, order: WorkerOrder, size: int, folder: str, apart: bool) -> None:
+        """Make the worker, together with those of the other `size` - 1 processes, in the current folder of the driver. `apart`: as if each
+        had a machine of its own."""
         os.chdir(folder)
         self.worker = self.notes = None
         gc.collect()
@@ -160,7 +163,8 @@ class Member:
         ranks = join_team(self.rank, [team.ranks for team in teams], self.groups[size], beside=size)
         own = next((place for place, team in enumerate(teams) if self.rank in team.ranks), None)
         if own is not None:
-            made = load_worker(teams[own].order, build(order.config), CPU, ranks)
+            parcels = Parcels(self.rank, size, self.post[size], ranks.moved) if apart else None
+            made = load_worker(teams[own].order, build(order.config), CPU, ranks, parcels)
             self.worker, self.notes = ServedWorker(made), Notes(made)
 
     def call(self, method: str, args: tuple[Any, ...], inbox: Inbox) -> Any:
@@ -214,9 +218,19 @@ BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memo
 class Team:
     """The first processes of a pool, as hosts of a run's workers."""
 
-    def __init__(self, pool: Processes, order: WorkerOrder, size: int) -> None:
+    worker = None
+
+    def __init__(self, pool: Processes, order: WorkerOrder, size: int, *, apart: bool) -> None:
         self.size, self._pool = size, pool
-        pool.start("form", [(order, size, os.getcwd())] * pool.size, what="loading").results()
+        pool.start("form", [(order, size, os.getcwd(), apart)] * pool.size, what="loading").results()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._pool.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._pool.received_bytes
 
     def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> TeamCall:
         given = [None if own is None else (method, own) for own in args]
@@ -280,6 +294,7 @@ class Pool:
         self._size, self._options = size, options
         self._processes: Processes | None = None
         self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
+        self.apart = False  # whether each worker is taken for a machine of its own
         self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
     @property
@@ -306,7 +321,7 @@ class Pool:
         """Have runs of this process use the pool in place of processes of their own, and note what a single worker does too."""
 
         def start(order: WorkerOrder, device: torch.device, size: int) -> Team:
-            team = Team(self.processes, order, size)
+            team = Team(self.processes, order, size, apart=self.apart)
             self._alone = None
             if self.breaks:
                 self.processes.start("break_at", [self.breaks] * self._size, what="breaking").results()

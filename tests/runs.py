@@ -101,7 +101,7 @@ SFT = {
 # What a clock decides, and memory, of which a process has its own: all else in the metrics is the same for the same run.
 CLOCK = (
     "timing_s/", "timing_per_token_ms/", "perf/time_per_step", "perf/throughput", "rollout/time_", "rollout/prefill_tokens_per_s",
-    "rollout/decode_tokens_per_s", "memory_gib/", "memory_spread_gib/", "sync/",
+    "rollout/decode_tokens_per_s", "memory_gib/", "memory_spread_gib/", "sync/", "driver/",
 )  # fmt: skip
 
 

@@ -357,7 +357,7 @@ def test_kl_estimators_are_the_plain_ones(name: str) -> None:
 def test_the_kl_penalty_of_each_token(name: str) -> None:
     rows = rows_of_a_step(token_rewards=False)
     penalty = RewardKL(coef=9.0, target=None, horizon=1, estimator=loss.KL_ESTIMATORS[name])
-    found, mean = penalty.penalise(rows, coef=0.3)
+    found, of_rows = penalty.penalise(rows, coef=0.3)
     means = []
     for before, after in zip(rows, found, strict=True):
         places = [t for t, trained in enumerate(before.mask) if trained]
@@ -370,8 +370,8 @@ def test_the_kl_penalty_of_each_token(name: str) -> None:
         if kls:
             means.append(plain_mean(kls))
     assert len(means) == len(rows) - 1  # one row has no trained token
-    assert mean == pytest.approx(plain_mean(means), rel=1e-12)
-    assert penalty.penalise([], 0.3) == ([], 0.0)
+    assert penalty.mean_kl(of_rows) == pytest.approx(plain_mean(means), rel=1e-12)
+    assert penalty.penalise([], 0.3) == ([], []) and penalty.mean_kl([]) == 0.0
 
 
 def test_the_adaptive_weight() -> None:
@@ -759,7 +759,7 @@ def test_presets_name_functions_and_what_they_are_called_with() -> None:
     for preset in PRESETS.values():
         assert preset.defaults.keys() <= set(AlgorithmConfig.model_fields)
         functions = {"advantage": getattr(advantage, preset.advantage), "loss": getattr(loss, preset.loss)}
-        takes = {key: set(inspect.signature(function).parameters) - {"rows", "terms"} for key, function in functions.items()}
+        takes = {key: set(inspect.signature(function).parameters) - {"rows", "terms", "everyone"} for key, function in functions.items()}
         assert all(names == FUNCTION_KEYS[key] & preset.defaults.keys() for key, names in takes.items())
 
 

@@ -185,7 +185,7 @@ def test_groups_come_back_bit_for_bit(kept: list[ScoredGroup]) -> None:
     arrays, described = pack(kept)
     stored = json.loads(json.dumps(described))
     assert json.dumps(stored, ensure_ascii=False).encode()  # even where the JSON is written as it is, it is UTF-8
-    found, left_out = unpack({name: array.copy() for name, array in arrays.items()}, stored, PROMPTS)
+    found, left_out = unpack({0: {name: array.copy() for name, array in arrays.items()}}, stored, PROMPTS)
     assert left_out == 0 and len(found) == len(kept)
     assert all(map(same, found, kept))
     assert all(each.group.prompt is PROMPTS[each.group.prompt.uid] for each in found)
@@ -201,7 +201,7 @@ def test_the_hard_cases_by_name() -> None:
     score = Score(0.1, {"minus": -0.0, "third": 1 / 3}, answer="\ud83d\ude00")
     kept = ScoredGroup(Group(PROMPTS[2], made), (score, Score(0.0, error="Traceback \ud83d\ude00")), 12)
     arrays, described = pack([kept])
-    (found,), _ = unpack(arrays, json.loads(json.dumps(described)), PROMPTS)
+    (found,), _ = unpack({0: arrays}, json.loads(json.dumps(described)), PROMPTS)
     assert same(found, kept)
     assert len(found.group.samples[0].text) == 4 and found.scores[0].value == 0.1
 
@@ -213,7 +213,7 @@ def test_nothing_carried_over_is_nothing_again() -> None:
         "logprobs": ((0,), np.float32),
         "lengths": ((0,), np.int64),
     }
-    assert unpack(arrays, described, PROMPTS) == ([], 0)
+    assert unpack({0: arrays}, described, PROMPTS) == ([], 0)
 
 
 def test_groups_of_prompts_that_are_gone_are_left_out_and_counted() -> None:
@@ -221,9 +221,9 @@ def test_groups_of_prompts_that_are_gone_are_left_out_and_counted() -> None:
     arrays, described = pack(kept)
     five, six, seven = (each.group.prompt for each in kept)
     other_row = Prompt(uid=6, ids=np.array([60]), text="")
-    found, left_out = unpack(arrays, described, {5: five, 6: other_row})
+    found, left_out = unpack({0: arrays}, described, {5: five, 6: other_row})
     assert uids(found) == [5] and left_out == 2
-    found, left_out = unpack(arrays, described, {6: six, 7: seven})
+    found, left_out = unpack({0: arrays}, described, {6: six, 7: seven})
     assert [same(*pair) for pair in zip(found, kept[1:], strict=True)] == [True, True] and left_out == 1
 
 

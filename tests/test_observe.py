@@ -24,10 +24,10 @@ from fulltilt.observe.console import Console, clock
 from fulltilt.observe.metrics import (
     MetricsFile,
     RolloutFiles,
+    RowSums,
     count_tokens,
     encode_line,
     summarise_lengths,
-    summarise_rows,
     summarise_scores,
     summarise_time,
 )
@@ -213,7 +213,7 @@ def test_summarise_rows_counts_trained_tokens_only() -> None:
         mask = np.array([False] + [True] * (len(advantages) - 1))
         return Row(np.arange(len(advantages)), mask, reward=reward, advantages=np.array(advantages, dtype=np.float32))
 
-    found = summarise_rows([row(2.0, [9.0, 1.0, 1.0, 1.0]), row(0.0, [-9.0, -1.0])])
+    found = RowSums.of([row(2.0, [9.0, 1.0, 1.0, 1.0]), row(0.0, [-9.0, -1.0])]).metrics()
     assert found == {
         "critic/rewards/mean": 1.0,
         "critic/rewards/max": 2.0,
@@ -222,14 +222,15 @@ def test_summarise_rows_counts_trained_tokens_only() -> None:
         "critic/advantages/max": 1.0,
         "critic/advantages/min": -1.0,
     }
-    assert summarise_rows([]) == {}
+    assert RowSums.of([]).metrics() == {}
 
 
 def test_summarise_rows_says_what_the_critic_knew() -> None:
     """Values that halve the error of returns leave a quarter of the variance. A KL penalty is in the rewards."""
     mask = np.array([False, True, True])
     numbers = {"values": [9, 1, 3], "returns": [9, 0, 4], "advantages": [0, 0, 0], "token_rewards": [0, -0.5, 2]}
-    found = summarise_rows([Row(np.arange(3), mask, reward=2.0, **{name: np.array(each, np.float32) for name, each in numbers.items()})])
+    row = Row(np.arange(3), mask, reward=2.0, **{name: np.array(each, np.float32) for name, each in numbers.items()})
+    found = RowSums.of([row]).metrics()
     assert found["critic/rewards/mean"] == 1.5
     assert (found["critic/values/mean"], found["critic/values/max"], found["critic/values/min"]) == (2, 3, 1)
     assert (found["critic/returns/mean"], found["critic/returns/max"], found["critic/returns/min"]) == (2, 4, 0)

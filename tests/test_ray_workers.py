@@ -267,6 +267,7 @@ def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_
     for step in range(1, 5):
         texts = [[row["response"] for row in runs.rollouts(each, step)] for each in (folder, alone)]
         assert texts[0] == texts[1]
+    assert all(line["communication/all_to_all_bytes"] for line in runs.metrics(folder) if line["step"])  # samples stay with their workers
 
 
 def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: Cluster, tmp_path: Path, alone: Path) -> None:

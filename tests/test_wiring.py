@@ -33,8 +33,9 @@ from fulltilt.algo.build import build
 from fulltilt.cluster import making, sizes, worker
 from fulltilt.cluster.assembly import RunParts, assemble
 from fulltilt.cluster.checks import refuse, wrong_settings
+from fulltilt.cluster.shelf import build_row, specify_rows
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.loop.experience import make_rows, training_sampling, validate
+from fulltilt.loop.experience import training_sampling, validate
 from fulltilt.loop.run import Progress, Run
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.observe import loggers
@@ -424,7 +425,9 @@ def test_rows_train_every_sampled_token_and_no_other() -> None:
     prompt = Prompt(uid=0, ids=np.array([5, END, 6]), text="")
     sample = Sample(0, np.array([7, 8, END]), np.array([-1, -2, -3], dtype=np.float32), "stop", "")
     kept = ScoredGroup(Group(prompt, (sample,)), (Score(0.5),), step=3)
-    (row,) = make_rows([kept], build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}})), step=4, exclude_errors=True)
+    algorithm = build(Config.model_validate({"model": {"path": "m"}, "data": {"train": "t"}}))
+    (spec,) = specify_rows([kept], algorithm, step=4, exclude_errors=True)
+    row = build_row(kept.group, spec)
     assert (row.reward, row.lag) == (0.5, 1)
     assert row.ids.tolist() == [5, END, 6, 7, 8, END]
     assert row.mask.tolist() == [False, False, False, True, True, True]

@@ -4,12 +4,14 @@ The records are frozen, typed and free of torch. Arrays are numpy; per-token arr
 log-prob is the one given tokens 0..t-1), and is 0 where `mask` is false.
 
     Prompt -> Group(Sample, ...) -> Score -> Row -> (batching, trainer)
+
+Where workers hold samples, on several machines, the driver has a `GroupHead` in place of a `Group`, and a `RowHead` in place of a `Row`.
 """
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,6 +64,10 @@ class Sample:
     finish: Finish  # "stop": an end token or a stop string; "length": cut off by max_new_tokens
     text: str  # decoded without special tokens and without the stop string; rewards read this, training never does
 
+    @property
+    def tokens(self) -> int:
+        return len(self.ids)
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -70,6 +76,26 @@ class Group:
     prompt: Prompt
     samples: tuple[Sample, ...]
     place: int = 0  # index of the prompt in the call that sampled it
+
+
+@dataclass(frozen=True)
+class SampleHead:
+    """What the driver knows of a sample that a worker holds."""
+
+    index: int
+    finish: Finish
+    tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class GroupHead:
+    """What the driver knows of a group whose samples a worker holds, under a number of that worker's."""
+
+    prompt: Prompt
+    samples: tuple[SampleHead, ...]
+    place: int
+    home: int  # the worker's rank
+    number: int
 
 
 @dataclass(frozen=True)
@@ -111,6 +137,29 @@ class Row:
     def trained(self) -> int:
         """Tokens that are trained on."""
         return int(self.mask.sum())
+
+    @property
+    def teaches(self) -> bool:
+        """Whether a loss that multiplies by the advantage has a gradient here."""
+        return self.advantages is None or bool(self.advantages[self.mask].any())
+
+
+@dataclass(frozen=True, eq=False)
+class RowHead:
+    """What the driver knows of a row that a worker holds, under a key that is the row's own in the step."""
+
+    home: int  # the worker's rank
+    key: Hashable
+    tokens: int
+    trained: int
+    group: int = 0
+    lag: int = 0
+    teaches: bool = True
+
+
+AnySample = Sample | SampleHead
+AnyGroup = Group | GroupHead
+AnyRow = Row | RowHead
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,8 +61,8 @@ TRAINING = "Training memory and speed"
 
 VALIDATION_METRICS = ("val/", "val-core/", "val-aux/")  # how the names of metrics begin that only a validation has
 METRICS = (  # how the others begin
-    "actor/", "communication/", "critic/", "memory_gib/", "memory_spread_gib/", "perf/", "prompt_length/", "ref/", "response_length/",
-    "reward/", "reward_model/", "rollout/", "rollout_corr/", "sync/", "timing_per_token_ms/", "timing_s/", "train/",
+    "actor/", "communication/", "critic/", "driver/", "memory_gib/", "memory_spread_gib/", "perf/", "prompt_length/", "ref/",
+    "response_length/", "reward/", "reward_model/", "rollout/", "rollout_corr/", "sync/", "timing_per_token_ms/", "timing_s/", "train/",
 )  # fmt: skip
 VALIDATED_REWARDS = ("val/reward/mean", "val/prompts", "val/response_length/mean", "val/reward_errors")  # for data of any source
 VALIDATED_LOSS = ("val/loss",)  # for SFT

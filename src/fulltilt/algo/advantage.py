@@ -6,13 +6,16 @@ sums over samples or tokens are exact, so the order of rows does not change the 
 size and in any order; tokens outside the mask are skipped.
 
 Where a row has `token_rewards` (a KL penalty per token), its reward is their sum.
+
+Other workers may hold other groups of the step, whole ones. What depends on all rows asks `everyone`, which gives the same exact sums
+wherever the rows are: so the result does not depend on that either.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import fsum, sqrt
+from math import fsum, isfinite, sqrt
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,32 @@ from fulltilt.records import Row
 
 STD_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
+
+
+class Everyone:
+    """All who hold rows of a step: here, nobody else does."""
+
+    def gather(self, numbers: Sequence[float]) -> list[float]:
+        """The numbers of all of them."""
+        return list(numbers)
+
+    def sum(self, numbers: Sequence[float]) -> float:
+        """The sum of all numbers of all of them, rounded once."""
+        return fsum(numbers)
+
+
+HERE = Everyone()
+
+
+def exact_parts(numbers: Sequence[float]) -> list[float]:
+    """A few numbers with exactly the same sum, unrounded."""
+    parts: list[float] = []
+    while rest := fsum([*numbers, *(-part for part in parts)]):
+        if not isfinite(rest):
+            return [rest]
+        parts.append(rest)
+    return parts
+
 
 # ---- one number per sample ---------------------------------------------------------------------------------------------------------
 
@@ -49,11 +78,11 @@ def leave_one_out(rows: Sequence[Row]) -> list[Row]:
     return per_token(rows, advantages=_in_groups(rows, lambda centred: centred * (len(centred) / max(1, len(centred) - 1))))
 
 
-def group_mean_whitened(rows: Sequence[Row], whiten: bool) -> list[Row]:
+def group_mean_whitened(rows: Sequence[Row], whiten: bool, everyone: Everyone = HERE) -> list[Row]:
     """Reward minus the mean of its group, then whitened over the trained tokens of the step (REINFORCE++ with baseline)."""
     advantages = _in_groups(rows, lambda centred: centred)
     tokens = [np.full(np.count_nonzero(row.mask), value) for value, row in zip(advantages, rows, strict=True)]
-    return per_token(rows, advantages=whitened(tokens) if whiten else tokens)
+    return per_token(rows, advantages=whitened(tokens, everyone) if whiten else tokens)
 
 
 def greedy_baseline(rows: Sequence[Row]) -> list[Row]:
@@ -75,13 +104,13 @@ def worth_training(rewards: np.ndarray) -> bool:
 # ---- one number per token ----------------------------------------------------------------------------------------------------------
 
 
-def discounted_returns(rows: Sequence[Row], gamma: float, whiten: bool) -> list[Row]:
+def discounted_returns(rows: Sequence[Row], gamma: float, whiten: bool, everyone: Everyone = HERE) -> list[Row]:
     """The discounted sum of rewards from each token on, whitened over the trained tokens of the step (REINFORCE++)."""
     returns = _accumulated([token_rewards(row) for row in rows], gamma)
-    return per_token(rows, advantages=whitened(returns) if whiten else returns)
+    return per_token(rows, advantages=whitened(returns, everyone) if whiten else returns)
 
 
-def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bool) -> list[Row]:
+def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bool, everyone: Everyone = HERE) -> list[Row]:
     """Generalised advantage estimation (PPO): with d_t = r_t + gamma V_{t+1} - V_t and a value of 0 after the last trained token,
     A_t = d_t + gamma lambda A_{t+1}. `returns`, the critic's targets, are A + V before whitening.
     """
@@ -93,14 +122,15 @@ def generalised(rows: Sequence[Row], gamma: float, gae_lambda: float, whiten: bo
         surprises.append(token_rewards(row) + gamma * np.append(own[1:], np.zeros(min(1, len(own)))) - own)
     advantages = _accumulated(surprises, gamma * gae_lambda)
     returns = [advantage + value for advantage, value in zip(advantages, values, strict=True)]
-    return per_token(rows, advantages=whitened(advantages) if whiten else advantages, returns=returns)
+    return per_token(rows, advantages=whitened(advantages, everyone) if whiten else advantages, returns=returns)
 
 
-def whitened(numbers: Sequence[np.ndarray]) -> list[np.ndarray]:
+def whitened(numbers: Sequence[np.ndarray], everyone: Everyone = HERE) -> list[np.ndarray]:
     """All numbers together scaled to mean 0 and standard deviation 1 (n - 1, variance + 1e-8, as in verl); equal ones become exactly 0."""
     everything = np.concatenate([np.zeros(0), *numbers])
-    centred = _centred(everything)
-    scale = sqrt(fsum((centred**2).tolist()) / max(1, len(centred) - 1) + VARIANCE_FLOOR)
+    count = everyone.sum([len(everything)])
+    centred = _centred(everything, everyone)
+    scale = sqrt(everyone.sum((centred**2).tolist()) / max(1, count - 1) + VARIANCE_FLOOR)
     borders = np.cumsum([len(own) for own in numbers])[:-1]
     return np.split(centred / scale, borders) if len(numbers) else []
 
@@ -149,11 +179,12 @@ def _in_groups(rows: Sequence[Row], advantages: Callable[[np.ndarray], np.ndarra
     return found
 
 
-def _centred(numbers: np.ndarray) -> np.ndarray:
-    """Numbers minus their mean; exactly 0 if they are all equal, which rounding of the mean would prevent."""
-    if not len(numbers) or (numbers == numbers[0]).all():
+def _centred(numbers: np.ndarray, everyone: Everyone = HERE) -> np.ndarray:
+    """Numbers minus the mean of everyone's; exactly 0 if they are all equal, which rounding of the mean would prevent."""
+    ends = everyone.gather([float(numbers.min()), float(numbers.max())] if len(numbers) else [])
+    if not ends or min(ends) == max(ends):
         return np.zeros(len(numbers))
-    return numbers - fsum(numbers.tolist()) / len(numbers)
+    return numbers - everyone.sum(numbers.tolist()) / everyone.sum([len(numbers)])
 
 
 def _accumulated(sequences: Sequence[np.ndarray], factor: float) -> list[np.ndarray]:

@@ -7,16 +7,24 @@ computed in float64 until the last rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from fulltilt.algo.advantage import per_token
+from fulltilt.algo.advantage import HERE, Everyone, per_token
 from fulltilt.presets import LARGEST_ERROR, Setting
 from fulltilt.records import LossParts, Row, TokenTerms, ValueTerms
 
-AdvantageFunction = Callable[[Sequence[Row]], list[Row]]
+
+class AdvantageFunction(Protocol):
+    """All rows of a step, or the groups of it that one of several workers holds -> the same rows, in the same order, with `advantages`."""
+
+    def __call__(self, rows: Sequence[Row], *, everyone: Everyone = HERE) -> list[Row]: ...
+
+
 LossFunction = Callable[[TokenTerms], LossParts]
 ValueLossFunction = Callable[[ValueTerms], LossParts]
 
@@ -55,8 +63,8 @@ class RewardKL:
     horizon: int  # samples over which the weight adapts
     estimator: Callable[[np.ndarray, np.ndarray], np.ndarray]  # KL from log-probs and reference log-probs
 
-    def penalise(self, rows: Sequence[Row], coef: float) -> tuple[list[Row], float]:
-        """The rows with `token_rewards`, and the mean over samples of the mean KL per token."""
+    def penalise(self, rows: Sequence[Row], coef: float) -> tuple[list[Row], list[float]]:
+        """The rows with `token_rewards`, and the mean KL per token of each row; NaN where no token is trained."""
         token_rewards, means = [], []
         for row in rows:
             assert row.old_logprobs is not None and row.ref_logprobs is not None, "the KL penalty needs old and reference log-probs"
@@ -64,9 +72,13 @@ class RewardKL:
             rewards = -coef * divergence
             rewards[-1:] += row.reward
             token_rewards.append(rewards)
-            if len(divergence):
-                means.append(float(divergence.mean()))
-        return per_token(rows, token_rewards=token_rewards), float(np.mean(means)) if means else 0.0
+            means.append(float(divergence.mean()) if len(divergence) else math.nan)
+        return per_token(rows, token_rewards=token_rewards), means
+
+    def mean_kl(self, means: Sequence[float]) -> float:
+        """The mean over the rows that have any trained token."""
+        known = [mean for mean in means if not math.isnan(mean)]
+        return float(np.mean(known)) if known else 0.0
 
     def next_coef(self, coef: float, mean_kl: float, samples: int) -> float:
         """The weight of the next step: a fifth up or down at most for every `horizon` samples (Ziegler et al., 2019)."""
@@ -79,7 +91,7 @@ class RewardKL:
 @dataclass(frozen=True)
 class Algorithm:
     name: str
-    advantage: AdvantageFunction  # all rows of a step -> the same rows, in the same order, with `advantages` (if the loss reads them)
+    advantage: AdvantageFunction  # `advantages`, if the loss reads them
     loss: LossFunction
     aggregation: str  # how batching weighs the tokens of a mini-batch
     length_norm: int  # divisor, for the aggregation that needs one
@@ -93,6 +105,7 @@ class Algorithm:
     overlong: Overlong | None = None
     advantage_alone: bool = False  # whether a sample whose advantages are all 0 adds nothing to the gradient of `loss`
     reward_kl: RewardKL | None = None
+    own_advantage: bool = False  # whether `advantage` is a user's function, which may read all rows of a step
 
     def __post_init__(self) -> None:
         assert self.needs <= NEEDS, f"unknown needs {sorted(self.needs - NEEDS)}"

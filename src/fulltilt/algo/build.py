@@ -6,13 +6,15 @@ Guaranteed: torch is not imported, unless a user's own function imports it; such
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from fulltilt.algo import advantage, custom, loss
+from fulltilt.algo.advantage import HERE, Everyone
 from fulltilt.algo.base import AdvantageFunction, Algorithm, DynamicSampling, LossFunction, Overlong, RewardKL
 from fulltilt.presets import PRESETS, Preset, Setting
+from fulltilt.records import Row
 from fulltilt.schema import Config, conditions
 from fulltilt.settings import DATA_KEYS, UserFunction, algorithm_settings, holds, own_functions, used_keys
 
@@ -36,6 +38,7 @@ def build(config: Config) -> Algorithm:
         dynamic=_dynamic(settings),
         overlong=_overlong(config, settings),
         reward_kl=_reward_kl(settings),
+        own_advantage="advantage" in own,
         # Every surrogate of a preset is a product with the advantage; a user's own function may be anything.
         advantage_alone=preset.rollout and "loss" not in own and settings["kl_coef"] == settings["entropy_coef"] == 0,
     )
@@ -45,13 +48,21 @@ def build(config: Config) -> Algorithm:
 
 def _bound(function: Callable[..., Any], settings: Settings) -> Callable[..., Any]:
     """The function with the keys of [algorithm] that it takes besides rows or terms."""
-    _, *keys = inspect.signature(function).parameters
+    _, *keys = (name for name in inspect.signature(function).parameters if name != "everyone")
     return partial(function, **{key: settings[key] for key in keys}) if keys else function
 
 
 def _advantage(preset: Preset, settings: Settings, own: UserFunction | None) -> AdvantageFunction:
-    usual = _bound(getattr(advantage, preset.advantage), settings)
+    function = getattr(advantage, preset.advantage)
+    usual = _bound(function, settings)
+    if "everyone" not in inspect.signature(function).parameters:
+        usual = partial(_within_groups, function=usual)
     return usual if own is None else partial(custom.advantage, function=own, before=usual if preset.critic else None)
+
+
+def _within_groups(rows: Sequence[Row], function: Callable[[Sequence[Row]], list[Row]], everyone: Everyone = HERE) -> list[Row]:
+    """An advantage that depends on no other group."""
+    return function(rows)
 
 
 def _loss(preset: Preset, settings: Settings, own: UserFunction | None) -> LossFunction:

@@ -19,15 +19,16 @@ from typing import Any
 import numpy as np
 
 from fulltilt import user_code
-from fulltilt.algo.advantage import per_token, totals
+from fulltilt.algo.advantage import HERE, Everyone, per_token, totals
 from fulltilt.algo.base import AdvantageFunction, Algorithm
 from fulltilt.algo.loss import Surrogate, old_logprobs
 from fulltilt.records import Row, TokenTerms, UserError
 from fulltilt.settings import UserFunction
 
 
-def advantage(rows: Sequence[Row], function: UserFunction, before: AdvantageFunction | None) -> list[Row]:
-    """`before`: an algorithm with a critic calls its own advantage first, which gives the returns that the critic learns."""
+def advantage(rows: Sequence[Row], function: UserFunction, before: AdvantageFunction | None, everyone: Everyone = HERE) -> list[Row]:
+    """All rows of the step must be here, so `everyone` is not asked. `before`: an algorithm with a critic calls its own advantage first,
+    which gives the returns that the critic learns."""
     rows = before(rows) if before else list(rows)
     if not rows:  # every reward of the step failed: a user's function need not handle this
         return []

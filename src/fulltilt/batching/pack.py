@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from fulltilt.batching.schedule import fill, fill_padded, fixed
-from fulltilt.records import BatchPlan, MicroBatch, MiniBatch, Row
+from fulltilt.records import AnyRow, BatchPlan, MicroBatch, MiniBatch, Row
 
 Rows = Sequence[Row] | Mapping[int, Row]
 Weights = Sequence[float] | Mapping[int, float]
@@ -53,13 +53,13 @@ AGGREGATIONS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 }
 
 
-def weights(rows: Sequence[Row], aggregation: str, length_norm: int) -> list[float]:
+def weights(rows: Sequence[AnyRow], aggregation: str, length_norm: int) -> list[float]:
     """For each row of a mini-batch, the share of each of its trained tokens in the loss; 0 for a row that has none.
 
     "Sequences" are rows with at least one trained token. Example, 1 and 3 trained tokens, seq-mean-token-mean -> [1/2, 1/6]
     """
     assert length_norm > 0, f"length_norm {length_norm}"
-    trained = np.array([np.count_nonzero(row.mask) for row in rows], dtype=np.float64)
+    trained = np.array([row.trained for row in rows], dtype=np.float64)
     counts = trained > 0
     shares = np.zeros(len(rows), dtype=np.float64)
     if counts.any():
@@ -110,8 +110,8 @@ def _gather(rows: Sequence[Row], name: str) -> np.ndarray | None:
 
 
 def plan_minibatch(
-    rows: Sequence[Row], indices: Sequence[int], aggregation: str, length_norm: int, micro: MicroSizing, *, advantage_alone: bool = False,
-    workers: int = 1,
+    rows: Sequence[AnyRow], indices: Sequence[int], aggregation: str, length_norm: int, micro: MicroSizing, *,
+    advantage_alone: bool = False, workers: int = 1,
 ) -> BatchPlan:  # fmt: skip
     """The rows at `indices` as one optimizer step, split into micro-batches for so many workers, largest first. `advantage_alone`: rows
     without an advantage add nothing to the gradient and are not packed; they still count in the weights.
@@ -145,15 +145,15 @@ def minibatch(rows: Sequence[Row], aggregation: str, length_norm: int, micro: Mi
     return pack_plan(rows, plan, packing=micro.packing)
 
 
-def with_advantage(rows: Sequence[Row]) -> list[int]:
+def with_advantage(rows: Sequence[AnyRow]) -> list[int]:
     """The indices of rows with an advantage other than 0."""
-    return [place for place, row in enumerate(rows) if row.advantages is None or row.advantages[row.mask].any()]
+    return [place for place, row in enumerate(rows) if row.teaches]
 
 
-def shortest(rows: Sequence[Row]) -> int:
+def shortest(rows: Sequence[AnyRow]) -> int:
     """The index of the shortest row that is trained on. If no row has an advantage, it alone is computed, so that the optimizer still takes
     its step, by momentum."""
-    trained = [place for place, row in enumerate(rows) if row.mask.any()]
+    trained = [place for place, row in enumerate(rows) if row.trained]
     return min(trained or range(len(rows)), key=lambda place: (rows[place].tokens, place))
 
 
@@ -163,7 +163,14 @@ def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence
     `field` is one of PER_TOKEN_FIELDS. The inverse of packing: every row must be in exactly one of the micro-batches.
     """
     assert field in PER_TOKEN_FIELDS, f"a row has no per-token field {field}"
-    found: dict[int, Any] = {}
+    found = numbers_of_rows(rows, plan, values)
+    assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
+    return [replace(row, **{field: found[index]}) for index, row in enumerate(rows)]  # type: ignore[arg-type]
+
+
+def numbers_of_rows(rows: Rows, plan: Sequence[Sequence[int]], values: Sequence[np.ndarray]) -> dict[int, np.ndarray]:
+    """The numbers of each row that is in a micro-batch, aligned with its `ids`."""
+    found: dict[int, np.ndarray] = {}
     for indices, numbers in zip(plan, values, strict=True):
         counts = [rows[index].trained for index in indices]
         assert len(numbers) == sum(counts), f"{len(numbers)} values for {sum(counts)} trained tokens"
@@ -171,5 +178,4 @@ def scatter(rows: Sequence[Row], plan: Sequence[Sequence[int]], values: Sequence
             assert index not in found, f"row {index} was packed twice"
             found[index] = np.zeros(rows[index].tokens, dtype=np.float32)
             found[index][rows[index].mask] = own
-    assert len(found) == len(rows), f"{len(found)} of {len(rows)} rows were packed"
-    return [replace(row, **{field: found[index]}) for index, row in enumerate(rows)]
+    return found

@@ -40,6 +40,7 @@ from fulltilt.cluster.hosts import Hosts
 from fulltilt.cluster.loading import load_models
 from fulltilt.cluster.local import Local
 from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker, make_worker
+from fulltilt.cluster.samples import Samples, SamplesHere, SamplesThere
 from fulltilt.cluster.service import start_on_ray, start_processes
 from fulltilt.cluster.worker import Worker
 from fulltilt.data.order import InEpochs
@@ -50,7 +51,6 @@ from fulltilt.model.load import end_tokens
 from fulltilt.plan import Plan
 from fulltilt.records import Prompt, Row
 from fulltilt.reward.base import RewardPool
-from fulltilt.reward.model import RewardEncoder
 from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.words import joined
@@ -66,8 +66,7 @@ class RunParts:
     val_data: PromptSet | RowSet | None
     data_digest: str  # identifies the training data by its tokens
     val_digest: str | None  # the same for the validation data
-    reward: RewardPool | None  # None: nothing is sampled (SFT)
-    encoder: RewardEncoder | None  # writes texts for the reward model, where there is one
+    samples: Samples | None  # None: nothing is sampled (SFT)
     crew: Crew
     notes: tuple[str, ...]  # about the data, the models and the checkpoint, for the console
 
@@ -77,8 +76,8 @@ class RunParts:
         return self.crew.worker
 
     def close(self) -> None:
-        if self.reward:
-            self.reward.close()
+        if self.samples:
+            self.samples.close()
         self.crew.close()
 
 
@@ -150,10 +149,15 @@ def put_together(
         data = read(config, algorithm)
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
-        crew = gather_crew(replace(order, sampled=reward is not None, resume=resume, kept=kept), algorithm, device, paths)
+        order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder)
+        crew = gather_crew(order, algorithm, device, paths)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
         digests = data.train.digest(), data.val.digest() if data.val else None
-        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, reward, data.encoder, crew, notes)
+        samples: Samples | None = SamplesHere(config, algorithm, crew, reward, data.encoder) if reward else None
+        if reward and crew.holds_samples:
+            reward.close()  # the workers have their own
+            samples = SamplesThere(config, algorithm, crew, data.encoder, write_errors=bool(roles))
+        parts = RunParts(algorithm, crew.plan, data.train, data.val, *digests, samples, crew, notes)
         on_error.pop_all()
         return parts
 

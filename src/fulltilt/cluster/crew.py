@@ -1,16 +1,17 @@
 """The workers of a run, as the loop sees them: one object, however many there are.
 
-Enters: prompts and rows. Leaves: groups, annotated rows, metrics of updates, checkpoint files. Guaranteed: a result does not depend on the
-number of workers, except for the order in which floating-point numbers are added: mini-batches, the weights of rows and micro-batches are
-decided here, over all rows, before anything is dealt to workers; samples depend on seed, prompt and place alone. With one worker every
-call is a plain call in this process. Only records that pickle, numbers and paths go to workers and come back.
+Enters: prompts and rows, or the heads of rows that workers hold. Leaves: groups, annotated rows, metrics of updates, checkpoint files.
+Guaranteed: a result does not depend on the number of workers, except for the order in which floating-point numbers are added: mini-batches,
+the weights of rows and micro-batches are decided here, over all rows, before anything is dealt to workers; samples depend on seed, prompt
+and place alone. With one worker every call is a plain call in this process. Only records that pickle, numbers and paths go to workers and
+come back.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from pathlib import Path
@@ -23,13 +24,12 @@ from fulltilt.batching.cost import update_flops
 from fulltilt.batching.pack import MicroSizing, plan_minibatch, scatter
 from fulltilt.batching.schedule import distribute, in_order, split_minibatches, spread
 from fulltilt.cluster.hosts import Hosts, WorkerCall, WorkerError
-from fulltilt.cluster.local import Local
 from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.cluster.worker import BETWEEN_STEPS, Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
 from fulltilt.plan import Plan
-from fulltilt.records import BatchPlan, Group, LossSums, Prompt, Row, UserError
+from fulltilt.records import AnyRow, BatchPlan, LossSums, Prompt, Row, RowHead, UserError
 from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats, JointProgress, RolloutProgress
@@ -39,16 +39,18 @@ from fulltilt.words import joined, many
 
 # The roles whose phases are not the actor's. Phases between steps are everyone's.
 PHASES = {"ref-logprob": "ref", "values": "critic", "update-critic": "critic", "reward": "reward_model"}
+SomeRow = TypeVar("SomeRow", bound=AnyRow)
 Report = Callable[[int, int], None]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 
 
 @dataclass(frozen=True, eq=False)
 class AnnotatedRows:
-    rows: list[Row]
+    rows: list[Any]  # Row, or RowHead where workers hold the rows
     pad_tokens: int  # computed beside the rows' own tokens
 
 
-Passes = tuple[list[list[int]], list[np.ndarray], int]  # micro-batches, a role's numbers for each, and how many pad tokens were computed
+# Micro-batches, a role's numbers for each unless workers hold the rows, and how many pad tokens were computed.
+Passes = tuple[list[list[int]], list[np.ndarray], int]
 Outcome = TypeVar("Outcome")
 
 
@@ -57,7 +59,7 @@ class StartedWork(Generic[Outcome]):
     """What workers have begun to compute."""
 
     call: WorkerCall
-    finish: Callable[[Sequence[Row], Report], Outcome]  # wait for it; the rows are those that it was begun with
+    finish: Callable[[Sequence[AnyRow], Report], Outcome]  # wait for it; the rows are those that it was begun with
 
 
 class Crew:
@@ -73,6 +75,8 @@ class Crew:
         self.notes = tuple(note for each in firsts for note in each.notes)
         self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
         self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
+        self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
+        self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
         self.update_sizes = update_sizes(config, self.plan.budgets)
         self.forward_sizes = forward_sizes(config, self.plan.budgets)
@@ -80,10 +84,8 @@ class Crew:
     @property
     def worker(self) -> Worker:
         """The worker of a run that has one, in this process."""
-        assert isinstance(self.hosts, Local), "the workers of this run are in other processes"
-        worker = self.hosts.worker
-        assert isinstance(worker, Worker)
-        return worker
+        assert isinstance(self.hosts.worker, Worker), "the workers of this run are in other processes"
+        return self.hosts.worker
 
     def _ranks_of(self, role: str) -> list[int]:
         """The workers that have the role; where nobody has it, the actor's."""
@@ -112,6 +114,15 @@ class Crew:
         """The results of the same call on every worker."""
         return self.hosts.start(method, [args] * self.hosts.size, what=what).results()
 
+    def held(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> list[Any]:
+        """The results of a method of the samples that each worker holds. It runs beside what workers compute. A mistake of the user's is
+        raised here, and the workers live on."""
+        found = self.hosts.start("held", [(method, *own) for own in args], what=what, aside=True).results()
+        for each in found:
+            if isinstance(each, UserError):
+                raise each
+        return found
+
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Enclose all calls of a phase: its memory is measured, and out-of-memory errors name the settings that would help."""
@@ -128,9 +139,9 @@ class Crew:
 
     # -- rollout --------------------------------------------------------------------------------------------------------------------
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Group, None, None]:
-        """One group for each prompt, each as soon as it is complete. Prompts are dealt in turn: all of them, or with a queue as many as the
-        engines have seats for; the others go to whichever engine has free seats first."""
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> Generator[Any, None, None]:
+        """One group for each prompt, each as soon as it is complete; its head, where workers hold samples. Prompts are dealt in turn: all
+        of them, or with a queue as many as the engines have seats for; the others go to whichever engine has free seats first."""
         size, numbered = len(self._ranks_of("actor")), list(enumerate(prompts))
         seats = size * max(1, self.plan.budgets.max_seqs // sampling.samples) if self._queue else len(prompts)
         queue = deque(numbered[seats:])
@@ -152,7 +163,7 @@ class Crew:
 
     def report_rollout(self, say: Callable[[str], None], interval: float) -> None:
         """Have the engines describe their progress after every `interval` seconds of generating, in one line for all."""
-        if isinstance(self.hosts, Local):
+        if self.hosts.worker:
             self.worker.report_rollout(say, interval)
         else:
             self._progress = JointProgress(len(self._ranks_of("actor")), say)
@@ -169,43 +180,66 @@ class Crew:
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
-    def annotate(self, role: str, field: str, rows: Sequence[Row], report: Report) -> AnnotatedRows:
-        """The rows with the role's number for each trained token, as `field`."""
+    def annotate(self, role: str, field: str, rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
+        """The rows with the role's number for each trained token, as `field`; rows that workers hold get it there."""
         return self.start_annotation(role, field, rows).finish(rows, report)
 
-    def start_annotation(self, role: str, field: str, rows: Sequence[Row]) -> StartedWork[AnnotatedRows]:
+    def start_annotation(self, role: str, field: str, rows: Sequence[AnyRow]) -> StartedWork[AnnotatedRows]:
         """Begin what `annotate` does. The rows to finish it with may have got numbers of other roles meanwhile."""
-        call, finish = self._start_passes(role, rows)
+        call, finish = self._start_passes(role, rows, field)
 
-        def annotated(rows: Sequence[Row], report: Report) -> AnnotatedRows:
+        def annotated(rows: Sequence[AnyRow], report: Report) -> AnnotatedRows:
             plan, found, pads = finish(report)
-            return AnnotatedRows(scatter(rows, plan, found, field), pads)
+            if here := rows_here(rows):
+                return AnnotatedRows(scatter(here, plan, found, field), pads)
+            if rows:
+                self.held("give_back", [(field,)] * self.hosts.size, what=f"a pass of the {role}")
+            return AnnotatedRows(list(rows), pads)
 
         return StartedWork(call, annotated)
 
     def sum_logprobs(self, rows: Sequence[Row]) -> tuple[float, int]:
         """The sum of the actor's log-probs over all trained tokens of the rows, and how many tokens these are."""
-        _, found, _ = self._start_passes("actor", rows)[1](lambda done, total: None)
+        _, found, _ = self._start_passes("actor", rows, "logprobs")[1](lambda done, total: None)
         return sum(float(logprobs.sum(dtype=np.float64)) for logprobs in found), sum(map(len, found))
 
-    def _start_passes(self, role: str, rows: Sequence[Row]) -> tuple[WorkerCall, Callable[[Report], Passes]]:
+    def _start_passes(self, role: str, rows: Sequence[AnyRow], field: str) -> tuple[WorkerCall, Callable[[Report], Passes]]:
         """The call, and a function that waits for it."""
         sizing, size = self.forward_sizes[role], len(self._ranks_of(role))
         plan = sizing.schedule([row.tokens for row in rows], size)
         dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance)
-        args = [(role, chosen(rows, own := [plan[place] for place in places]), own, sizing.packing) for places in dealt]
+        own = [[plan[place] for place in places] for places in dealt]
+        given = self._bring(role, field, rows, own, whole=False)
+        args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
         call = self._start(role, "annotate", args, what=f"a pass of the {role}")
 
         def finish(report: Report) -> Passes:
             for done, _ in enumerate(call.items(), start=1):
                 report(done, len(plan))
             results: list[Annotated] = self._results(role, call)
-            found = in_order(dealt, [each.numbers for each in results])
+            found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
             return plan, found, sum(each.pad_tokens for each in results)
 
         return call, finish
 
-    def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[Row]) -> list[float]:
+    def _bring(
+        self, role: str, purpose: str, rows: Sequence[AnyRow], micro_batches: Sequence[Sequence[Sequence[int]]], *, whole: bool
+    ) -> Sequence[dict[int, Row] | str]:
+        """What the call of each of the role's workers is given, so that it has the rows of its micro-batches: these rows, or the purpose
+        under which the workers that hold them have sent them."""
+        if here := rows_here(rows):
+            return [chosen(here, own) for own in micro_batches]
+        if not rows:
+            return [{} for _ in micro_batches]
+        wanted: list[list[dict[int, Hashable]]] = [[{} for _ in range(self.hosts.size)] for _ in range(self.hosts.size)]
+        for rank, own in zip(self._ranks_of(role), micro_batches, strict=True):
+            for index, head in chosen(rows, own).items():
+                assert isinstance(head, RowHead)
+                wanted[head.home][rank][index] = head.key
+        self.held("exchange", [(purpose, own, whole) for own in wanted], what=purpose)
+        return [purpose] * len(micro_batches)
+
+    def _costs(self, role: str, plan: Sequence[Sequence[int]], rows: Sequence[AnyRow]) -> list[float]:
         """What each micro-batch costs, to deal them out evenly."""
         chosen = ([rows[index] for index in indices] for indices in plan)
         size = self._sizes[role]
@@ -213,12 +247,12 @@ class Crew:
 
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
-    def update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> Metrics:
+    def update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> Metrics:
         """Make every optimizer step of a role from these rows, after `updates_before` earlier ones. Metrics are means over these steps, and
         counts: `updates`, and `skipped_updates`, whose gradient was not finite. The first report is made before any parameter changes."""
         return self.start_update(role, rows, updates_before, report).finish(rows, report)
 
-    def start_update(self, role: str, rows: Sequence[Row], updates_before: int, report: Report) -> StartedWork[Metrics]:
+    def start_update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> StartedWork[Metrics]:
         """Begin what `update` does."""
         sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
         size = len(self._ranks_of(role))
@@ -226,15 +260,14 @@ class Crew:
         costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
         dealt = [distribute(each, size, self.config.train.balance) for each in costs]
         parts = [[plan.part(places[worker]) for plan, places in zip(plans, dealt, strict=True)] for worker in range(size)]
-        if not isinstance(self.hosts, Local):  # other processes do not wait for the reader of their progress
+        if not self.hosts.worker:  # other processes do not wait for the reader of their progress
             report(0, self.config.algorithm.epochs * len(plans))
-        args = [
-            (role, chosen(rows, [indices for part in own for indices in part.micro_batches]), own, updates_before, sizing.packing)
-            for own in parts
-        ]
+        micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
+        given = self._bring(role, f"update-{role}", rows, micro_batches, whole=True)
+        args = [(role, *each, updates_before, sizing.packing) for each in zip(given, parts, strict=True)]
         call = self._start(role, "update", args, what=f"update-{role}")
 
-        def finish(rows: Sequence[Row], report: Report) -> Metrics:
+        def finish(rows: Sequence[AnyRow], report: Report) -> Metrics:
             for rank, (done, total) in call.items():
                 if rank == self._ranks_of(role)[0]:
                     report(done, total)
@@ -266,15 +299,16 @@ class Crew:
             **{f"timing_s/workers/update_{role}/{name}": count for name, count in of_workers.items()},
         }
 
-    def _plan_minibatches(self, rows: Sequence[Row], sizing: MicroSizing, workers: int, *, advantage_alone: bool) -> list[BatchPlan]:
-        if not any(row.mask.any() for row in rows):
+    def _plan_minibatches(self, rows: Sequence[AnyRow], sizing: MicroSizing, workers: int, *, advantage_alone: bool) -> list[BatchPlan]:
+        if not any(row.trained for row in rows):
             return []
         make = partial(plan_minibatch, aggregation=self.algorithm.aggregation, length_norm=self.algorithm.length_norm, micro=sizing)
         parts = split_minibatches([row.group for row in rows], self.config.algorithm.minibatches_per_step)
         return [make(rows, part, advantage_alone=advantage_alone, workers=workers) for part in parts]
 
     def metrics(self) -> Metrics:
-        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart."""
+        """Memory, measured since the last call, and bytes of collectives: of several workers, the most; and how far they are apart. Also
+        the bytes that went between the driver and workers in other processes."""
         found: list[Metrics] = self._all("metrics", what="metrics")
         apart: Metrics = {}
         for ranks in self._groups:
@@ -285,7 +319,15 @@ class Crew:
                 if len(ranks) > 1 and name.startswith(MEMORY) and name.rpartition("/")[2] in ("peak", "reserved", "process")
             }
             apart |= {name: max(apart.get(name, 0.0), each) for name, each in spreads.items()}
-        return {name: max(each) for name, each in gathered(found).items()} | apart
+        return {name: max(each) for name, each in gathered(found).items()} | apart | self._traffic()
+
+    def _traffic(self) -> Metrics:
+        """Bytes between the driver and workers in other processes since the last call."""
+        before, self._counted = self._counted, self._bytes()
+        return dict(self._counted - before)
+
+    def _bytes(self) -> Counter[str]:
+        return Counter({"driver/bytes_out": self.hosts.sent_bytes, "driver/bytes_in": self.hosts.received_bytes})
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
@@ -323,10 +365,10 @@ class Crew:
     def hurry(self) -> str:
         """The run is to stop: have workers that are stuck given up soon. Returns what the stop waits for, in words, if anything."""
         self.hosts.hurry()
-        return "" if isinstance(self.hosts, Local) else "the workers have finished what they do"
+        return "" if self.hosts.worker else "the workers have finished what they do"
 
     def close(self) -> None:
-        if isinstance(self.hosts, Local):  # with other processes ends everything that they hold
+        if self.hosts.worker:  # with other processes ends everything that they hold
             self._all("close", what="the end")
         self.hosts.close()
 
@@ -345,7 +387,12 @@ def require_same(checksums: Sequence[str | None], version: int) -> None:
     )
 
 
-def chosen(rows: Sequence[Row], micro_batches: Sequence[Sequence[int]]) -> dict[int, Row]:
+def rows_here(rows: Sequence[AnyRow]) -> list[Row]:
+    """The rows, unless workers hold them."""
+    return [row for row in rows if isinstance(row, Row)]
+
+
+def chosen(rows: Sequence[SomeRow], micro_batches: Sequence[Sequence[int]]) -> dict[int, SomeRow]:
     """The rows that these micro-batches hold, by their indices."""
     return {index: rows[index] for indices in micro_batches for index in indices}
 

@@ -29,6 +29,18 @@ class Hosts(Protocol):
     def size(self) -> int:
         """The number of workers. Their ranks are 0 to size - 1."""
 
+    @property
+    def worker(self) -> Any | None:
+        """The worker's object where it is in this process; None: workers are in other processes."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that have gone from this process to workers in other processes."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that workers in other processes have sent to this one."""
+
     def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> WorkerCall:
         """Call a method of workers. `args`: one tuple per worker, in order of rank; None: this worker is not called, and its result is
         None. `what`: the name of this call for people, for example "update-actor". `aside`: it may run in a thread, beside other calls of

@@ -15,6 +15,7 @@ from fulltilt.cluster.hosts import no_results, produced
 
 class Local:
     size = 1
+    sent_bytes = received_bytes = 0
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
 from fulltilt.cluster.sharing import SharedModels, share_out
+from fulltilt.cluster.shelf import Shelf, share_of_rewards
 from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits
 from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
@@ -32,9 +34,11 @@ from fulltilt.model import lora
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.layout import UNSHARDED, Sharding
+from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
+from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import Engine, EngineContext, make_engine
 from fulltilt.schema import Config, TrainConfig, shares_parameters
@@ -63,6 +67,7 @@ class WorkerOrder:
     sampled: bool = False  # whether the run samples from the actor
     resume: Checkpoint | None = None
     kept: dict[str, Any] | None = None  # the budgets of an earlier plan
+    writer: RewardEncoder | None = None  # writes samples for the reward model, wherever that is
     only: str | None = None  # the role of workers that have no other; None: the actor and all roles that have no workers of their own
 
     def of_team(self, role: str | None, apart: Collection[str]) -> WorkerOrder:
@@ -79,7 +84,10 @@ class WorkerOrder:
         return replace(self, only=role, roles=(role,) if self.roles else (), encoder=encoder, texts=texts, sampled=False, kept=kept)
 
 
-def load_worker(order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE) -> Worker:
+def load_worker(
+    order: WorkerOrder, algorithm: Algorithm, device: torch.device, ranks: Ranks = ALONE, parcels: Parcels | None = None
+) -> Worker:
+    """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
     sharding = find_sharding(order.config, list(dict.fromkeys([*order.roles, *judged])), device, ranks, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
@@ -87,6 +95,10 @@ def load_worker(order: WorkerOrder, algorithm: Algorithm, device: torch.device, 
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None
     )
     worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks, sharding)
+    if parcels:
+        settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
+        pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
+        worker.shelf = Shelf(config, algorithm, parcels, pool, order.writer)
     if ranks.of_run > 1:
         described = describe_workers(ranks, device, worker.plan.budgets.threads, time.perf_counter() - began, worker.roles)
         worker.notes = (described, *worker.notes)

@@ -153,6 +153,8 @@ class Breakdown:
 
 
 class Processes:
+    worker = None  # no worker is in this process
+
     def __init__(
         self, orders: Sequence[Any], make: str, *, what: str = "loading", environment: Mapping[str, str] | None = None,
         launch: Launch = launch_here, on_stall: Callable[[str], None] = print_stall, stall_s: float = 45.0, deadline_s: float = 1800.0,

@@ -28,9 +28,11 @@ from fulltilt.cluster.making import WorkerOrder, be_deterministic, load_worker
 from fulltilt.cluster.processes import Processes
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker, enough_memory
+from fulltilt.parallel.parcels import Parcels
 from fulltilt.records import RunWarning
+from fulltilt.schema import rewards_named
 from fulltilt.settings import own_functions
-from fulltilt.user_code import UserCode, known_functions
+from fulltilt.user_code import FROM_PYTHON, UserCode, known_functions, locate
 
 SERVE = "fulltilt.cluster.service:serve"
 UNTIL_THE_END = contextlib.ExitStack()  # of the process of a worker
@@ -85,7 +87,11 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
     with enough_memory("set-up", f" on worker {service.rank}"):
         shared = {"beside": service.beside, "sharing": service.sharing}
         ranks = join_team(service.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
-        worker = load_worker(service.order, build(config), device, ranks)
+        parcels = None
+        if service.beside < service.size:  # on several machines samples stay where they are
+            # A group of its own: rows are sent while the others compute.
+            parcels = Parcels(service.rank, service.size, dist.new_group(backend="gloo", timeout=deadline), ranks.moved)
+        worker = load_worker(service.order, build(config), device, ranks, parcels)
     return ServedWorker(worker)
 
 
@@ -126,6 +132,9 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
     settings = order.config.cluster
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     codes = [function.code for function in own_functions(order.config).values()]
+    if len({place.machine for place in places}) > 1:  # there, workers have reward processes of their own
+        rewards = rewards_named(order.config.reward.function, order.config.reward.sources)
+        codes += [locate(name) for name in rewards if name.startswith(FROM_PYTHON)]
     functions = {code.name: travelling(code) for code in codes if code.given}
     teams = teams_of(order, len(places))
     team_of = {rank: team for team in teams for rank in team.ranks}

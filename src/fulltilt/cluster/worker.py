@@ -1,10 +1,11 @@
 """One worker: a device with everything on it, behind the line that separates what decides from what computes.
 
 Enters: prompts, rows, a mini-batch's part for this worker, a checkpoint's folder. Leaves: groups, numbers for tokens, sums for metrics, and
-checkpoint files. Guaranteed: only records that pickle, numbers and paths cross the line, in both directions; a caller never sees a tensor,
-a model or an optimizer. A method is a plain one or a generator: what a generator yields (progress, finished groups) goes to the caller as
-it comes, and what it returns is the result; no callback crosses. So the same calls run in this process or in another (cluster/hosts.py).
-What does not pickle stays on its side: the stream of `weights` is the worker's, whose engine reads it.
+checkpoint files; heads of groups where it holds the samples itself (cluster/shelf.py). Guaranteed: only records that pickle, numbers and
+paths cross the line, in both directions; a caller never sees a tensor, a model or an optimizer. A method is a plain one or a generator:
+what a generator yields (progress, finished groups) goes to the caller as it comes, and what it returns is the result; no callback crosses.
+So the same calls run in this process or in another (cluster/hosts.py). What does not pickle stays on its side: the stream of `weights` is
+the worker's, whose engine reads it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from fulltilt.batching.cost import ModelSize
 from fulltilt.batching.pack import pack, pack_plan
 from fulltilt.blame import is_out_of_memory
 from fulltilt.cluster.hosts import Inbox
+from fulltilt.cluster.shelf import Shelf
 from fulltilt.memory.account import Account, Reading
 from fulltilt.memory.offload import Residence
 from fulltilt.parallel.apply import Shards
@@ -33,7 +36,7 @@ from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import Plan, releases_memory
-from fulltilt.records import BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
+from fulltilt.records import AnyGroup, BatchPlan, Group, LossSums, MicroBatch, Prompt, Row, UserError
 from fulltilt.rollout.engine import Engine, FreeSeats, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
@@ -80,6 +83,7 @@ class WorkerFacts:
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
+    holds_samples: bool = False  # the driver gets heads in place of groups
 
 
 class PromptQueue:
@@ -187,6 +191,7 @@ class Worker:
     ranks: Ranks = ALONE  # the workers that train the same models
     shards: tuple[Shards, ...] = ()  # models that are shared out among them
     twin: Twin | None = None  # the whole actor for the engine, where it is shared out
+    shelf: Shelf | None = None  # the samples of this worker, which has them on several machines
     collect: Callable[[], None] = nothing  # makes what `export` writes; on all workers at the same time
     version: int | None = 0  # of the weights that the engine samples from; None: they have changed and were not synced
     _unwritten: Callable[[], Digests] | None = None  # does the rest of the last `save`
@@ -195,7 +200,7 @@ class Worker:
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue)
+        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, self.shelf is not None)
 
     @property
     def _may_queue(self) -> bool:
@@ -236,10 +241,11 @@ class Worker:
         version: int,
         longest_queued: int = 0,
         inbox: Inbox | None = None,
-    ) -> Generator[Group | FreeSeats, None, None]:
-        """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by. The KV cache is
-        given back also where the caller stops early. `version`: that of the weights to sample from. `longest_queued`: tokens of the longest
-        prompt that the caller holds back; each `FreeSeats` is then to be answered with more prompts, or with none if there are no more."""
+    ) -> Generator[AnyGroup | FreeSeats, None, None]:
+        """One group for each prompt, each as soon as it is complete, with the place that the caller knows the prompt by; its head, where
+        this worker holds its samples. The KV cache is given back also where the caller stops early. `version`: that of the weights to
+        sample from. `longest_queued`: tokens of the longest prompt that the caller holds back; each `FreeSeats` is then to be answered with
+        more prompts, or with none if there are no more."""
         assert self.engine
         assert self.twin is None or self.twin.current, "sync comes before a rollout: the engine has old weights"
         if version != self.version:
@@ -257,7 +263,11 @@ class Worker:
             else:
                 items = self.engine.generate(given, sampling, seed)
             for item in items:
-                yield replace(item, place=places[item.place]) if isinstance(item, Group) else item
+                if isinstance(item, Group):
+                    group = replace(item, place=places[item.place])
+                    yield self.shelf.keep(group) if self.shelf else group
+                else:
+                    yield item
             self.account.look()  # while the KV cache still exists
         finally:
             if releases_memory(self.config):
@@ -306,16 +316,38 @@ class Worker:
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
+    def held(self, method: str, *args: Any) -> Generator[Any, None, Any]:
+        """Call a method of the shelf. A mistake of the user's is the result: the workers are not at fault, and may have to save."""
+        try:
+            outcome = getattr(self.shelf, method)(*args)
+            return (yield from outcome) if isinstance(outcome, Generator) else outcome
+        except UserError as error:
+            return UserError(*error.args)
+
+    def _given(self, rows: Mapping[int, Row] | str) -> Mapping[int, Row]:
+        """The rows of a call. A text: the purpose for which other workers have sent them."""
+        if not isinstance(rows, str):
+            return rows
+        assert self.shelf
+        return self.shelf.visiting(rows)
+
     def annotate(
-        self, role: str, rows: Mapping[int, Row], plan: Sequence[Sequence[int]], packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, plan: Sequence[Sequence[int]], packing: bool
     ) -> Generator[Done, None, Annotated]:
-        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`."""
-        micro_batches = [pack(rows, indices, packing=packing) for indices in plan]
+        """The role's number for each trained token of these micro-batches, which are lists of keys of `rows`. The numbers of rows that
+        other workers have sent stay here, to be given back."""
+        given = self._given(rows)
+        micro_batches = [pack(given, indices, packing=packing) for indices in plan]
         found = []
         for numbers in self._passes(role, micro_batches):
             found.append(numbers)
             yield len(found), len(micro_batches)
-        return Annotated(found, sum(micro.pad_tokens for micro in micro_batches))
+        pads = sum(micro.pad_tokens for micro in micro_batches)
+        if not isinstance(rows, str):
+            return Annotated(found, pads)
+        assert self.shelf
+        self.shelf.note(rows, plan, found)
+        return Annotated([], pads)
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
         role = self.roles[name]
@@ -354,7 +386,7 @@ class Worker:
     # -- updates --------------------------------------------------------------------------------------------------------------------
 
     def update(
-        self, role: str, rows: Mapping[int, Row], parts: Sequence[BatchPlan], updates_before: int, packing: bool
+        self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool
     ) -> Generator[Done, None, UpdateSums]:
         """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch. Progress is
         first told before any parameter changes."""
@@ -362,7 +394,8 @@ class Worker:
         self.residents.need(role, update=True)
         self.version = None if role == "actor" else self.version
         trainer.optimizer.begin(updates_before)
-        batches = [pack_plan(rows, part, packing=packing) for part in parts]
+        given = self._given(rows)
+        batches = [pack_plan(given, part, packing=packing) for part in parts]
         found: list[tuple[LossSums, Metrics]] = []
         seconds = 0.0
         for batch in batches * self.config.algorithm.epochs:
@@ -411,7 +444,8 @@ class Worker:
         the tensors may only be copied, for `finish_save` to write."""
         self._unwritten = None  # the copy of a save that failed
         self.collect()
-        tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in arrays.items()}
+        held = {f"{SURPLUS_TENSORS}{name}": array for name, array in self.shelf.arrays.items()} if self.shelf else {}
+        tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in {**arrays, **held}.items()}
         self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.number, size=self.ranks.of_run)
 
     def finish_save(self) -> Digests:
@@ -432,5 +466,7 @@ class Worker:
         return {f"{prefix}{name}": tensor for prefix, tensors in own.items() for name, tensor in tensors.items()}
 
     def close(self) -> None:
+        if self.shelf:
+            self.shelf.close()
         if self.engine:
             self.engine.release()

@@ -287,12 +287,14 @@ def carried_over(parts: RunParts, found: Checkpoint, state: SavedState, console:
         return ()
     try:
         prompts = {prompt.uid: prompt for prompt in parts.train_data.items}
-        kept, lost = surplus.unpack(found.arrays(SURPLUS_TENSORS), state.surplus, prompts)
+        writers = {group.get("part", 0) for group in state.surplus}
+        kept, lost = surplus.unpack({worker: found.arrays(SURPLUS_TENSORS, worker) for worker in writers}, state.surplus, prompts)
     except (LookupError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise edited(found, f"surplus: {type(error).__name__}: {error}") from None
     if lost:
         console.warn(f"{lost} groups carried over from before the checkpoint are left out: their prompts are no longer in the data")
-    return tuple(kept)
+    assert parts.samples
+    return parts.samples.adopt(kept)
 
 
 def evaluate(config: Config, console: Console, *, latest: bool = False, best: bool = False, step: int | None = None) -> dict[str, Any]:

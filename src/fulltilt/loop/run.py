@@ -25,10 +25,11 @@ from fulltilt import config as configuration
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.crew import Outcome, Report, StartedWork
 from fulltilt.cluster.hosts import WorkerDied, WorkerStuck
+from fulltilt.cluster.shelf import shaped_reward
 from fulltilt.cluster.worker import SURPLUS_TENSORS
 from fulltilt.data.order import Cursor
 from fulltilt.interrupts import Interrupted, Interrupts
-from fulltilt.loop.experience import make_rows, sample_groups, score_groups, shaped_reward, training_sampling, validate
+from fulltilt.loop.experience import sample_groups, training_sampling, validate
 from fulltilt.loop.folder import METRICS, ROLLOUTS, VALIDATION, RunFolder
 from fulltilt.loop.saved import FileDigests
 from fulltilt.observe import metrics as measure
@@ -37,8 +38,7 @@ from fulltilt.observe.health import EVERY_REWARD_FAILED, Health, Unhealthy, last
 from fulltilt.observe.loggers import Loggers
 from fulltilt.observe.metrics import MetricsFile, RolloutFiles
 from fulltilt.observe.validation import sample_rows
-from fulltilt.records import Group, Prompt, Row, Score, UserError
-from fulltilt.rollout import surplus
+from fulltilt.records import AnyGroup, AnyRow, Prompt, Score, UserError
 from fulltilt.rollout.collect import ScoredGroup, StepGroups, fill
 from fulltilt.rollout.sampler import Sampling, sample_seed
 from fulltilt.rollout.stats import NO_STATS
@@ -111,7 +111,7 @@ class Run:
         self.metrics = MetricsFile(path / METRICS)
         self.rollouts = RolloutFiles(path / ROLLOUTS, config.run.save_rollouts)
         self.validations = RolloutFiles(path / VALIDATION, config.run.save_rollouts)
-        self._step: Callable[[int], Metrics] = self.rl_step if parts.reward else self.sft_step
+        self._step: Callable[[int], Metrics] = self.rl_step if parts.samples else self.sft_step
         self._exclude_errors = config.reward.on_error == "exclude"
         self._saved_ill = {progress.step} if progress.streaks else set[int]()  # checkpoints of steps in which a rule of health held
         self._best_seen = store.best is not None  # whether the metric of run.keep_best has had a value
@@ -123,28 +123,27 @@ class Run:
     # -- the steps ------------------------------------------------------------------------------------------------------------------
 
     def rl_step(self, step: int) -> Metrics:
-        config, parts, phase = self.config, self.parts, self._phase
-        assert parts.reward
-        before, self._engine_stats, self._pads = parts.reward.stats(), NO_STATS, Counter()
+        config, parts, phase, samples = self.config, self.parts, self._phase, self.parts.samples
+        assert samples
+        before, self._engine_stats, self._pads = samples.stats(), NO_STATS, Counter()
         filled, cursor = self._sample(step)
         baselines = self._baselines(filled.kept) if "baseline" in parts.algorithm.needs else None
-        rows = make_rows(filled.kept, parts.algorithm, step, exclude_errors=self._exclude_errors, baselines=baselines)
-        rows = self._annotate_all(rows)
+        rows = self._annotate_all(samples.rows(filled.kept, step, exclude_errors=self._exclude_errors, baselines=baselines))
         with phase("advantage"):
-            rows, coef, penalty = self._penalise(rows)
-            rows = parts.algorithm.advantage(rows)
+            rows, sums, coef, penalty = self._estimate(rows)
         updated = self._update_all(rows, step - 1)
         with phase("sync"):
             synced = self.crew.sync(step)
 
         shown = filled.kept or filled.sampled
-        self.rollouts.write(step, [entry.group for entry in shown], [entry.scores for entry in shown])
+        samples.write(self.rollouts, step, list[Any](entry.group for entry in shown), [entry.scores for entry in shown])
         self.interrupts.hold()  # a step that made no update holds only here
         self.progress = replace(self.progress, step=step, cursor=cursor, surplus=filled.surplus, reward_kl_coef=coef)
-        reward_stats = parts.reward.stats().since(before)
+        samples.release(filled.surplus)
+        reward_stats = samples.stats().since(before)
         if reward_stats.failed:
             self.console.warn(f"step {step}: {reward_stats}")
-        for note in parts.reward.take_notes():
+        for note in samples.take_notes():
             self.console.warn(note)
         groups, scores = [entry.group for entry in filled.sampled], [entry.scores for entry in filled.sampled]
         response, total = measure.count_tokens(groups)
@@ -152,7 +151,7 @@ class Run:
         return {
             **measure.summarise_scores(scores, timeouts=reward_stats.timeouts, excluded=excluded),
             **reward_stats.metrics(),
-            **measure.summarise_rows(rows),
+            **sums.metrics(),
             **penalty,
             **updated,
             **{f"{role}/forward_pad_tokens": count for role, count in self._pads.items()},
@@ -182,7 +181,7 @@ class Run:
         with self.console.phase(name), self.crew.phase(name):
             yield
 
-    def _annotate_all(self, rows: list[Row]) -> list[Row]:
+    def _annotate_all(self, rows: list[Any]) -> list[Any]:
         """The rows with all numbers that the algorithm needs. Roles with workers of their own compute beside the others."""
         wanted = {need: ANNOTATIONS[need] for need in sorted(self.parts.algorithm.needs & ANNOTATIONS.keys())}
         with contextlib.ExitStack() as stack:
@@ -202,7 +201,7 @@ class Run:
                 rows = annotated.rows
         return rows
 
-    def _update_all(self, rows: Sequence[Row], steps_before: int) -> Metrics:
+    def _update_all(self, rows: Sequence[AnyRow], steps_before: int) -> Metrics:
         """Every optimizer step of this step. A critic with workers of its own is updated beside the actor."""
         algorithm, updated = self.parts.algorithm, dict[str, Metrics]()
         roles = {"critic": steps_before} if algorithm.value_loss else {}
@@ -233,13 +232,13 @@ class Run:
             finally:
                 started.call.cancel()  # if it has not ended
 
-    def _finish(self, name: str, started: StartedWork[Outcome], rows: Sequence[Row], report: Report) -> Outcome:
+    def _finish(self, name: str, started: StartedWork[Outcome], rows: Sequence[AnyRow], report: Report) -> Outcome:
         with self.console.phase(name):
             found = started.finish(rows, report)
         self.console.seconds[name] = started.call.seconds  # all that it took, not only what others had to wait for it
         return found
 
-    def _annotate(self, role: str, field: str, rows: Sequence[Row]) -> list[Row]:
+    def _annotate(self, role: str, field: str, rows: Sequence[AnyRow]) -> list[Any]:
         annotated = self.crew.annotate(role, field, rows, self.console.phase_progress)
         self._pads[role] += annotated.pad_tokens
         return annotated.rows
@@ -271,14 +270,15 @@ class Run:
             )
         return filled, cursor
 
-    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[tuple[Group, list[Score]]]:
+    def _generate(self, prompts: Sequence[Prompt], sampling: Sampling, seed: int) -> list[tuple[AnyGroup, list[Score]]]:
         """One group for each prompt, with the scores of its samples."""
         with self._phase("rollout"):
             groups = sample_groups(self.parts, self.console, prompts, sampling, seed)
             self._engine_stats += self.crew.rollout_stats()
         with self._phase("reward"):
             judge = partial(self._annotate, "reward_model", "values")
-            scores = score_groups(self.parts, self.console, self.config, groups, judge)
+            assert self.parts.samples
+            scores = self.parts.samples.score(groups, judge, self.console.warn)
         self._require_folder()  # reward functions can change its modes
         return list(zip(groups, scores, strict=True))
 
@@ -287,27 +287,28 @@ class Run:
         greedy = replace(training_sampling(self.config), samples=1, temperature=0.0, top_p=1.0, top_k=0)
         found = self._generate([entry.group.prompt for entry in kept], greedy, self.config.run.seed)
         shape = partial(shaped_reward, algorithm=self.parts.algorithm)
-        return [replace(score, value=shape(score, group.samples[0])) for group, (score,) in found]
+        return [replace(score, value=shape(score, group.samples[0].tokens)) for group, (score,) in found]
 
-    def _penalise(self, rows: list[Row]) -> tuple[list[Row], float | None, Metrics]:
-        """Rewards less the KL penalty, and the penalty's weight in the next step."""
-        penalty = self.parts.algorithm.reward_kl
-        if penalty is None:
-            return rows, None, {}
-        kept = self.progress.reward_kl_coef if penalty.target is not None else None
-        coef = penalty.coef if kept is None else kept
-        if not rows:
-            return rows, coef, {}
-        rows, mean_kl = penalty.penalise(rows, coef)
+    def _estimate(self, rows: list[Any]) -> tuple[list[Any], measure.RowSums, float | None, Metrics]:
+        """Rows with advantages, from rewards less the KL penalty; and the penalty's weight in the next step."""
+        penalty, coef = self.parts.algorithm.reward_kl, None
+        if penalty:
+            kept = self.progress.reward_kl_coef if penalty.target is not None else None
+            coef = penalty.coef if kept is None else kept
+        assert self.parts.samples
+        found = self.parts.samples.estimate(rows, coef)
+        if penalty is None or coef is None or not rows:
+            return found.rows, found.sums, coef, {}
+        mean_kl = penalty.mean_kl(found.divergences)
         metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": coef}
-        return rows, penalty.next_coef(coef, mean_kl, len(rows)), metrics
+        return found.rows, found.sums, penalty.next_coef(coef, mean_kl, len(rows)), metrics
 
     def _hold(self, done: int, total: int) -> None:
         """Once an optimizer step is made, Ctrl-C waits for the end of the step."""
         self.interrupts.hold()
         self.console.phase_progress(done, total)
 
-    def _start_update(self, role: str, rows: Sequence[Row], steps_before: int) -> StartedWork[Metrics]:
+    def _start_update(self, role: str, rows: Sequence[AnyRow], steps_before: int) -> StartedWork[Metrics]:
         """Every optimizer step that a role makes in this step, after `steps_before` others."""
         return self.crew.start_update(role, rows, steps_before * self.parts.plan.updates_per_step, self._hold)
 
@@ -320,7 +321,7 @@ class Run:
                 f"{skipped} of {updates} optimizer steps of the {role} had a gradient that is not finite: parameters were left as they were"
             )
 
-    def _rounds(self, filled: StepGroups, rows: Sequence[Row]) -> Metrics:
+    def _rounds(self, filled: StepGroups, rows: Sequence[AnyRow]) -> Metrics:
         if self.parts.algorithm.dynamic is None:
             return {}
         return {
@@ -522,11 +523,12 @@ class Run:
         with self.console.phase("eval"):
             found = validate(self.config, self.parts, self.console)
         self.console.note(f"validation after step {step}: " + ", ".join(f"{name} {value:.4g}" for name, value in found.metrics.items()))
-        if found.groups:
-            self.validations.write(step, found.groups, found.scores)
-        columns, samples = sample_rows(found.groups, found.scores, self.config.log.val_samples)
-        if samples:
-            self.loggers.table(step, "val/samples", columns, samples)
+        if (samples := self.parts.samples) and found.groups:
+            samples.write(self.validations, step, found.groups, found.scores)
+            columns, shown = sample_rows(found.groups, found.scores, self.config.log.val_samples, samples.texts)
+            if shown:
+                self.loggers.table(step, "val/samples", columns, shown)
+            samples.release(self.progress.surplus)
         return found.metrics | {"timing_s/testing": self.console.seconds["eval"]}
 
     def _finish_background_save(self, *, wait: bool) -> None:
@@ -558,7 +560,7 @@ class Run:
         begin, best = time.perf_counter(), best or self.store.best
         self.metrics.sync()
         self.loggers.flush()
-        arrays, carried = surplus.pack(self.progress.surplus) if self.progress.surplus else ({}, [])
+        arrays, carried = self.parts.samples.pack(self.progress.surplus) if self.parts.samples else ({}, [])
         state = {
             "step": self.progress.step,
             **self.crew.state(),

@@ -68,8 +68,8 @@ def install(model: PreTrainedModel) -> None:
     for layer in decoder_layers(model):
         if "forward" in vars(layer):
             raise WrongLayers(f"a {type(layer).__name__} already runs a forward that is not its class's: a forward has one owner")
-        setattr(layer, MARK, True)
         layer.forward = two_forwards(layer.forward)
+        setattr(layer, MARK, True)  # last: `restore` takes back what was marked
 
 
 def two_forwards(own: Callable[..., Any]) -> Callable[..., Any]:

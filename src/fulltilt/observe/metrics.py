@@ -13,17 +13,20 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from fulltilt.folders import read_file, without_waiting
-from fulltilt.records import Group, Row, Sample, Score, UserError
+from fulltilt.records import AnyGroup, Group, Row, Sample, Score, UserError
 from fulltilt.words import listed
 
 Number = float | int
+SomeGroup = TypeVar("SomeGroup", bound=AnyGroup)
+COPIED_BYTES = 2**20  # of text that the driver has in memory at once
 
 # The name of each phase, and verl's name for its seconds.
 TIMING_NAMES: Mapping[str, str] = {
@@ -70,8 +73,7 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_name(f"{path.name}.partial")
     with _writing(path):
         path.parent.mkdir(exist_ok=True)  # not its parents: a run folder that was removed stays removed
-        # Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8.
-        partial.write_bytes(text.encode("utf-8", errors="backslashreplace"))
+        partial.write_bytes(written_text(text))
         partial.replace(path)
 
 
@@ -158,17 +160,35 @@ class RolloutFiles:
         self.per_step = per_step
 
     def write(self, step: int, groups: Sequence[Group], scores: Sequence[Sequence[Score]]) -> None:
-        """Write the first groups, whole ones, as many as `per_step` samples allow and at least one. `scores` holds, for each group, the
-        score of each of its samples."""
-        lines: list[str] = []
-        for group, group_scores in zip(groups, scores, strict=True):
-            if lines and len(lines) + len(group.samples) > self.per_step:
-                break
-            lines += [
-                json.dumps(_rollout(group, sample, score), ensure_ascii=False, default=str)
-                for sample, score in zip(group.samples, group_scores, strict=True)
-            ]
-        write_whole(self.folder / f"step-{step:06d}.jsonl", "".join(f"{line}\n" for line in lines))
+        """Write the first groups, as `shown` says. `scores` holds, for each group, the score of each of its samples."""
+        write_whole(self.path(step), "".join(map(rollout_lines, self.shown(groups), scores)))
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:06d}.jsonl"
+
+    def shown(self, groups: Sequence[SomeGroup]) -> list[SomeGroup]:
+        """The first groups, whole ones, as many as `per_step` samples allow and at least one that has samples."""
+        lines = list(accumulate(len(group.samples) for group in groups))
+        return [group for group, before, after in zip(groups, [0, *lines], lines, strict=False) if not before or after <= self.per_step]
+
+    def part(self, step: int, worker: int) -> Path:
+        """Where a worker writes the lines of the groups that it holds, for `join`."""
+        with _writing(self.folder):
+            self.folder.mkdir(exist_ok=True)
+        return self.path(step).with_name(f"{self.path(step).name}.partial-{worker}")
+
+    def join(self, step: int, stretches: Sequence[tuple[int, int]]) -> None:
+        """Make the file of a step from those of workers: in this order, so many bytes of each worker's, which follow one another there."""
+        with contextlib.ExitStack() as stack, _writing(self.path(step)):
+            sources = {worker: stack.enter_context(self.part(step, worker).open("rb")) for worker, _ in stretches}
+            joined = self.path(step).with_name(f"{self.path(step).name}.partial")
+            with joined.open("wb") as target:
+                for worker, size in stretches:
+                    for begin in range(0, size, COPIED_BYTES):
+                        target.write(sources[worker].read(min(COPIED_BYTES, size - begin)))
+            joined.replace(self.path(step))
+            for worker in sources:
+                self.part(step, worker).unlink()
 
     def truncate(self, step: int) -> None:
         """Remove the files of steps after `step`, and half-written ones that a killed run left."""
@@ -176,7 +196,7 @@ class RolloutFiles:
             return
         with _writing(self.folder):
             for path in self.folder.iterdir():
-                found = re.fullmatch(r"step-(\d+)\.jsonl(\.partial)?", path.name)
+                found = re.fullmatch(r"step-(\d+)\.jsonl(\.partial(-\d+)?)?", path.name)
                 if found and (found.group(2) or int(found.group(1)) > step):
                     path.unlink()
 
@@ -184,6 +204,25 @@ class RolloutFiles:
 def read_samples(path: Path) -> list[dict[str, Any]]:
     """The samples of one file of `RolloutFiles`."""
     return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
+
+
+def write_stretches(path: Path, texts: Sequence[str]) -> list[int]:
+    """Write texts one after another. Returns how many bytes each has."""
+    encoded = [written_text(text) for text in texts]
+    with _writing(path):
+        path.write_bytes(b"".join(encoded))
+    return list(map(len, encoded))
+
+
+def rollout_lines(group: Group, scores: Sequence[Score]) -> str:
+    """The lines of a group's samples, each with its end."""
+    pairs = zip(group.samples, scores, strict=True)
+    return "".join(json.dumps(_rollout(group, *pair), ensure_ascii=False, default=str) + "\n" for pair in pairs)
+
+
+def written_text(text: str) -> bytes:
+    """Some byte-level tokens decode to a lone surrogate, which is not valid UTF-8."""
+    return text.encode("utf-8", errors="backslashreplace")
 
 
 def _rollout(group: Group, sample: Sample, score: Score) -> dict[str, Any]:
@@ -214,7 +253,7 @@ def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, exclud
         for name, value in score.parts.items():
             parts.setdefault(name, []).append(value)
     return {
-        **_spread("critic/score", [score.value for score in good]),
+        **Spread.of([score.value for score in good]).metrics("critic/score"),
         **{f"reward/parts/{name}": float(np.mean(values)) for name, values in parts.items()},
         **mean_of("reward/groups_with_variance", [len({score.value for score in each if score.error is None}) > 1 for each in scores]),
         "reward/samples": len(flat),
@@ -224,19 +263,82 @@ def summarise_scores(scores: Sequence[Sequence[Score]], *, timeouts: int, exclud
     }
 
 
-def summarise_rows(rows: Sequence[Row]) -> dict[str, Number]:
-    """What the update learns from. Rewards are per row, with the algorithm's shaping and KL penalty; the rest is per trained token."""
-    totals = [row.reward if row.token_rewards is None else float(row.token_rewards.sum(dtype=np.float64)) for row in rows]
-    advantages, values, returns = (_trained(rows, name) for name in ("advantages", "values", "returns"))
-    found = {**_spread("critic/rewards", totals), **_spread("critic/advantages", advantages)}
-    if len(drawn := _trained([row for row in rows if row.lag == 0], "rollout_logprobs")):
-        found["rollout/entropy"] = -float(drawn.mean())
-    if not len(values):
+@dataclass(frozen=True)
+class Spread:
+    """Some numbers, as far as metrics need them. Those of several workers are joined by `+`."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0  # sum of the squared distances to the mean
+    most: float = -math.inf
+    least: float = math.inf
+
+    @classmethod
+    def of(cls, values: Sequence[float] | np.ndarray) -> Spread:
+        array = np.asarray(values, dtype=np.float64)
+        if not len(array):
+            return cls()
+        squares = np.square(array - array.mean()).sum()
+        return cls(len(array), float(array.sum()), float(squares), float(array.max()), float(array.min()))
+
+    def __add__(self, other: Spread) -> Spread:
+        if not self.count or not other.count:
+            return self if self.count else other
+        between = (self.mean - other.mean) ** 2 * (self.count * other.count / (self.count + other.count))
+        return Spread(
+            self.count + other.count,
+            self.total + other.total,
+            self.squares + other.squares + between,
+            max(self.most, other.most),
+            min(self.least, other.least),
+        )
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count
+
+    @property
+    def variance(self) -> float:
+        return self.squares / self.count
+
+    def metrics(self, name: str) -> dict[str, Number]:
+        # Nothing has no mean: the name is left out instead of being written with a meaningless number.
+        return {f"{name}/mean": self.mean, f"{name}/max": self.most, f"{name}/min": self.least} if self.count else {}
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """What metrics need of the rows that an update learns from; `+` joins those of several workers. Rewards are per row, with the
+    algorithm's shaping and KL penalty; the rest is per trained token."""
+
+    rewards: Spread = field(default_factory=Spread)
+    advantages: Spread = field(default_factory=Spread)
+    drawn: Spread = field(default_factory=Spread)  # log-probs of samples from the weights of this step
+    values: Spread = field(default_factory=Spread)
+    returns: Spread = field(default_factory=Spread)
+    residuals: Spread = field(default_factory=Spread)  # returns - values
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> RowSums:
+        totals = [row.reward if row.token_rewards is None else float(row.token_rewards.sum(dtype=np.float64)) for row in rows]
+        advantages, values, returns = (_trained(rows, name) for name in ("advantages", "values", "returns"))
+        drawn = _trained([row for row in rows if row.lag == 0], "rollout_logprobs")
+        residuals = returns - values if len(values) else values
+        return cls(*map(Spread.of, (totals, advantages, drawn, values, returns, residuals)))
+
+    def __add__(self, other: RowSums) -> RowSums:
+        return RowSums(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+
+    def metrics(self) -> dict[str, Number]:
+        found = {**self.rewards.metrics("critic/rewards"), **self.advantages.metrics("critic/advantages")}
+        if self.drawn.count:
+            found["rollout/entropy"] = -self.drawn.mean
+        if not self.values.count:
+            return found
+        found |= {**self.values.metrics("critic/values"), **self.returns.metrics("critic/returns")}
+        if self.returns.variance > 0:
+            found["critic/vf_explained_var"] = 1.0 - self.residuals.variance / self.returns.variance
         return found
-    found |= {**_spread("critic/values", values), **_spread("critic/returns", returns)}
-    if (variance := float(np.var(returns))) > 0:
-        found["critic/vf_explained_var"] = 1.0 - float(np.var(returns - values)) / variance
-    return found
 
 
 def _trained(rows: Sequence[Row], name: str) -> np.ndarray:
@@ -245,15 +347,15 @@ def _trained(rows: Sequence[Row], name: str) -> np.ndarray:
     return np.concatenate([array[mask] for array, mask in arrays]).astype(np.float64) if arrays else np.zeros(0)
 
 
-def summarise_lengths(groups: Sequence[Group], max_prompt_tokens: int) -> dict[str, Number]:
+def summarise_lengths(groups: Sequence[AnyGroup], max_prompt_tokens: int) -> dict[str, Number]:
     """Lengths of prompts and responses, each prompt counted once per sample, as verl does. A response is clipped when `max_new_tokens` cut
     it off; a prompt counts as clipped when it has the most tokens that a prompt may have."""
     samples = [sample for group in groups for sample in group.samples]
     prompts = [len(group.prompt.ids) for group in groups for _ in group.samples]
     return {
-        **_spread("response_length", [len(sample.ids) for sample in samples]),
+        **Spread.of([sample.tokens for sample in samples]).metrics("response_length"),
         **mean_of("response_length/clip_ratio", [sample.finish == "length" for sample in samples]),
-        **_spread("prompt_length", prompts),
+        **Spread.of(prompts).metrics("prompt_length"),
         **mean_of("prompt_length/clip_ratio", [length >= max_prompt_tokens for length in prompts]),
     }
 
@@ -276,18 +378,10 @@ def summarise_time(
     }
 
 
-def count_tokens(groups: Sequence[Group]) -> tuple[int, int]:
+def count_tokens(groups: Sequence[AnyGroup]) -> tuple[int, int]:
     """Response tokens, and prompt and response tokens together, of all samples."""
-    response = sum(len(sample.ids) for group in groups for sample in group.samples)
+    response = sum(sample.tokens for group in groups for sample in group.samples)
     return response, response + sum(len(group.prompt.ids) * len(group.samples) for group in groups)
-
-
-def _spread(name: str, values: Sequence[float] | np.ndarray) -> dict[str, Number]:
-    # Nothing has no mean: the name is left out instead of being written with a meaningless number.
-    if len(values) == 0:
-        return {}
-    array = np.asarray(values, dtype=np.float64)
-    return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
 
 
 def mean_of(name: str, values: Iterable[float]) -> dict[str, float]:

@@ -8,7 +8,7 @@ left out. Free of torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import comb
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fulltilt.observe.metrics import mean_of
-from fulltilt.records import Group, Score
+from fulltilt.records import AnyGroup, Group, Score
 
 # Variables whose statistics over all N samples go to `val-core`, as in verl: the reward and, if the reward function returns it, accuracy.
 REWARD = "reward"
@@ -29,13 +29,13 @@ COLUMNS = ("uid", "source", "sample", "prompt", "response", "ground_truth", "ans
 Values = tuple[list[float], list[str | None]]  # one variable of a prompt's successfully scored samples, and their answers
 
 
-def summarise(groups: Sequence[Group], scores: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
+def summarise(groups: Sequence[AnyGroup], scores: Sequence[Sequence[Score]], samples: int) -> dict[str, float]:
     """Every number of a validation with `samples` samples per prompt. `scores` holds, for each group, the score of each of its samples."""
     good = [[score for score in of_group if score.error is None] for of_group in scores]
     of_source: dict[str, list[Sequence[Score]]] = {}
     for group, of_group in zip(groups, good, strict=True):
         of_source.setdefault(group.prompt.data_source, []).append(of_group)
-    lengths = [len(sample.ids) for group in groups for sample in group.samples]
+    lengths = [sample.tokens for group in groups for sample in group.samples]
     return {
         **mean_of("val/reward/mean", (score.value for of_group in good for score in of_group)),
         **{name: value for source, prompts in of_source.items() for name, value in _source(source, prompts, samples).items()},
@@ -45,21 +45,30 @@ def summarise(groups: Sequence[Group], scores: Sequence[Sequence[Score]], sample
     }
 
 
-def sample_rows(groups: Sequence[Group], scores: Sequence[Sequence[Score]], limit: int) -> tuple[list[str], list[list[Any]]]:
-    """Up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first."""
+def texts_of(places: Sequence[tuple[Group, int]]) -> list[str]:
+    """The texts of samples, each given by its group and its place there."""
+    return [group.samples[index].text for group, index in places]
+
+
+def sample_rows(
+    groups: Sequence[AnyGroup], scores: Sequence[Sequence[Score]], limit: int, read: Callable[..., list[str]] = texts_of
+) -> tuple[list[str], list[list[Any]]]:
+    """Up to `limit` samples for people: prompts spread evenly over the data, the same in every validation, first samples first. `read`
+    gives texts, as `texts_of` does."""
     shown = min(limit, len(groups))
     chosen = [number * len(groups) // shown for number in range(shown)]
     most = max((len(groups[number].samples) for number in chosen), default=0)
-    places = [(number, index) for index in range(most) for number in chosen if index < len(groups[number].samples)]
-    return list(COLUMNS), [_row(groups[number], index, scores[number][index]) for number, index in places[:limit]]
+    places = [(number, index) for index in range(most) for number in chosen if index < len(groups[number].samples)][:limit]
+    texts = read([(groups[number], index) for number, index in places])
+    return list(COLUMNS), [_row(groups[each], index, text, scores[each][index]) for (each, index), text in zip(places, texts, strict=True)]
 
 
-def _row(group: Group, index: int, score: Score) -> list[Any]:
+def _row(group: AnyGroup, index: int, text: str, score: Score) -> list[Any]:
     prompt, sample = group.prompt, group.samples[index]
     truth = None if prompt.ground_truth is None else str(prompt.ground_truth)
     reward = score.value if score.error is None else None
     return [
-        prompt.uid, prompt.data_source, sample.index, prompt.text, sample.text, truth, score.answer, reward, sample.finish, score.error,
+        prompt.uid, prompt.data_source, sample.index, prompt.text, text, truth, score.answer, reward, sample.finish, score.error,
     ]  # fmt: skip
 
 

@@ -99,7 +99,7 @@ def watched_step(config: Config, responses: tuple[int, int] | None) -> Iterator[
         store = CheckpointStore(Path(config.run.dir, "checkpoints"), 1)
         run = Run(config, parts, store, Progress(), console, Loggers(console.warn))
         console.begin_step(1)
-        step.metrics |= run.rl_step(1) if parts.reward else run.sft_step(1)
+        step.metrics |= run.rl_step(1) if parts.samples else run.sft_step(1)
         if counted:
             run.save()
             prefixes = {"actor": "", **({"critic": CRITIC_TENSORS} if parts.algorithm.value_loss else {})}

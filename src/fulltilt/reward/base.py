@@ -69,6 +69,10 @@ class RewardStats:
     def metrics(self) -> dict[str, float]:
         return {"reward/calls": self.calls, "reward/failed_calls": self.failed, "reward/retries": self.retries}
 
+    def __add__(self, other: RewardStats) -> RewardStats:
+        counts = {name: getattr(self, name) + getattr(other, name) for name in ("calls", *FAILURES.values(), "retries")}
+        return RewardStats(**counts, last=self.last or other.last)
+
     def since(self, before: RewardStats) -> RewardStats:
         counts = {name: getattr(self, name) - getattr(before, name) for name in ("calls", *FAILURES.values(), "retries")}
         return RewardStats(**counts, last=self.last if self.failed > before.failed else "")
@@ -91,14 +95,15 @@ class _GroupScores:
 
 
 class RewardPool:
-    def __init__(self, config: RewardConfig, run_dir: Path | None = None, *, write_errors: bool = True) -> None:
+    def __init__(self, config: RewardConfig, run_dir: Path | None = None, *, write_errors: bool = True, keep_errors: bool = False) -> None:
         """Starts the processes and loads every configured function; UserError for all that is wrong with them.
 
         With `run_dir`, the functions cannot write there, as far as the kernel prevents it; with `write_errors`, failed calls are written to
-        `reward_errors.jsonl` there, with traceback and sample, up to a thousand.
+        `reward_errors.jsonl` there, with traceback and sample, up to a thousand; with `keep_errors`, they are kept for `take_errors`.
         """
         self._config = config
         self._errors_file = run_dir / ERRORS_FILE if run_dir is not None and write_errors else None
+        self._errors_kept: list[str] | None = [] if keep_errors else None
         self._errors_written = 0
         self._writing = threading.Lock()
         self._changed = threading.Condition()
@@ -217,6 +222,17 @@ class RewardPool:
             taken, self._notes = self._notes, []
             return taken
 
+    def take_errors(self) -> list[str]:
+        """The lines of failed calls since the last time, each with its end."""
+        with self._writing:
+            taken, self._errors_kept = self._errors_kept or [], []
+            return taken
+
+    def wait(self, groups: Sequence[Group], seconds: float) -> bool:
+        """Wait at most so long for the scores of groups that were submitted. Returns whether `collect` has nothing to wait for."""
+        with self._changed:
+            return bool(self._changed.wait_for(lambda: self._error or not any(self._groups[group].left for group in groups), seconds))
+
     def close(self) -> None:
         """Kills all processes. Scores not collected are lost. Does nothing in a fork of the trainer."""
         if os.getpid() != self._trainer:
@@ -264,7 +280,7 @@ class RewardPool:
                 self._changed.notify_all()
 
     def _write_error(self, call: RewardCall, outcome: Outcome, message: str) -> None:
-        if self._errors_file is None:
+        if self._errors_file is None and self._errors_kept is None:
             return
         line = {
             "kind": outcome.failure,
@@ -279,15 +295,19 @@ class RewardPool:
             if self._errors_written >= MOST_ERRORS_WRITTEN:
                 return
             self._errors_written += 1
-            self._append(json.dumps(line, ensure_ascii=False) + "\n")
+            text = json.dumps(line, ensure_ascii=False) + "\n"
+            if self._errors_kept is not None:
+                self._errors_kept.append(text)
+            if self._errors_file:
+                append_errors(self._errors_file, text)
 
-    def _append(self, line: str) -> None:
-        assert self._errors_file
-        try:
-            with self._errors_file.open("a", encoding="utf-8", errors="backslashreplace") as file:
-                file.write(line)
-        except OSError as error:
-            raise UserError(f"cannot write {self._errors_file}: {error.strerror}. Make room or choose another run.dir") from error
+
+def append_errors(path: Path, text: str) -> None:
+    try:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}. Make room or choose another run.dir") from error
 
 
 def _plausible(ground_truth: Any) -> str:

@@ -14,17 +14,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
-from fulltilt.records import Group, Prompt, Score
+from fulltilt.records import AnyGroup, Prompt, Score
 from fulltilt.rollout.sampler import Sampling
 
-Generate = Callable[..., Generator[Group, None, None]]  # `generate(prompts, sampling, seed)` of a worker or an engine
+SomeGroup = TypeVar("SomeGroup", bound=AnyGroup)
+Generate = Callable[..., Generator[SomeGroup, None, None]]  # `generate(prompts, sampling, seed)` of a worker or an engine
 
 
 def collect(
-    generate: Generate, prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[Group], None]
-) -> tuple[Group, ...]:
-    finished: dict[int, Group] = {}
+    generate: Generate[SomeGroup], prompts: Sequence[Prompt], sampling: Sampling, seed: int, on_group: Callable[[SomeGroup], None]
+) -> tuple[SomeGroup, ...]:
+    finished: dict[int, SomeGroup] = {}
     with closing(generate(prompts, sampling, seed)) as groups:  # whatever breaks, the engine gives its memory back
         for group in groups:
             # Found by its place: a worker in another process answers with a copy of the prompt.
@@ -37,7 +39,7 @@ def collect(
 class ScoredGroup:
     """A group with its scores, and the step in which it was sampled."""
 
-    group: Group
+    group: AnyGroup
     scores: tuple[Score, ...]  # one per sample
     step: int
 

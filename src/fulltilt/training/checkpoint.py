@@ -91,9 +91,9 @@ class Checkpoint:
         with self.open() as saved:
             return {name: saved.whole(name, saved.shape(name)) for name in saved.names()}
 
-    def arrays(self, prefix: str) -> dict[str, np.ndarray]:
-        """The tensors in the first worker's file whose names begin with `prefix`, without it; no other is read."""
-        with safe_open(self.path / self._tensor_files()[0], framework="np") as file:
+    def arrays(self, prefix: str, worker: int = 0) -> dict[str, np.ndarray]:
+        """The tensors in a worker's file whose names begin with `prefix`, without it; no other is read."""
+        with safe_open(self.path / self._tensor_files()[worker], framework="np") as file:
             return {name.removeprefix(prefix): file.get_tensor(name) for name in file.keys() if name.startswith(prefix)}  # noqa: SIM118
 
     def _tensor_files(self) -> list[str]:

@@ -1,0 +1,289 @@
+"""Samples, and the rows made of them, in the worker that drew them: where a run has several machines, they do not pass through the driver.
+
+Enters: groups as the engine completes them, and the driver's orders, which name groups and rows by numbers. Leaves: heads, scores and sums
+for the driver, and rows for other workers, directly. Guaranteed: what is computed is what the driver would compute with all rows in its
+process, by the same functions; the rows of a group stay with their group, so that only whitening asks other workers for anything; reward
+functions run in processes of this worker's machine. Every worker must be asked at the same time for what they do together: `exchange`,
+`give_back`, `estimate`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import pickle
+from collections.abc import Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import fsum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fulltilt.algo.advantage import Everyone, exact_parts
+from fulltilt.algo.base import Algorithm
+from fulltilt.batching.pack import PER_TOKEN_FIELDS, numbers_of_rows
+from fulltilt.memory.host import usable_cores
+from fulltilt.observe.metrics import RowSums, rollout_lines, write_stretches
+from fulltilt.parallel.parcels import Parcels
+from fulltilt.records import AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
+from fulltilt.reward.base import RewardPool, RewardStats
+from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
+from fulltilt.rollout import surplus
+from fulltilt.rollout.collect import ScoredGroup
+from fulltilt.schema import Config, RewardConfig
+
+WAITING_S = 5.0  # how often a worker that waits for rewards shows that it is alive
+UNSENT = Prompt(-1, np.zeros(0, np.int64), "")  # in a head: the driver has the prompt
+
+
+@dataclass(frozen=True)
+class RowSpec:
+    """What a sample's row has besides its tokens."""
+
+    group: int  # place among the step's groups
+    sample: int  # place in its group
+    reward: float
+    baseline: float | None
+    lag: int
+
+
+def shaped_reward(score: Score, tokens: int, algorithm: Algorithm) -> float:
+    """What the reward said, less what the algorithm takes off long responses."""
+    return score.value + (algorithm.overlong(tokens) if algorithm.overlong else 0.0)
+
+
+def specify_rows(
+    kept: Sequence[ScoredGroup], algorithm: Algorithm, step: int, *, exclude_errors: bool, baselines: Sequence[Score] | None = None
+) -> list[RowSpec]:
+    """The samples that become rows, in prompt order. With `exclude_errors`, those whose reward or baseline failed are left out."""
+    found = []
+    for number, entry in enumerate(kept):
+        baseline = baselines[number] if baselines else None
+        samples: Sequence[AnySample] = entry.group.samples
+        for place, (sample, score) in enumerate(zip(samples, entry.scores, strict=True)):
+            if exclude_errors and any(each.error is not None for each in (score, baseline) if each):
+                continue
+            reward = shaped_reward(score, sample.tokens, algorithm)
+            found.append(RowSpec(number, place, reward, baseline.value if baseline else None, step - entry.step))
+    return found
+
+
+def build_row(group: Group, spec: RowSpec) -> Row:
+    """A sample as the trainer sees it."""
+    prompt, sample = group.prompt.ids, group.samples[spec.sample]
+    return Row(
+        ids=np.concatenate([prompt, sample.ids]),
+        mask=np.arange(len(prompt) + len(sample.ids)) >= len(prompt),
+        group=spec.group,
+        reward=spec.reward,
+        baseline=spec.baseline,
+        lag=spec.lag,
+        rollout_logprobs=np.concatenate([np.zeros(len(prompt), dtype=np.float32), sample.logprobs]),
+    )
+
+
+def share_of_rewards(config: RewardConfig, size: int, beside: int) -> RewardConfig:
+    """The settings of one worker's reward processes: a machine's cores are shared by its `beside` workers, calls at once by all of them."""
+    processes = usable_cores() if config.workers == "auto" else config.workers
+    calls = config.concurrency if config.concurrency == "auto" else max(1, config.concurrency // size)
+    return config.model_copy(update={"workers": max(1, processes // beside), "concurrency": calls})
+
+
+class AllWorkers(Everyone):
+    """Asked by all workers at the same time."""
+
+    def __init__(self, parcels: Parcels) -> None:
+        self.parcels = parcels
+
+    def gather(self, numbers: Sequence[float]) -> list[float]:
+        parcel = np.array([len(numbers), *numbers], dtype=np.float64).tobytes()
+        received = self.parcels.swap([parcel] * self.parcels.size)
+        return [float(number) for found in received for number in np.frombuffer(found, np.float64)[1:]]
+
+    def sum(self, numbers: Sequence[float]) -> float:
+        return fsum(self.gather(exact_parts(numbers)))
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """A row that this worker computes with."""
+
+    row: Row
+    home: int  # the rank of the worker that holds it
+    key: Hashable
+
+
+class Shelf:
+    def __init__(
+        self, config: Config, algorithm: Algorithm, parcels: Parcels, reward: RewardPool | None, encoder: RewardEncoder | None
+    ) -> None:
+        """`reward`: None where this worker samples nothing."""
+        self.config, self.algorithm, self.encoder = config, algorithm, encoder
+        self._parcels, self._everyone, self._reward = parcels, AllWorkers(parcels), reward
+        self.arrays: dict[str, np.ndarray] = {}  # of carried-over groups, for the next checkpoint
+        self._numbers = itertools.count()
+        self._groups: dict[int, Group] = {}
+        self._scores: dict[int, list[Score]] = {}  # by the functions alone, until the reward model's are added
+        self._judged: dict[int, list[Hashable | str]] = {}  # of each sample, the key of its row for the reward model, or why there is none
+        self._rows: dict[Hashable, Row] = {}
+        # Rows that this worker computes with, by what they are for, then by their indices in the list that the driver plans with.
+        self._visitors: dict[str, dict[int, Visitor]] = {}
+        self._found: dict[str, dict[int, np.ndarray]] = {}  # what passes have computed for them
+
+    # -- samples and scores ---------------------------------------------------------------------------------------------------------
+
+    def keep(self, group: Group) -> GroupHead:
+        """Hold a group that was just sampled, and have it scored."""
+        assert self._reward
+        with contextlib.suppress(UserError):  # of an earlier group: `collect` raises it, when all workers are ready for that
+            self._reward.submit(group)
+        return self.adopt([group])[0]
+
+    def adopt(self, groups: Sequence[Group]) -> list[GroupHead]:
+        """Hold groups that are scored elsewhere."""
+        found = []
+        for group in groups:
+            number = next(self._numbers)
+            self._groups[number] = group
+            heads = tuple(SampleHead(sample.index, sample.finish, sample.tokens) for sample in group.samples)
+            found.append(GroupHead(UNSENT, heads, group.place, self._parcels.rank, number))
+        return found
+
+    def collect(self, numbers: Sequence[int]) -> Generator[None, None, list[list[Score]]]:
+        """The scores of groups, each from its functions. While they are awaited, something is yielded now and then."""
+        if not numbers:
+            return []
+        assert self._reward
+        groups = [self._groups[number] for number in numbers]
+        while not self._reward.wait(groups, WAITING_S):
+            yield
+        found = self._reward.collect(groups)
+        if self.encoder:
+            self._scores |= zip(numbers, found, strict=True)
+        return found
+
+    def encode(self, numbers: Sequence[int]) -> list[list[RowHead | str]]:
+        """Make rows for the reward model, of each group whose reward names it. A text in place of a head says why a sample has none."""
+        assert self.encoder
+        found = []
+        for number in numbers:
+            group = self._groups[number]
+            written = self.encoder.rows([group]) if model_weight(group, self.config.reward) is not None else []
+            heads: list[RowHead | str] = []
+            for place, row in enumerate(written):
+                key = ("reward_model", number, place)
+                if isinstance(row, Row):
+                    self._rows[key] = row
+                heads.append(row if isinstance(row, str) else RowHead(self._parcels.rank, key, row.tokens, row.trained))
+            self._judged[number] = [head if isinstance(head, str) else head.key for head in heads]
+            found.append(heads)
+        return found
+
+    def judged(self, numbers: Sequence[int]) -> list[list[Score]]:
+        """The scores of groups with the reward model's numbers, which its rows have by now."""
+        groups, scores = [self._groups[number] for number in numbers], [self._scores.pop(number) for number in numbers]
+        written = [each for number in numbers for each in self._judged.pop(number)]
+        found = [each if isinstance(each, str) else self._model_value(each) for each in written]
+        return add_model_scores(groups, scores, found, self.config.reward)
+
+    def _model_value(self, key: Hashable) -> float:
+        values = self._rows.pop(key).values
+        assert values is not None
+        return float(values[-1])
+
+    def report(self) -> tuple[RewardStats, list[str]]:
+        """Counts of reward calls, and notes on the functions."""
+        return (self._reward.stats(), self._reward.take_notes()) if self._reward else (RewardStats(), [])
+
+    def write_lines(self, numbers: Sequence[int], path: Path, scores: Sequence[Sequence[Score]]) -> list[int]:
+        """Write the lines of groups for people to read, if there are any. Returns the bytes of each group."""
+        if not numbers:
+            return []
+        return write_stretches(path, [rollout_lines(self._groups[number], own) for number, own in zip(numbers, scores, strict=True)])
+
+    def texts(self, places: Sequence[tuple[int, int]]) -> list[str]:
+        return [self._groups[number].samples[place].text for number, place in places]
+
+    def carry(self, numbers: Sequence[int]) -> None:
+        """Have the next checkpoint hold these groups, in this order. Their scores are the driver's to save."""
+        self.arrays = surplus.pack_samples([self._groups[number] for number in numbers]) if numbers else {}
+
+    def release(self, numbers: Sequence[int]) -> list[str]:
+        """Drop all rows, and all groups but these. Returns lines for the file of failed reward calls."""
+        self._groups = {number: self._groups[number] for number in numbers}
+        self._visitors, self._rows, self._found = {}, {}, {}
+        return self._reward.take_errors() if self._reward else []
+
+    # -- rows -----------------------------------------------------------------------------------------------------------------------
+
+    def make_rows(self, specs: Mapping[int, tuple[int, RowSpec]]) -> None:
+        """Make the rows of a step that are of groups held here, by their indices in the step; each from a group's number."""
+        self._rows = {index: build_row(self._groups[number], spec) for index, (number, spec) in specs.items()}
+
+    def exchange(self, purpose: str, wanted: Sequence[Mapping[int, Hashable]], whole: bool) -> None:
+        """Send rows to the workers that compute with them. `wanted`: for each worker, the keys of rows held here, by the indices that the
+        driver's plan has. `whole`: with all numbers, not only what a pass reads."""
+        own = self._parcels.rank
+        sent = [[(index, self._sent(key, whole=whole), key) for index, key in each.items()] for each in wanted]
+        stay, sent[own] = sent[own], []
+        self._visitors[purpose] = {
+            index: Visitor(row, home, key) for home, found in [(own, stay), *self._swap(sent)] for index, row, key in found
+        }
+
+    def _sent(self, key: Hashable, *, whole: bool) -> Row:
+        nothing: dict[str, Any] = dict.fromkeys((*PER_TOKEN_FIELDS, "token_rewards"))
+        return self._rows[key] if whole else replace(self._rows[key], **nothing)
+
+    def _swap(self, parcels: Sequence[list]) -> list[tuple[int, list]]:
+        """Send a list to each worker. Returns those received, each with the rank of its sender."""
+        return list(enumerate(pickle.loads(found) for found in self._parcels.swap([pickle.dumps(parcel, 5) for parcel in parcels])))
+
+    def visiting(self, purpose: str) -> dict[int, Row]:
+        """The rows that were sent here for a purpose, by their indices in the driver's plan."""
+        return {index: visitor.row for index, visitor in self._visitors[purpose].items()}
+
+    def note(self, purpose: str, plan: Sequence[Sequence[int]], numbers: Sequence[np.ndarray]) -> None:
+        """What a pass has computed for each trained token of these micro-batches, for `give_back`."""
+        self._found[purpose] = numbers_of_rows(self.visiting(purpose), plan, numbers)
+
+    def give_back(self, field: str) -> None:
+        """Send what a pass for this field has computed to the workers that hold the rows."""
+        visitors = self._visitors.pop(field)
+        parcels: list[list[tuple[Hashable, np.ndarray]]] = [[] for _ in range(self._parcels.size)]
+        for index, numbers in self._found.pop(field, {}).items():
+            parcels[visitors[index].home].append((visitors[index].key, numbers))
+        for _, found in self._swap(parcels):
+            for key, numbers in found:
+                self._rows[key] = replace(self._rows[key], **{field: numbers})
+
+    # -- advantages -----------------------------------------------------------------------------------------------------------------
+
+    def penalise(self, coef: float) -> list[float]:
+        """Take the KL penalty off the rewards. Returns the mean KL of each row."""
+        assert self.algorithm.reward_kl
+        rows, means = self.algorithm.reward_kl.penalise(list(self._rows.values()), coef)
+        self._rows = dict(zip(self._rows, rows, strict=True))
+        return means
+
+    def estimate(self) -> None:
+        """Give the rows their advantages."""
+        rows = self.algorithm.advantage(list(self._rows.values()), everyone=self._everyone)
+        self._rows = dict(zip(self._rows, rows, strict=True))
+
+    def rows(self) -> list[Row]:
+        """All rows of the step that are held here, in order."""
+        return list(self._rows.values())
+
+    def assign(self, fields: Sequence[Mapping[str, Any]]) -> None:
+        """Give each of the rows held here these fields."""
+        self._rows = {key: replace(row, **own) for (key, row), own in zip(self._rows.items(), fields, strict=True)}
+
+    def summarise(self) -> tuple[list[bool], RowSums]:
+        """Whether each row teaches anything, and sums for metrics."""
+        rows = self.rows()
+        return [row.teaches for row in rows], RowSums.of(rows)
+
+    def close(self) -> None:
+        if self._reward:
+            self._reward.close()
