@@ -77,6 +77,7 @@ CONTEXTS: list[dict[str, Any]] = [
     },
     {"algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2, "rollout.max_new_tokens": 4, "run.epochs": 1},
     {**SAMPLED, "cluster.workers": 2, "train.shard": "hybrid"},
+    {**CRITIC, "rollout.max_new_tokens": 4, "cluster.workers": 4},
 ]
 
 
@@ -84,6 +85,8 @@ def as_value(key: str, number: Any) -> Any:
     """The number in the form that the key takes it."""
     if key == "train.betas":
         return [number, number]
+    if key == "cluster.roles":
+        return {"critic": number}
     return {"gsm8k": number} if key == "reward.function" else {"a": {"gsm8k": number}} if key == "reward.sources" else number
 
 

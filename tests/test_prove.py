@@ -57,7 +57,7 @@ def roles_of(knob: str) -> set[str]:
     if section == "train":
         return OF_TRAIN[key]
     if section == "cluster":
-        return {"sft"}
+        return {"critic"} if key == "roles" else {"sft"}
     learns_from_rows = section == "actor" and key != "forward_token_budget"
     return {section} | ({"sft"} if learns_from_rows else set())
 

@@ -152,7 +152,7 @@ def test_auto_is_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: p
     made = decided(given, found).train
     assert (made.shard, made.shard_size) == (shard, 8 if shard == "hybrid" else None)
     explicit = config(SHAPES["32B"], shard="hybrid", shard_size=2)
-    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Ranks(0, 4, beside=4), sampled=False)
+    of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Ranks(0, 4, beside=4, after=4), sampled=False)
     assert of_critic == Sharding("full", 4, 4)  # workers of another role are one group
     compiled = config(SHAPES["32B"], compile=True)
     assert sizes.find_sharding(compiled, ["actor"], cuda, ranks, sampled=True).why == "train.compile is set"
