@@ -232,9 +232,9 @@ class Team:
     def received_bytes(self) -> int:
         return self._pool.received_bytes
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> TeamCall:
+    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, **kind: bool) -> TeamCall:
         given = [None if own is None else (method, own) for own in args]
-        return TeamCall(self._pool.start("call", [*given, *[None] * (self._pool.size - self.size)], what=what, aside=aside), self.size)
+        return TeamCall(self._pool.start("call", [*given, *[None] * (self._pool.size - self.size)], what=what, **kind), self.size)
 
     def hurry(self) -> None:
         self._pool.hurry()

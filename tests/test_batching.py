@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 import subprocess
 import sys
@@ -195,6 +196,28 @@ def test_every_micro_batch_goes_to_exactly_one_worker(costs: list[int], workers:
         assert all(part == list(range(worker, len(costs), workers)) for worker, part in enumerate(parts))
     found = [[f"result {index}" for index in part] for part in parts]
     assert schedule.in_order(parts, found) == [f"result {index}" for index in range(len(costs))]
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.integers(1, 1000), max_size=40), st.integers(2, 9))
+def test_workers_that_wait_for_one_another_in_every_pass_have_about_the_same_in_each(costs: list[int], workers: int) -> None:
+    parts = schedule.distribute(costs, workers, together=True)
+    assert sorted(flat(parts)) == list(range(len(costs)))
+    passes = [len(part) for part in parts]
+    assert max(passes) - min(passes) <= 1  # a worker with fewer would make empty passes
+    columns = [[costs[part[number]] for part in parts if number < len(part)] for number in range(max(passes))]
+    for earlier, later in itertools.pairwise(columns):
+        assert min(earlier) >= max(later)
+    waited = sum(map(max, columns)) * workers
+    assert schedule.spread(costs, parts, together=True) == pytest.approx(waited / sum(costs) if costs else 1.0)
+
+
+def test_by_totals_alone_workers_that_wait_in_every_pass_would_be_slower() -> None:
+    costs = [100, *[10] * 11]
+    by_totals, by_passes = (schedule.distribute(costs, 2, together=together) for together in (False, True))
+    assert [len(part) for part in by_totals] == [2, 10] and [len(part) for part in by_passes] == [6, 6]
+    slow, fast = (schedule.spread(costs, parts, together=True) for parts in (by_totals, by_passes))
+    assert (slow, fast) == (pytest.approx(190 * 2 / 210), pytest.approx(150 * 2 / 210))
 
 
 def test_a_result_that_is_missing_or_there_twice_is_noticed() -> None:

@@ -199,6 +199,15 @@ def test_a_wait_interrupted_among_items_cancels_the_call(pool: Processes) -> Non
     assert call(pool, "read_log")[0][-1] == "echo ended"
 
 
+def test_workers_that_wait_for_one_another_are_not_stopped_one_by_one(pool: Processes) -> None:
+    counting = pool.start("count", [(100,)] * SIZE, what="counting", together=True)
+    counting.items().__next__()
+    counting.cancel()
+    assert [log[-1] for log in call(pool, "read_log")] == ["count ended at 99"] * SIZE
+    with pytest.raises(RuntimeError, match="counting has no results"):
+        counting.results()
+
+
 @contextlib.contextmanager
 def raising_in_a_moment() -> Iterator[None]:
     """Ctrl-C while the driver waits, also where a shell has the tests ignore it because they run in the background."""
@@ -399,6 +408,21 @@ def test_a_deep_stack_shows_its_end_and_the_line_of_this_package() -> None:
     ours = [stacks.StackFrame(f"/x/fulltilt/training/{name}.py", 3, name) for name in ("roles", "trainer")]
     lines = str(stacks.Whereabouts("worker 0", "update", (*deep, *ours))).splitlines()
     assert len(lines) == 2 + stacks.MOST_FRAMES and "roles.py:3" in lines[-1] and "module.py:5 in" in lines[-2]
+
+
+def test_only_what_a_worker_waits_in_is_its_collective_operation() -> None:
+    def collective(*places: tuple[str, str]) -> str | None:
+        return stacks.Whereabouts(
+            "worker 0", "annotate", tuple(stacks.StackFrame(f"/x/{path}", 3, name) for path, name in places)
+        ).collective
+
+    passing = (("torch/distributed/fsdp/_fully_shard/_fully_shard.py", "wrapped_method"), ("fulltilt/training/roles.py", "annotate"))
+    assert collective(("transformers/models/qwen2/modeling_qwen2.py", "forward"), *passing) is None
+    assert collective(("fulltilt/model/attention.py", "attend"), *passing) is None
+    assert collective(("torch/distributed/distributed_c10d.py", "all_gather_single"), *passing) == "all_gather_single"
+    # NCCL returns at once: what waits is the line that reads the result.
+    assert collective(("fulltilt/parallel/ranks.py", "norm"), ("fulltilt/training/optim.py", "step")) == "norm"
+    assert collective(("fulltilt/training/optim.py", "step"), ("fulltilt/parallel/ranks.py", "norm")) is None
 
 
 @pytest.mark.long

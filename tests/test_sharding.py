@@ -6,7 +6,9 @@ The four processes of the pool of workers serve all (tests/devices.py): cases wi
 from __future__ import annotations
 
 import itertools
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from shard_worker import Case, Trained, restore
 
 from fulltilt.batching.pack import MicroSizing, minibatch
 from fulltilt.cluster.checks import wrong_sharing
+from fulltilt.observe.console import Console
 from fulltilt.parallel.exchange import copy_all, spread
 from fulltilt.parallel.layout import RowLayout
 from fulltilt.records import MiniBatch, Row
@@ -202,7 +205,9 @@ def config(workers: int, **train: Any) -> Config:
     ("settings", "said"),
     [
         ({"workers": 1, "shard": "full"}, 'train.shard: "full", but the run has one worker'),
-        ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 1, 2 or 4"),
+        ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 2 or 4"),
+        ({"workers": 4, "shard": "hybrid", "shard_size": 1}, "train.shard_size: groups of 1 worker share nothing out"),
+        ({"workers": 2, "shard": "full", "offload_grads": True}, "train.offload_grads: true is not available with"),
         ({"workers": 2, "shard": "full", "offload_params": True}, "train.offload_params: true is not available with train.shard"),
         ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
         (
@@ -260,3 +265,28 @@ def test_a_run_is_that_of_one_process_and_goes_on_with_other_workers(
     assert said.said.count("joined products; outside rollouts one by one, because train.shard is hybrid (actor, critic, ref)") == 1
     runs.train(shared, *ppo, "run.steps=4", "cluster.workers=2", "train.shard=optimizer", "cluster.stall_s=300")
     assert runs.metrics(shared)[-1]["step"] == 4
+
+
+def test_ctrl_c_among_passes_that_gather_saves_the_last_whole_step(
+    pool_of_devices: devices.Pool, model_folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stopped by itself would leave the others waiting for its part of the parameters."""
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    # Many micro-batches, and not equally many on both workers.
+    settings = ("run.steps=3", "run.save_every=0", "run.keep=1", "run.eval_every=0", "run.eval_before=false", "train.shard=full")
+    settings += ("train.balance=false", "algorithm.minibatches_per_step=2", "ref.forward_token_budget=16")
+    pool_of_devices.train(expected, 2, *settings)
+    progress = Console.phase_progress
+
+    def interrupting(console: Console, done: int, total: int) -> None:
+        progress(console, done, total)
+        if console._step == 2 and console._running[-1] == "ref-logprob" and done == 1:
+            assert total > 3
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Console, "phase_progress", interrupting)
+        trained, _ = pool_of_devices.train(folder, 2, *settings)
+    assert trained.summary.interrupted and trained.summary.steps == 1
+    pool_of_devices.train(folder, 2, *settings)
+    runs.assert_equal_runs(folder, expected)

@@ -56,6 +56,7 @@ class Budgets:
     critic_token_budget: int
     critic_forward_token_budget: int
     reward_model_token_budget: int
+    workers: int = 1  # that have the actor: for another number all these are planned again
 
 
 @dataclass(frozen=True)
@@ -428,6 +429,7 @@ def make_budgets(config: Config, facts: Facts, roles: RolePlan, memory: RolloutM
         critic_token_budget=critic,
         critic_forward_token_budget=unless_auto(config.critic.forward_token_budget, 2 * critic),
         reward_model_token_budget=unless_auto(config.reward_model.forward_token_budget, 2 * of_others),
+        workers=facts.sharding.workers,
     )
 
 
@@ -580,8 +582,9 @@ def why_crowded(made: Decisions, facts: Facts) -> str | None:
 
 
 def most_resident(made: Decisions, facts: Facts) -> int:
-    """The most bytes of parameters, gradients and optimizers on the device in any update."""
-    return max((resident(made.keys, facts, role) for role, model in facts.roles.items() if model.trained), default=0)
+    """The most bytes of parameters, gradients and optimizers on the device in any update; where no role learns, of parameters."""
+    trained: list[str | None] = [role for role, model in facts.roles.items() if model.trained]
+    return max(resident(made.keys, facts, role) for role in trained or [None])
 
 
 def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
@@ -594,7 +597,7 @@ def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
         if made.keys[role].get("offload_optimizer") is True:
             made = made.decide(role, "offload_grads", True, "with the optimizer")
     for role in ("reward_model", "ref", "critic"):
-        if role in facts.roles and (why := why_crowded(made, facts)):
+        if role in facts.roles and len(facts.roles) > 1 and (why := why_crowded(made, facts)):
             made = made.decide(role, "offload_params", True, why)
     return made.decide("actor", "offload_params", False)
 

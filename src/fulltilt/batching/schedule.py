@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import TypeVar
 
 import numpy as np
@@ -142,18 +143,21 @@ def fixed(lengths: Sequence[int], samples: int, *, padded: bool = False) -> list
     return _largest_first([list(rows[start : start + samples]) for start in rows[::samples]], lengths, padded)
 
 
-def distribute(costs: Sequence[float], workers: int, balance: bool = True) -> list[list[int]]:
+def distribute(costs: Sequence[float], workers: int, balance: bool = True, *, together: bool = False) -> list[list[int]]:
     """Which micro-batches each worker gets: the costliest first, each to the worker with the least so far, so that all take about as long.
-    Without `balance` they go to the workers in turn. A single worker gets all in their order.
+    `together`: workers wait for one another in every micro-batch, so that those of about the same cost must run at the same time. Without
+    `balance` they go to the workers in turn. A single worker gets all in their order.
 
     Example: costs [9, 7, 6, 5, 4], 2 workers -> [[0, 3], [1, 2, 4]]; in turn -> [[0, 2, 4], [1, 3]]
     """
     assert workers > 0, f"{workers} workers"
-    if not balance:
-        return [list(range(len(costs)))[worker::workers] for worker in range(workers)]
+    costliest_first = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    if not balance or together:
+        order = costliest_first if balance and workers > 1 else list(range(len(costs)))
+        return [order[worker::workers] for worker in range(workers)]
     parts: list[list[int]] = [[] for _ in range(workers)]
     taken = [(0.0, 0, worker) for worker in range(workers)]  # (cost, micro-batches, worker), a heap
-    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+    for index in costliest_first:
         cost, count, worker = taken[0]
         parts[worker].append(index)
         heapq.heapreplace(taken, (cost + costs[index], count + 1, worker))
@@ -168,10 +172,12 @@ def in_order(parts: Sequence[Sequence[int]], found: Sequence[Sequence[Result]]) 
     return [results[index] for index in range(len(pairs))]
 
 
-def spread(costs: Sequence[float], parts: Sequence[Sequence[int]]) -> float:
-    """The cost of the worker with the most over the mean of all: 1 if all have equally much. Everyone waits for that worker."""
-    totals = [sum(costs[index] for index in part) for part in parts]
-    return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
+def spread(costs: Sequence[float], parts: Sequence[Sequence[int]], *, together: bool = False) -> float:
+    """The cost that everyone waits for over the mean of all workers: 1 if all have equally much. It is that of the worker with the most;
+    `together`: the sum of the costliest micro-batch of every pass."""
+    own = [[costs[index] for index in part] for part in parts]
+    slowest = sum(map(max, zip_longest(*own, fillvalue=0.0))) if together else max(map(sum, own))
+    return slowest * len(own) / sum(costs) if sum(costs) else 1.0
 
 
 def _tokens(rows: list[int], lengths: Sequence[int], padded: bool = False) -> int:

@@ -76,9 +76,11 @@ class RunParts:
         return self.crew.worker
 
     def close(self) -> None:
-        if self.samples:
-            self.samples.close()
-        self.crew.close()
+        try:
+            if self.samples:
+                self.samples.close()
+        finally:
+            self.crew.close()
 
 
 @contextlib.contextmanager
@@ -151,6 +153,7 @@ def put_together(
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder)
         crew = gather_crew(order, algorithm, device, paths)
+        on_error.callback(crew.close)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
         digests = data.train.digest(), data.val.digest() if data.val else None
         samples: Samples | None = SamplesHere(config, algorithm, crew, reward, data.encoder) if reward else None

@@ -46,6 +46,7 @@ SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows
 UNSHARED = {
     "train.compile": "compiled layers have not been tried with it",
     **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
+    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step",
 }
 
 
@@ -209,14 +210,17 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     """What does not go with parameters that are shared out among workers."""
     train, apart = config.train, config.cluster.roles.values()
     workers = count_workers(config, device) * config.cluster.nodes - sum(apart)
+    known = not (config.cluster.address and config.cluster.workers == "auto")  # else the cluster knows how many there are
     if not shares_parameters(config):
         return
+    if train.shard_size == 1:
+        yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
     if apart and train.shard == "hybrid":
         yield 'train.shard: "hybrid" is not available with cluster.roles yet. Use "full", or remove one of the keys'
-    elif max(workers, *apart, 1) == 1:
+    elif known and max(workers, *apart, 1) == 1:
         yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
-    elif train.shard_size and workers % train.shard_size:
-        sizes = either([str(size) for size in range(1, workers + 1) if workers % size == 0])
+    elif known and train.shard_size and workers % train.shard_size:
+        sizes = either([str(size) for size in range(2, workers + 1) if workers % size == 0])
         yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
     for key, why in unshared(config).items():
         value = shown(value_of(config, key))

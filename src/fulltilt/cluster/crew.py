@@ -75,6 +75,7 @@ class Crew:
         self.notes = tuple(note for each in firsts for note in each.notes)
         self._sizes = {role: facts[ranks[0]].sizes[role] for role, ranks in self._workers.items()}
         self._queue = len(actors) > 1 and all(facts[rank].queue for rank in actors)  # for the prompts that engines have no seats for yet
+        self._gathers = {role for role, ranks in self._workers.items() if facts[ranks[0]].gathers}  # roles whose workers compute together
         self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
@@ -96,10 +97,10 @@ class Crew:
         ranks = self._ranks_of(role)
         return len(ranks) if ranks != self._ranks_of("actor") else 0
 
-    def _start(self, role: str, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> WorkerCall:
-        """Call a method of the workers that have the role. `args`: one tuple for each of them."""
+    def _start(self, role: str, method: str, args: Sequence[tuple[Any, ...]], *, what: str, together: bool = False) -> WorkerCall:
+        """Call a method of the workers that have the role. `args`: one tuple for each of them. `together`: they wait for one another."""
         given = dict(zip(self._ranks_of(role), args, strict=True))
-        return self.hosts.start(method, [given.get(rank) for rank in range(self.hosts.size)], what=what)
+        return self.hosts.start(method, [given.get(rank) for rank in range(self.hosts.size)], what=what, together=together)
 
     def _results(self, role: str, call: WorkerCall) -> list[Any]:
         """One result for each worker that has the role."""
@@ -118,9 +119,7 @@ class Crew:
         """The results of a method of the samples that each worker holds. It runs beside what workers compute. A mistake of the user's is
         raised here, and the workers live on."""
         found = self.hosts.start("held", [(method, *own) for own in args], what=what, aside=True).results()
-        for each in found:
-            if isinstance(each, UserError):
-                raise each
+        raise_first(found, UserError)
         return found
 
     @contextlib.contextmanager
@@ -207,11 +206,11 @@ class Crew:
         """The call, and a function that waits for it."""
         sizing, size = self.forward_sizes[role], len(self._ranks_of(role))
         plan = sizing.schedule([row.tokens for row in rows], size)
-        dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance)
+        dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance, together=role in self._gathers)
         own = [[plan[place] for place in places] for places in dealt]
         given = self._bring(role, field, rows, own, whole=False)
         args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
-        call = self._start(role, "annotate", args, what=f"a pass of the {role}")
+        call = self._start(role, "annotate", args, what=f"a pass of the {role}", together=role in self._gathers)
 
         def finish(report: Report) -> Passes:
             for done, _ in enumerate(call.items(), start=1):
@@ -258,24 +257,26 @@ class Crew:
         size = len(self._ranks_of(role))
         plans = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
         costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
-        dealt = [distribute(each, size, self.config.train.balance) for each in costs]
+        together = role in self._gathers
+        dealt = [distribute(each, size, self.config.train.balance, together=together) for each in costs]
         parts = [[plan.part(places[worker]) for plan, places in zip(plans, dealt, strict=True)] for worker in range(size)]
         if not self.hosts.worker:  # other processes do not wait for the reader of their progress
             report(0, self.config.algorithm.epochs * len(plans))
         micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
         given = self._bring(role, f"update-{role}", rows, micro_batches, whole=True)
         args = [(role, *each, updates_before, sizing.packing) for each in zip(given, parts, strict=True)]
-        call = self._start(role, "update", args, what=f"update-{role}")
+        call = self._start(role, "update", args, what=f"update-{role}", together=True)
 
         def finish(rows: Sequence[AnyRow], report: Report) -> Metrics:
-            for rank, (done, total) in call.items():
-                if rank == self._ranks_of(role)[0]:
-                    report(done, total)
+            for rank, done in call.items():
+                if done and rank == self._ranks_of(role)[0]:
+                    report(*done)
             metrics = self._update_metrics(role, plans, self._results(role, call))
             if alone:
                 metrics[f"{role}/samples_left_out"] = len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)
             if size > 1 and plans:
-                metrics[f"{role}/load_spread"] = float(np.mean([spread(*pair) for pair in zip(costs, dealt, strict=True)]))
+                spreads = [spread(*pair, together=together) for pair in zip(costs, dealt, strict=True)]
+                metrics[f"{role}/load_spread"] = float(np.mean(spreads))
             return metrics
 
         return StartedWork(call, finish)
@@ -331,7 +332,7 @@ class Crew:
 
     def pending_memory(self) -> dict[str, Reading]:
         """Memory that was measured and is in no `metrics` yet, for `restore_memory` in another process."""
-        found = self._all("pending_memory", what="save")
+        found: list[dict[str, Reading]] = self._all("pending_memory", what="save")
         return {phase: reading for first, *_ in reversed(self._groups) for phase, reading in found[first].items()}
 
     def restore_memory(self, pending: Mapping[str, Reading]) -> None:
@@ -354,12 +355,13 @@ class Crew:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
         the tensors may only be copied, for `finish_save` to write."""
         args = [(dict(arrays) if rank == 0 else {}, folder, beside) for rank in range(self.hosts.size)]
-        self.hosts.start("save", args, what="save").results()
+        raise_first(self.hosts.start("save", args, what="save").results(), OSError)
 
     def finish_save(self) -> Digests:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
         known already."""
         found: list[Digests] = self.hosts.start("finish_save", [()] * self.hosts.size, what="save", aside=True).results()
+        raise_first(found, OSError)
         return {name: digest for digests in found for name, digest in digests.items()}
 
     def hurry(self) -> str:
@@ -385,6 +387,13 @@ def require_same(checksums: Sequence[str | None], version: int) -> None:
         f"the weights of {who} {compared} after step {version}, though every worker must have the same: the memory of a device may be "
         "faulty, or other code has changed a model. Resume from the last checkpoint, and leave out the device if this happens again"
     )
+
+
+def raise_first(found: Sequence[Any], kind: type[Exception]) -> None:
+    """Raise the first error that workers have returned as a result."""
+    for each in found:
+        if isinstance(each, kind):
+            raise each
 
 
 def rows_here(rows: Sequence[AnyRow]) -> list[Row]:

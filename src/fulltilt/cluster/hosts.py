@@ -41,10 +41,12 @@ class Hosts(Protocol):
     def received_bytes(self) -> int:
         """Bytes that workers in other processes have sent to this one."""
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> WorkerCall:
+    def start(
+        self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False, together: bool = False
+    ) -> WorkerCall:
         """Call a method of workers. `args`: one tuple per worker, in order of rank; None: this worker is not called, and its result is
         None. `what`: the name of this call for people, for example "update-actor". `aside`: it may run in a thread, beside other calls of
-        the worker."""
+        the worker. `together`: workers wait for one another inside the method, so that none may stop early."""
 
     def hurry(self) -> None:
         """The user wants the run to stop: from now on a worker that is stuck is soon given up. Called in a signal handler."""
@@ -68,8 +70,8 @@ class WorkerCall(Protocol):
         continues, and its results can be asked for again."""
 
     def cancel(self) -> None:
-        """Have every worker close the method's generator at its next item or look into its inbox. A plain method runs to its end. A
-        cancelled call has no results."""
+        """Have every worker close the method's generator at its next item or look into its inbox. A plain method, and one whose workers
+        are in it `together`, runs to its end. A cancelled call has no results."""
 
 
 class Inbox(Protocol):

@@ -20,7 +20,9 @@ class Local:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> LocalCall:
+    def start(
+        self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False, together: bool = False
+    ) -> LocalCall:
         (own,) = args
         assert own is not None
         return LocalCall(self.worker, method, own, what)

@@ -76,8 +76,8 @@ class WorkerOrder:
         if role is None:
             own = tuple(each for each in self.roles if each not in apart)
             return replace(self, roles=own, encoder=None if "reward_model" in apart else self.encoder)
-        # A checkpoint keeps the number of threads of the actor's workers.
-        kept = self.kept and {name: count for name, count in self.kept.items() if name != "threads"}
+        # A checkpoint keeps these numbers of the actor's workers.
+        kept = self.kept and {name: count for name, count in self.kept.items() if name not in ("threads", "workers")}
         response = longest_response(self.config) if self.sampled else 0
         texts = replace(self.texts, longest=self.texts.longest + response)
         encoder = self.encoder if role == "reward_model" else None
@@ -94,7 +94,9 @@ def load_worker(
     models = load_models(
         config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None
     )
-    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, order.kept, ranks, sharding)
+    # On another number of workers last bits differ anyway, and each has another share of the machine.
+    kept = order.kept if order.kept and order.kept.get("workers", ranks.size) == ranks.size else None
+    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, ranks, sharding)
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None

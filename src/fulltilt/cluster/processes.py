@@ -79,16 +79,18 @@ def launch_here(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterato
 class ProcessCall:
     """A call of some or all workers. The threads that receive messages fill it; the driver's threads wait for it."""
 
-    def __init__(self, host: Processes, number: int, method: str, what: str, called: Sequence[bool]) -> None:
+    def __init__(self, host: Processes, number: int, method: str, what: str, called: Sequence[bool], *, together: bool = False) -> None:
         self._host = host
         self.number = number
         self.makes = number == 0  # the workers
         self.name = what if what == method else f"{what} ({method})"
         self.what = what
         self.called = called
+        self.together = together
         self.answered = [not each for each in called]
         self.sent = list(self.answered)
         self.silent_s = [0.0] * host.size  # that the driver has waited in vain for each worker
+        self.waited_s = 0.0  # since the driver last looked at all workers, not yet in `silent_s`
         self.idle_s = [0.0] * host.size  # seconds of silence in which the worker did nothing; counted once the driver is in a hurry
         self.reported = [False] * host.size  # as silent
         self.news: SimpleQueue[None] = SimpleQueue()  # wakes who waits; what is new is in the other fields
@@ -116,7 +118,8 @@ class ProcessCall:
 
     def cancel(self) -> None:
         if not self.cancelled and not all(self.answered):
-            self._host.send_all(Cancel(self.number))
+            if not self.together:  # one that stops early would leave the others waiting for it
+                self._host.send_all(Cancel(self.number))
             self.cancelled = True
             self._items.clear()
 
@@ -201,9 +204,11 @@ class Processes:
     def received_bytes(self) -> int:
         return sum(peer.connection.received_bytes for peer in self._peers)
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False) -> ProcessCall:
+    def start(
+        self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False, together: bool = False
+    ) -> ProcessCall:
         assert len(args) == self.size
-        call = ProcessCall(self, next(self._numbers), method, what, [own is not None for own in args])
+        call = ProcessCall(self, next(self._numbers), method, what, [own is not None for own in args], together=together)
         messages: list[Envelope | None] = [
             (pack(Start(call.number, method, own, aside)), call) if own is not None else None for own in args
         ]
@@ -233,17 +238,22 @@ class Processes:
             self._raise_breakdown()
             if self._closing:
                 raise RuntimeError(f"{call.what}: the workers were closed")
-            began = time.monotonic()
+            began, interval_s = time.monotonic(), min(LOOK_S, self.stall_s / 2)
             with contextlib.suppress(Empty):
-                call.news.get(timeout=min(LOOK_S, self.stall_s / 2))
-            waited_s = time.monotonic() - began
-            for rank, answered in enumerate(call.answered):
-                if not answered:
-                    call.silent_s[rank] += waited_s
-                    if self.hurried:
-                        call.idle_s[rank] = 0.0 if self._peers[rank].process.is_active() else call.idle_s[rank] + waited_s
-            self._look_for_deaths()
-            self._look_for_silence(call)
+                call.news.get(timeout=interval_s)
+            call.waited_s += time.monotonic() - began
+            if call.waited_s >= interval_s:  # not at every message: of a thousand workers each would cost a look at all of them
+                self._look_at_all(call)
+
+    def _look_at_all(self, call: ProcessCall) -> None:
+        waited_s, call.waited_s = call.waited_s, 0.0
+        for rank, answered in enumerate(call.answered):
+            if not answered:
+                call.silent_s[rank] += waited_s
+                if self.hurried:
+                    call.idle_s[rank] = 0.0 if self._peers[rank].process.is_active() else call.idle_s[rank] + waited_s
+        self._look_for_deaths()
+        self._look_for_silence(call)
 
     def hurry(self) -> None:
         self.hurried = True
@@ -281,6 +291,7 @@ class Processes:
             peer.process.close()
         for call in list(self._calls.values()):
             call.news.put(None)
+        self._kept = None
         atexit.unregister(self.close)
 
     # -- messages, each in a thread of its own per worker -----------------------------------------------------------------------------

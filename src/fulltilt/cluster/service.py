@@ -11,6 +11,7 @@ import contextlib
 import functools
 import os
 import warnings
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -47,7 +48,7 @@ class Service:
     address: tuple[str, int]  # host and port of the store through which workers find one another
     deadline_s: float  # after which a collective is given up
     beside: int = 1  # workers on the same machine, this one included
-    sharing: int = 1  # of them, workers that use this device
+    sharing: int = 1  # workers on the device that has the most: all choose their backend and their memory by it
     functions: Mapping[str, UserCode] = field(default_factory=dict)  # those from Python
     teams: tuple[range, ...] = ()  # the ranks of workers with the same roles
 
@@ -138,6 +139,7 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
     functions = {code.name: travelling(code) for code in codes if code.given}
     teams = teams_of(order, len(places))
     team_of = {rank: team for team in teams for rank in team.ranks}
+    crowds = Counter((place.machine, place.gpu) for place in places)
     services = [
         Service(
             order=team_of[rank].order,
@@ -147,7 +149,7 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
             address=(host, store.port),
             deadline_s=settings.deadline_s,
             beside=sum(each.machine == place.machine for each in places),
-            sharing=sum((each.machine, each.gpu) == (place.machine, place.gpu) for each in places),
+            sharing=max(crowds.values()),
             functions=functions,
             teams=tuple(team.ranks for team in teams),
         )

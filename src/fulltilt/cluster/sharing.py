@@ -28,13 +28,14 @@ class SharedModels:
     structure: PreTrainedModel | None = None  # the actor without memory, where no engine needs it whole
     twin: Twin | None = None  # keeps `rollout` at the latest weights
     collected: PreTrainedModel | None = None  # the whole actor in main memory, for an export
+    adapters_alone: bool = False  # whether an export has only these
 
     def collect(self) -> None:
         """Make the whole actor for an export, on all workers at the same time."""
         if self.twin:
             self.twin.sync()
         elif self.structure is not None:
-            self.collected = whole_on_host(self.shards["actor"], self.structure)
+            self.collected = whole_on_host(self.shards["actor"], self.structure, learning=self.adapters_alone)
 
     def exporter(self, config: Config, models: Models, tokenizer: PreTrainedTokenizerBase) -> tuple[Callable[[Path], None], int]:
         """As `loading.exporter`; what `collect` has made is written."""
@@ -63,9 +64,11 @@ class SharedModels:
 
 def share_out(config: Config, models: Models, ranks: Ranks, device: torch.device, *, sampled: bool) -> SharedModels:
     """Share out the models of all roles. `sampled`: whether an engine needs the actor whole."""
-    train, found = config.train, SharedModels()
-    if "actor" in models.own:
-        found = SharedModels(rollout=over_same_memory(models.actor)) if sampled else SharedModels(structure=without_memory(models.actor))
+    train, found = config.train, SharedModels(adapters_alone=config.lora.rank > 0 and config.lora.export != "merged")
+    if "actor" in models.own and sampled:
+        found.rollout = over_same_memory(models.actor)
+    elif "actor" in models.own:
+        found.structure = without_memory(models.actor)
     sharing = share(
         ranks, device.type, train.shard_size, reshard_after_forward=train.reshard_after_forward, forward_prefetch=train.forward_prefetch
     )

@@ -17,6 +17,8 @@ from fulltilt.words import joined
 MOST_FRAMES = 6  # of a stack that are shown
 COLLECTIVES = os.path.join("torch", "distributed") + os.sep
 PACKAGE = f"{os.sep}fulltilt{os.sep}"
+# Where this package calls collectives. With NCCL the call itself returns at once, and what reads its result waits.
+OUR_COLLECTIVES = tuple(os.path.join("fulltilt", "parallel", name) for name in ("ranks.py", "parcels.py", "exchange.py"))
 # A call runs inside the first of these functions, and waits for the driver inside the second.
 CALLING = (os.path.join("cluster", "hosts.py"), "produced")
 WAITING = (os.path.join("cluster", "serve.py"), "wait")
@@ -54,9 +56,12 @@ class Whereabouts:
 
     @property
     def collective(self) -> str | None:
-        """The operation of torch.distributed inside which it waits."""
-        inside = [frame.function for frame in self.frames if frame.is_of_collective]
-        return inside[0] if inside else None
+        """The operation of torch.distributed inside which it waits. Frames further out prove nothing: FSDP's surround a whole pass."""
+        inside = next((frame for frame in self.frames if PACKAGE in frame.path), None)
+        waits = [frame for frame in self.frames[:1] if frame.is_of_collective] or [
+            frame for frame in (inside,) if frame and frame.path.endswith(OUR_COLLECTIVES)
+        ]
+        return waits[0].function if waits else None
 
     @property
     def waits_for_driver(self) -> bool:

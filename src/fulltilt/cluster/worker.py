@@ -41,7 +41,7 @@ from fulltilt.rollout.engine import Engine, FreeSeats, Listener
 from fulltilt.rollout.sampler import Sampling
 from fulltilt.rollout.stats import EngineStats
 from fulltilt.schema import Config
-from fulltilt.training.checkpoint import Digests, write_trainer
+from fulltilt.training.checkpoint import Digests, system_error_number, write_trainer
 from fulltilt.training.roles import FILLER, Policy, Role, annotate_all
 from fulltilt.training.trainer import Trainer
 from fulltilt.words import first_line
@@ -65,7 +65,7 @@ class UpdateSums:
     steps: list[tuple[LossSums, Metrics]]
     micro_batches: int
     pad_tokens: int
-    seconds: float  # in forward and backward passes, without waiting for other workers
+    seconds: float  # in forward and backward passes, where parameters are shared out with the gathers inside them
 
 
 @dataclass(frozen=True)
@@ -83,6 +83,7 @@ class WorkerFacts:
     sizes: Mapping[str, ModelSize]  # of each role's model, for what its passes cost
     notes: tuple[str, ...] = ()  # on models and checkpoint, for the console
     queue: bool = False  # prompts may go to whichever worker is free
+    gathers: bool = False  # passes gather parameters from other workers, which must make them at the same time
     holds_samples: bool = False  # the driver gets heads in place of groups
 
 
@@ -168,6 +169,19 @@ def enough_memory(phase: str | None = None, where: str = "") -> Iterator[None]:
         raise UserError(f"out of memory{f' in {phase}' if phase else ''}{where}: {what} {remedy}") from error.with_traceback(None)
 
 
+@contextlib.contextmanager
+def refusals_noted() -> Iterator[list[OSError]]:
+    """Note what a disk refuses, in place of raising it: in a form that pickles, which errors of some libraries do not."""
+    found: list[OSError] = []
+    try:
+        yield found
+    except Exception as error:
+        number = system_error_number(error)
+        if number is None:
+            raise
+        found.append(error if isinstance(error, OSError) else OSError(number, str(error)))
+
+
 def nothing() -> None:
     """Where nothing has to be done."""
 
@@ -200,7 +214,7 @@ class Worker:
     _phases: list[tuple[str, contextlib.ExitStack]] = field(default_factory=list)  # those that have begun, the innermost last
 
     def facts(self) -> WorkerFacts:
-        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, self.shelf is not None)
+        return WorkerFacts(self.plan, self.sizes, self.notes, self._may_queue, bool(self.shards), self.shelf is not None)
 
     @property
     def _may_queue(self) -> bool:
@@ -272,6 +286,9 @@ class Worker:
         finally:
             if releases_memory(self.config):
                 self.engine.release()
+                if self.shards and self.account.device.type == "cuda":
+                    # Gathers and reductions run in streams of their own, to which torch lends no memory that another stream has freed.
+                    torch.cuda.empty_cache()
 
     def rollout_stats(self) -> EngineStats:
         """The engine's statistics of the last `generate`."""
@@ -387,9 +404,9 @@ class Worker:
 
     def update(
         self, role: str, rows: Mapping[int, Row] | str, parts: Sequence[BatchPlan], updates_before: int, packing: bool
-    ) -> Generator[Done, None, UpdateSums]:
+    ) -> Generator[Done | None, None, UpdateSums]:
         """Make every optimizer step of a role, after `updates_before` earlier ones, from this worker's part of each mini-batch. Progress is
-        first told before any parameter changes."""
+        first told before any parameter changes; None, after a micro-batch, only tells that the worker is at work."""
         trainer, total = self.trainers[role], self.config.algorithm.epochs * len(parts)
         self.residents.need(role, update=True)
         self.version = None if role == "actor" else self.version
@@ -402,7 +419,7 @@ class Worker:
             passes = self._passes_of_all(trainer.role, len(batch.micro_batches))
             with self.account.passes(trainer.role.head_bytes(batch.micro_batches, learns=True)):
                 begin = time.perf_counter()
-                sums = trainer.accumulate(batch, passes)
+                sums = yield from trainer.accumulating(batch, passes)
                 seconds += time.perf_counter() - begin
             yield len(found), total
             found.append((sums, trainer.apply()))
@@ -439,20 +456,25 @@ class Worker:
         """How many optimizer steps each role that learns has made and left out."""
         return {role: {"updates": each.optimizer.updates, "skipped": each.optimizer.skipped} for role, each in self.trainers.items()}
 
-    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> None:
+    def save(self, arrays: Mapping[str, np.ndarray], folder: Path, beside: bool) -> OSError | None:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
-        the tensors may only be copied, for `finish_save` to write."""
+        the tensors may only be copied, for `finish_save` to write. What the disk refuses is returned: the worker is not at fault."""
         self._unwritten = None  # the copy of a save that failed
         self.collect()
         held = {f"{SURPLUS_TENSORS}{name}": array for name, array in self.shelf.arrays.items()} if self.shelf else {}
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in {**arrays, **held}.items()}
-        self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, rank=self.ranks.number, size=self.ranks.of_run)
+        who = {"rank": self.ranks.number, "size": self.ranks.of_run, "here": self.ranks.beside}
+        with refusals_noted() as refused:
+            self._unwritten = write_trainer(folder, tensors, self.export, beside=beside, **who)
+        return refused[0] if refused else None
 
-    def finish_save(self) -> Digests:
+    def finish_save(self) -> Digests | OSError:
         """Write what `save` left unwritten, in any thread: it reads nothing that training changes. Returns the digests of files that are
-        known already."""
+        known already, or what the disk refuses."""
         write, self._unwritten = self._unwritten, None
-        return write() if write else {}
+        with refusals_noted() as refused:
+            return write() if write else {}
+        return refused[0]
 
     def checkpoint_bytes(self) -> int:
         """About how many bytes `save` writes."""

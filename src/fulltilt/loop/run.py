@@ -349,6 +349,8 @@ class Run:
             self._keep_what_is_written()
             raise
         except BaseException:  # a second Ctrl-C
+            if not self.crew.hosts.worker:  # other processes would first finish what they write
+                self.crew.close()
             self.store.abandon()
             raise
 

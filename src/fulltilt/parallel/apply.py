@@ -27,6 +27,7 @@ from fulltilt.model.fuse import separate
 from fulltilt.model.scalar import ScalarModel, decoder_layers
 from fulltilt.parallel.layout import RowLayout
 from fulltilt.parallel.ranks import Ranks, gather_into, reduce_into
+from fulltilt.records import UserError
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,7 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     separate(model)
     types = {name: parameter.dtype for name, parameter in model.named_parameters()}
     computing: Any = model.dtype
+    require_one_type(model, types)
     layers = decoder_layers(model, 'its parameters cannot be shared out layer by layer. Set train.shard = "optimizer"')
     of_score = [model.score] if isinstance(model, ScalarModel) else []
     for module in (*layers, *of_score, model):
@@ -117,6 +119,18 @@ def shard(model: torch.nn.Module, sharing: Sharing) -> Shards:
     return Shards(model, sharing, types, units)
 
 
+def require_one_type(model: torch.nn.Module, types: Mapping[str, torch.dtype]) -> None:
+    """Gathered parameters are all of one type: one that the model keeps in another would be rounded in passes, and not in rollouts."""
+    usual: Any = model.dtype
+    for name, own in types.items():
+        if own != usual and not (isinstance(model, ScalarModel) and name.startswith("score.")):
+            kept, others = (str(each).removeprefix("torch.") for each in (own, usual))
+            raise UserError(
+                f"the model keeps {name} in {kept} and its other parameters in {others}, which cannot be shared out yet. "
+                'Set train.shard = "optimizer"'
+            )
+
+
 def call(compute: Callable[[], Any]) -> Any:
     return compute()
 
@@ -135,6 +149,8 @@ def units_of(model: torch.nn.Module) -> Iterator[FSDPModule]:
 def sum_gradients(unit: FSDPModule, sharing: Sharing) -> None:
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
+    if hasattr(unit, "set_reduce_scatter_unused_params"):  # torch 2.13: workers whose tokens have not reached an expert add zeros for it
+        unit.set_reduce_scatter_unused_params(True)
     moved = sharing.everyone.moved
     unit.set_custom_all_gather(CountedGather(moved))  # type: ignore[arg-type]
     replicated = sharing.group.size < sharing.everyone.size

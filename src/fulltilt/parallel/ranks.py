@@ -21,6 +21,11 @@ reduce_into: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) o
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def no_bytes() -> Counter[str]:
+    """With every kind from the start: a thread that exchanges rows adds to it while another reads it."""
+    return Counter(dict.fromkeys(("reduce-scatter", "all-gather", "all-reduce", "all-to-all"), 0))
+
+
 @dataclass(frozen=True, eq=False)
 class Ranks:
     rank: int = 0
@@ -28,7 +33,7 @@ class Ranks:
     group: dist.ProcessGroup | None = None  # None: this worker is alone
     beside: int = 1  # workers on this machine, this one included
     sharing: int = 1  # of them, workers that use this worker's device
-    moved: Counter[str] = field(default_factory=Counter)  # bytes of this worker's tensors in collectives, by kind
+    moved: Counter[str] = field(default_factory=no_bytes)  # bytes of this worker's tensors in collectives, by kind
     before: int = 0  # workers of the run that come before these, and have other roles
     after: int = 0  # those that come after these
     deadline: timedelta | None = None  # after which collectives of groups among them are given up; None: torch's own

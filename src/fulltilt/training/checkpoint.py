@@ -495,15 +495,16 @@ def damaged(path: Path, why: str) -> UserError:
 
 
 def write_trainer(
-    folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool, rank: int = 0, size: int = 1
-) -> Callable[[], Digests]:
+    folder: Path, tensors: Mapping[str, torch.Tensor], export: Callable[[Path], None], *, beside: bool, rank: int = 0, size: int = 1,
+    here: int = 1,
+) -> Callable[[], Digests]:  # fmt: skip
     """Write the tensors of worker `rank` of `size` into a checkpoint's folder, and the first worker's exported model. With `beside`, and if
-    a copy of the tensors fits well into main memory, they are only copied. Returns a function that does the rest, in any thread: it writes
-    the copy, and hashes the worker's file unless it is the only worker."""
+    copies of all `here` workers of this machine fit well into main memory, the tensors are only copied. Returns a function that does the
+    rest, in any thread: it writes the copy, and hashes the worker's file unless it is the only worker."""
     if rank == 0:
         (folder / MODEL).mkdir()
         export(folder / MODEL)
-    fits = beside and size * sum(tensor.nbytes for tensor in tensors.values()) <= COPY_SHARE * free_host_bytes()
+    fits = beside and here * sum(tensor.nbytes for tensor in tensors.values()) <= COPY_SHARE * free_host_bytes()
     copies = copy_to_host(tensors) if fits else None
     if copies is None:
         write_tensors(folder, tensors, rank, size)

@@ -8,7 +8,7 @@ mini-batch however it is cut into micro-batches and dealt to workers; one that i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,16 @@ class Trainer:
     def accumulate(self, batch: MiniBatch, passes: int = 0) -> LossSums:
         """Gradients of the micro-batches that are given, on top of what is there. `passes`: how many passes are made at least; those for
         which there is no micro-batch add nothing."""
+        running = self.accumulating(batch, passes)
+        while True:
+            try:
+                next(running)
+            except StopIteration as end:
+                found: LossSums = end.value
+                return found
+
+    def accumulating(self, batch: MiniBatch, passes: int = 0) -> Generator[None, None, LossSums]:
+        """What `accumulate` does, with a stop after every pass."""
         self.optimizer.prepare()
         sums, weighted, numerators, counts = (Totals(self.role.device) for _ in range(4))
         micro_batches = [micro for micro in batch.micro_batches if len(micro.trained)]
@@ -39,8 +49,10 @@ class Trainer:
             weighted.add(parts.weighted)
             numerators.add({name: ratio[0] for name, ratio in parts.ratios.items()})
             counts.add({name: ratio[1] for name, ratio in parts.ratios.items()})
+            yield
         for _ in range(passes - len(micro_batches)):
             self.role.nothing().backward()  # type: ignore[no-untyped-call]
+            yield
         return LossSums(sums.numbers(), weighted.numbers(), numerators.numbers(), counts.numbers())
 
     def apply(self) -> dict[str, float]:
