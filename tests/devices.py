@@ -86,7 +86,7 @@ class Notes:
         return {**found, "parameters": found["parameters"] - sum(buffers.values())}
 
     def moved(self) -> dict[str, int]:
-        return dict(self.worker.ranks.moved)
+        return dict(+self.worker.ranks.moved)  # without kinds that it had no use for
 
     def shift(self, numbers: float) -> None:
         """Change one of the actor's parameters."""
@@ -358,7 +358,8 @@ class Pool:
     def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:
         """`fulltilt train` with so many workers, and what they have noted."""
         with self.used():
-            trained = runs.train(folder, *for_workers(workers, overrides))
+            processes = [f"reward.workers={workers}"] if self.apart else []  # on several machines each worker needs one
+            trained = runs.train(folder, *for_workers(workers, overrides), *processes)
         return trained, self.noted(workers)
 
     @contextlib.contextmanager

@@ -138,7 +138,7 @@ class ShardWorker:
             shards.rest()
         before = dict(ranks.moved)
         sums = made.trainer.accumulate(part, made.passes(part, ranks))
-        moved = {kind: count - before.get(kind, 0) for kind, count in ranks.moved.items()}
+        moved = {kind: count - before.get(kind, 0) for kind, count in ranks.moved.items() if count}
         model: Any = made.trainer.role.model  # type: ignore[attr-defined]
         parameters = list(model.parameters())
         return {

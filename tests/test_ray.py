@@ -24,6 +24,7 @@ from fulltilt.cluster.checks import require_ray
 from fulltilt.cluster.keeper import Questions, SignsOfLife, WorkerKeeper, facts_of_machine
 from fulltilt.cluster.ray import Shared
 from fulltilt.cluster.wire import Connection, Hello, Item, Result, Start, pack
+from fulltilt.folders import content_digest
 from fulltilt.records import UserError
 
 # -- the configuration ---------------------------------------------------------------------------------------------------------------------
@@ -115,7 +116,8 @@ def questions(tmp_path: Path) -> Questions:
 def test_equal_machines_pass(tmp_path: Path, questions: Questions) -> None:
     Path(questions.marker).touch()
     here = facts_of_machine(questions)
-    assert here.contents == {"model": {"config.json": 2}, "missing": None} and {"torch", "transformers", "Python"} < set(here.versions)
+    assert here.contents == {"model": {"config.json": content_digest(tmp_path / "model" / "config.json")}, "missing": None}
+    assert {"torch", "transformers", "Python"} < set(here.versions)
     assert list(ray.differences("b", here, here, Shared(tmp_path, {"model.path": "model"}), 0)) == []
 
 
@@ -139,7 +141,8 @@ def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) 
         r"/dev/shm of the machine node-b has 1.0 MiB free, and its workers need 64.0 MiB",
     ]
     assert len(found) == len(expected) and all(re.match(*pair) for pair in zip(expected, found, strict=True)), found
-    other = replace(here, sees_marker=True, contents={"model": {"config.json": 3}, "missing": None})
+    (tmp_path / "model" / "config.json").write_text("[]")  # of the same size
+    other = replace(here, sees_marker=True, contents=facts_of_machine(questions).contents)
     (text,) = ray.differences("node-b", other, here, Shared(tmp_path, {"model.path": "model"}), 0)
     assert text.startswith("model.path: model holds other files on the machine node-b")
 

@@ -22,6 +22,7 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
+from fulltilt.cluster.shelf import wrong_shares
 from fulltilt.data.prompts import GROUND_TRUTHS, PromptSet, load_prompts
 from fulltilt.data.sft import RowSet, load_sft
 from fulltilt.data.template import TEMPLATE_REMEDY, PromptEncoder
@@ -249,6 +250,8 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
         yield from too_few(config, workers * config.cluster.nodes)
     if workers * config.cluster.nodes > 1:
         yield from wrong_on_several(config, algorithm)
+    if config.cluster.nodes > 1 and config.cluster.workers != "auto" and "rollout" in algorithm.needs:
+        yield from wrong_shares(config.reward, workers * config.cluster.nodes, workers)
 
 
 def too_few(config: Config, workers: int) -> Iterator[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import fulltilt
 from fulltilt.cluster.child import Child, Obituary, start_child
+from fulltilt.folders import SAMPLES, content_digest
 from fulltilt.records import UserError
 
 CONNECT_S = 10.0
@@ -48,7 +49,7 @@ class MachineFacts:
     shared_memory: int  # free bytes; enough where there is no such file system
     has_folder: bool
     sees_marker: bool
-    contents: Mapping[str, Mapping[str, int] | None]  # for each path, names and bytes of its files; None: there is no such path
+    contents: Mapping[str, Mapping[str, str] | None]  # for each path, names and digests of its files; None: there is no such path
 
 
 @dataclass(frozen=True)
@@ -73,12 +74,12 @@ def facts_of_machine(questions: Questions) -> MachineFacts:
     )
 
 
-def contents(path: Path) -> dict[str, int] | None:
-    """Names and sizes of a folder's files, or of the file."""
+def contents(path: Path) -> dict[str, str] | None:
+    """Names of a folder's files, or of the file, and digests of what they hold: weights of two models often have the same size."""
     if not path.exists():
         return None
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    return {file.name: file.stat().st_size for file in files if file.is_file() and not file.name.startswith(".")}
+    return {file.name: content_digest(file, SAMPLES) for file in files if file.is_file() and not file.name.startswith(".")}
 
 
 def versions() -> dict[str, str]:

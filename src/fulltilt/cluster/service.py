@@ -31,9 +31,9 @@ from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker, enough_memory
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.records import RunWarning
-from fulltilt.schema import rewards_named
+from fulltilt.schema import Config, rewards_named
 from fulltilt.settings import own_functions
-from fulltilt.user_code import FROM_PYTHON, UserCode, known_functions, locate
+from fulltilt.user_code import FROM_PYTHON, UserCode, UserCodeError, known_functions, locate
 
 SERVE = "fulltilt.cluster.service:serve"
 UNTIL_THE_END = contextlib.ExitStack()  # of the process of a worker
@@ -117,7 +117,7 @@ def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, s
     config, settings = order.config, order.config.cluster
     assert settings.address is not None
     workers = settings.workers if settings.workers != "auto" else None if device.type == "cuda" else 1
-    read = {**paths, **({"the checkpoint": str(order.resume.path)} if order.resume else {})}
+    read = {**paths, **files_of_functions(config), **({"the checkpoint": str(order.resume.path)} if order.resume else {})}
     gpus = device.type == "cuda" or (None if config.run.device == "auto" else False)
     machines = Machines(settings.address, settings.nodes, workers, Shared(Path(config.run.dir), read), gpus=gpus)
     try:
@@ -126,6 +126,15 @@ def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, s
     except BaseException:
         machines.close()
         raise
+
+
+def files_of_functions(config: Config) -> dict[str, str]:
+    """The files of the user's functions, which every machine reads for itself, by what names them."""
+    codes = {f"algorithm.{key}": function.code for key, function in own_functions(config).items()}
+    for name in rewards_named(config.reward.function, config.reward.sources):
+        with contextlib.suppress(UserCodeError):  # one of fulltilt's own
+            codes[f"the reward {name}"] = locate(name)
+    return {what: code.path for what, code in codes.items() if code.path and code.given is None}
 
 
 def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple[list[Service], dict[str, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import pickle
-from collections.abc import Generator, Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
 from pathlib import Path
@@ -32,6 +32,7 @@ from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
 from fulltilt.rollout import surplus
 from fulltilt.rollout.collect import ScoredGroup
 from fulltilt.schema import Config, RewardConfig
+from fulltilt.words import many
 
 WAITING_S = 5.0  # how often a worker that waits for rewards shows that it is alive
 UNSENT = Prompt(-1, np.zeros(0, np.int64), "")  # in a head: the driver has the prompt
@@ -83,8 +84,20 @@ def build_row(group: Group, spec: RowSpec) -> Row:
     )
 
 
+def wrong_shares(config: RewardConfig, size: int, beside: int) -> Iterator[str]:
+    """Numbers of which not every worker would get a share: of processes, on a machine with `beside` workers, and of calls of all `size`."""
+    for key, given, needed, whose in (
+        ("workers", config.workers, beside, f"{many(beside, 'worker')} of a machine"),
+        ("concurrency", config.concurrency, size, f"{many(size, 'worker')} of the run"),
+    ):
+        if given != "auto" and given < needed:
+            yield f"reward.{key}: {given} cannot be shared by the {whose}, each of which scores its samples. Use at least {needed}, or auto"
+
+
 def share_of_rewards(config: RewardConfig, size: int, beside: int) -> RewardConfig:
     """The settings of one worker's reward processes: a machine's cores are shared by its `beside` workers, calls at once by all of them."""
+    for text in wrong_shares(config, size, beside):
+        raise UserError(text)
     processes = usable_cores() if config.workers == "auto" else config.workers
     calls = config.concurrency if config.concurrency == "auto" else max(1, config.concurrency // size)
     return config.model_copy(update={"workers": max(1, processes // beside), "concurrency": calls})
