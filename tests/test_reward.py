@@ -1239,11 +1239,11 @@ def test_a_call_that_blocks_the_event_loop_is_named_and_the_others_are_not_tried
 ) -> None:
     monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 250.0)  # which must not pass
     began = time.monotonic()
-    pool = pool_of(write(tmp_path, BLOCKING), run_dir=tmp_path / "run", timeout_s=1.0)
+    pool = pool_of(write(tmp_path, BLOCKING), run_dir=tmp_path / "run", timeout_s=2.0)
     scores = pool.collect([group_of(["0.01", "600", *["0.02"] * 6])])[0]
     assert values(scores) == [0.01, 0.0, *[0.02] * 6] and time.monotonic() - began < 200
     said = scores[1].error
-    assert said is not None and "blocked its event loop and ran past its deadline of 1 s (reward.timeout_s). Use an async client" in said
+    assert said is not None and "blocked its event loop and ran past its deadline of 2 s (reward.timeout_s). Use an async client" in said
     assert "time.sleep(seconds)" in json.loads((tmp_path / "run" / ERRORS_FILE).read_text())["detail"]
     assert (pool.stats().timeouts, pool.stats().failed) == (1, 1) and pool.take_notes() == []
 
