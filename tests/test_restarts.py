@@ -190,6 +190,7 @@ def test_ctrl_c_at_any_moment_of_a_step_saves_the_last_whole_one(folder: Path, u
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_does_not_wait_long_for_a_worker_that_is_stuck(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signals: int

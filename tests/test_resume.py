@@ -11,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -278,14 +278,6 @@ def test_ctrl_c_waits_for_what_is_being_written(tmp_path: Path, model_folders: M
     trained = runs.train(folder, *BESIDE, "run.steps=300")
     sender.join()
     assert trained.summary.interrupted and list(runs.checkpoints(folder)) == [trained.summary.steps]
-
-
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """Ctrl-C, which a process in the background may ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heard")
