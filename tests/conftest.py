@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -140,3 +141,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """End the processes of the pool when the next test does not use them: they hold 2 GiB."""
     if uses_pool(item) and not uses_pool(nextitem):
         item.funcargs["pool_of_devices"].close()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def heard() -> Iterator[None]:
+    """Ctrl-C, which a process in the background may ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from fulltilt import cli, loop
 from fulltilt import config as configuration
+from fulltilt.loop.run import Run
 from fulltilt.observe.console import Console
 from fulltilt.schema import Config, toml_value
 
@@ -147,6 +148,31 @@ def nothing() -> None:
     """Called first in a command's process."""
 
 
+def hold_after(steps: int, first: Callable[[], object] = nothing) -> None:
+    """Called first in a command's process, after `first`: once it has made so many steps, it waits in the next one until there is a file
+    `released`. A signal finds it at work, however late the signal comes."""
+    first()
+    make_step, left = Run.rl_step, iter(range(steps))
+
+    def held(run: Run, step: int) -> dict[str, Any]:
+        while next(left, None) is None and not Path("released").exists():
+            time.sleep(0.01)
+        return make_step(run, step)
+
+    Run.rl_step = held  # type: ignore[method-assign]
+
+
+def tell_of_validation() -> None:
+    """Called first in a command's process: there is a file `validating` once it validates."""
+    validate = Run._validate
+
+    def told(run: Run, step: int) -> dict[str, float]:
+        Path("validating").touch()
+        return validate(run, step)
+
+    Run._validate = told  # type: ignore[method-assign]
+
+
 @functools.cache
 def _loaded() -> ForkServerContext:
     """A process that has imported torch and the package once and forks for each command: a new interpreter takes seconds for that."""
@@ -206,9 +232,9 @@ class Started:
         return out
 
 
-def start(folder: Path, *arguments: str) -> Started:
+def start(folder: Path, *arguments: str, first: Callable[[], object] = nothing) -> Started:
     """The command, running in a session of its own so that a signal to its group reaches nobody else; words for people in `said.txt`."""
-    return Started(folder, arguments)
+    return Started(folder, arguments, first)
 
 
 @dataclass(frozen=True)

@@ -132,10 +132,13 @@ def test_killed_it_leaves_no_run_behind(place: Path) -> None:
     metrics = place / "bench" / "fulltilt" / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2)
     os.kill(parent.pid, signal.SIGKILL)  # alone, not its group
-    time.sleep(3 * peers.LOOK_AT_PARENT_S)
-    made = metrics.read_text()
-    time.sleep(2)
-    assert metrics.read_text() == made
+
+    def stands_still() -> bool:
+        made = metrics.read_text()
+        time.sleep(2)
+        return metrics.read_text() == made
+
+    wait_until(stands_still)
 
 
 def wait_until(true: Callable[[], bool]) -> None:

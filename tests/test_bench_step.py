@@ -303,6 +303,7 @@ def ends_training(watch: Any, step: int, tokens_seen: int) -> bool:
 
 
 def test_prompts_or_responses_of_other_tokens_end_the_measurement_at_once(tmp_path: Path) -> None:
+    begun = time.time()
     watch = watch_of(tmp_path)
     reward = watch.reward(lambda texts, rows: [float(len(text)) for text in texts])
     for number in (1, 2):
@@ -314,7 +315,7 @@ def test_prompts_or_responses_of_other_tokens_end_the_measurement_at_once(tmp_pa
         ends_training(watch, 2, 41)
     (line,) = [json.loads(text) for text in (tmp_path / "steps.jsonl").read_text().splitlines()]
     assert (line["step"], line["reward"], line["response_length"]) == (1, 2.0, 2.5)
-    assert 0 <= line["rollout_seconds"] <= line["step_seconds"] <= line["seconds"] < 5
+    assert 0 <= line["rollout_seconds"] <= line["step_seconds"] <= line["seconds"] <= time.time() - begun
     forced = watch_of(tmp_path, response_tokens=3).reward(lambda texts, rows: [0.0, 0.0])
     assert forced(["a", "b"], completion_ids=[[1, 2, 3]] * 2, row=[0, 1]) == [0.0, 0.0]
     with pytest.raises(AssertionError, match=r"responses of \[2\] tokens instead of 3"):
@@ -324,10 +325,13 @@ def test_prompts_or_responses_of_other_tokens_end_the_measurement_at_once(tmp_pa
 
 
 def test_saving_is_not_in_the_seconds(tmp_path: Path) -> None:
-    watch = watch_of(tmp_path, save_at=[1], limit_s=0.0)
+    begun = time.time()
+    watch = watch_of(tmp_path, save_at=[1], limit_s=0.0, begun=begun)
     watch.save = lambda folder: time.sleep(0.5)
     watch.reward(lambda texts, rows: [0.0, 1.0])(["a", "b"], completion_ids=[[1], [2]], row=[0, 1])
-    assert ends_training(watch, 1, 12) and watch.now() < 0.4
+    assert ends_training(watch, 1, 12)
+    now = watch.now()
+    assert time.time() - begun - now > 0.49
 
 
 def test_how_many_times_faster_by_the_medians_of_the_best_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,6 +362,8 @@ def test_a_peer_that_answers_fails_or_dies(tmp_path: Path, monkeypatch: pytest.M
     def ask(name: str) -> dict[str, Any]:
         defaults = {"SET": "by default", "UNSET": "by default"}
         with peers.Peer(tmp_path / "peer.py", {"do": name}, tmp_path / name, defaults) as peer:
+            while name == "sleep" and not peer.log.read_text():  # it may take longer than the limit to start
+                time.sleep(0.02)
             return peer.measure()
 
     assert ask("answer") == {"begun": True, "SET": "by the user", "UNSET": "by default", "HF_HUB_OFFLINE": "1"}
@@ -388,9 +394,9 @@ def test_a_peer_whose_parent_is_gone_ends(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "parent.py").write_text(PARENT)
     monkeypatch.setenv("PYTHONPATH", str(Path(peers.__file__).parents[2]))
     command = [sys.executable, str(tmp_path / "parent.py"), str(tmp_path / "asked"), "sleep"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert "the parent dies" in ended.stderr
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 50  # it would sleep for longer
     while Path(f"/proc/{int(ended.stdout)}").exists():
         assert time.monotonic() < deadline, "a peer works for nobody"
         time.sleep(0.05)

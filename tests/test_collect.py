@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import pickle
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -373,8 +375,11 @@ def test_a_kill_with_surplus_in_hand_loses_nothing(tmp_path: Path, model_folders
     assert all(runs.state(path)["surplus"] for path in runs.checkpoints(expected).values())
 
     folder = make(tmp_path / "killed", model_folders("qwen2"), rows=50)
-    process = runs.start(folder, "train", "run.toml", "--json", *options)
+    process = runs.start(folder, "train", "run.toml", "--json", *options, first=functools.partial(runs.hold_after, 3))
     assert all(process.stdout.readline() for _ in range(3)), (folder / "said.txt").read_text()
+    while 2 not in runs.checkpoints(folder):  # which a thread writes
+        assert process.poll() is None
+        time.sleep(0.01)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     assert process.returncode == -signal.SIGKILL and 2 in runs.checkpoints(folder)

@@ -189,7 +189,7 @@ def start_run(folder: Path, settings: dict[str, Any], seconds: int) -> None:
         runs.train(folder)
 
 
-def run_together(folder: Path, context: dict[str, Any], numbers: dict[str, Any], seconds: int = 60) -> None:
+def run_together(folder: Path, context: dict[str, Any], numbers: dict[str, Any], seconds: int = 240) -> None:
     """One run obeys them all, or refuses. Without the one that a refusal names, the others are tried again; else in smaller parts."""
     try:
         start_run(folder, {**context, **numbers}, seconds)
@@ -209,6 +209,7 @@ AT_ONCE = 6
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("edge", [0, 1], ids=["least", "greatest"])
 @pytest.mark.parametrize("context", TRIED)
 def test_runs_with_the_least_and_the_greatest_numbers(folder: Path, context: int, edge: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import toy_worker
 from fulltilt.cluster import processes, stacks
 from fulltilt.cluster.hosts import Hosts, WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.local import Local
-from fulltilt.cluster.processes import Processes
+from fulltilt.cluster.processes import Processes, WorkerPeer
 from fulltilt.records import UserError
 
 SIZE = 2
@@ -59,7 +60,7 @@ def call(host: Hosts, method: str, *args: Any) -> list[Any]:
     return host.start(method, [args] * host.size, what=method).results()
 
 
-def eventually(true: Callable[[], Any], seconds: float = 10.0) -> None:
+def eventually(true: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -258,8 +259,11 @@ def test_arguments_that_cannot_be_pickled_start_nothing(pool: Processes) -> None
     assert call(pool, "add", 1) == [1, 2]
 
 
-@pytest.mark.parametrize(("after", "named"), [(0.3, r"worker 1 .*the cause"), (20.0, r"worker 0 .*Connection closed by peer")])
-def test_the_cause_is_named_before_its_consequences(after: float, named: str) -> None:
+@pytest.mark.parametrize(
+    ("after", "cause_s", "named"), [(0.3, 60.0, r"worker 1 .*the cause"), (60.0, 1.0, r"worker 0 .*Connection closed by peer")]
+)
+def test_the_cause_is_named_before_its_consequences(after: float, cause_s: float, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CAUSE_S", cause_s)
     with workers() as host, pytest.raises(WorkerError, match=named):
         call(host, "fail_as_collective", 1, after)
 
@@ -278,7 +282,7 @@ def test_a_worker_that_is_killed_is_named_at_once() -> None:
         began = time.monotonic()
         with pytest.raises(WorkerDied, match=r"worker 0 .* was killed by signal 9 \(SIGKILL\) during waiting .*memory is used up"):
             waiting.results()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < 60  # the other worker waits for longer
 
 
 def test_a_worker_is_killed_between_calls_or_while_it_answers() -> None:
@@ -313,65 +317,116 @@ def test_a_module_that_does_not_exist_is_named() -> None:
 # -- silence -------------------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def slow_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may keep a worker from writing its stack for a while."""
+    monkeypatch.setattr(processes, "STACK_S", 60.0)
+
+
+@pytest.mark.usefixtures("slow_stacks")
 def test_a_silent_worker_is_reported_with_its_stack_then_given_up() -> None:
     told: list[str] = []
-    with workers(on_stall=told.append, stall_s=0.5, deadline_s=1.5) as host:
-        with pytest.raises(WorkerStuck, match=r"worker 1 .* has sent nothing for \d s during sleep_forever"):
-            call(host, "sleep_forever", 1)
+    with workers(on_stall=told.append) as host:
+        sleeping = host.start("sleep_forever", [(1,)] * SIZE, what="sleep_forever")
+        items = sleeping.items()
+        assert next(items) == (1, "begun")
+        eventually(lambda: sleeping.answered[0])
+        host.stall_s, host.deadline_s = 0.5, 1.5
+        with pytest.raises(WorkerStuck, match=r"worker 1 .* has sent nothing for \d+ s during sleep_forever"):
+            next(items)
         assert not any(map(alive, host.pids))
     (text,) = told
     silent, idle, busy, *frames = text.splitlines()
-    assert re.fullmatch(r"worker 1 \(process \d+\) has sent nothing for [01] s during sleep_forever", silent)
+    assert re.fullmatch(r"worker 1 \(process \d+\) has sent nothing for \d+ s during sleep_forever", silent)
     assert re.fullmatch(r"worker 0 \(process \d+\): has finished its part", idle)
     assert re.fullmatch(r"worker 1 \(process \d+\): sleep_forever, at work", busy)
     assert len(frames) == 1 and re.fullmatch(r" +toy_worker.py:\d+ in sleep_forever", frames[0])
 
 
+def launch_and_greet(ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
+    """Processes that have sent their first message: how long an interpreter takes to start is not what is tested."""
+    for peer in processes.launch_here(ranks, environment):
+        assert select.select([peer.connection._socket], [], [], 120)[0]
+        yield peer
+
+
+@pytest.mark.usefixtures("slow_stacks")
 def test_a_worker_that_loads_is_given_more_time_and_named_as_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stack of what it does, which may be an import."""
-    (tmp_path / "slow_toy.py").write_text("import time\ntime.sleep(3.2)\ndef make(order):\n    return object()\n")
+    told = tmp_path / "told"
+    source = f"import os\nwhile not os.path.exists({str(told)!r}): __import__('time').sleep(0.01)\ndef make(order): return object()\n"
+    (tmp_path / "slow_toy.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    told: list[str] = []
+    seconds: list[float] = []
+
+    def on_stall(text: str) -> None:
+        seconds.append(time.monotonic() - began)
+        told.write_text(text)
+
     began = time.monotonic()
-    Processes([0], "slow_toy:make", on_stall=lambda text: told.append(f"{time.monotonic() - began:.1f} {text}"), stall_s=0.6).close()
-    (text,) = told
-    found = re.match(r"(\d+\.\d) worker 0 \(process \d+\) is still loading, without progress for \d s\n", text)
-    assert found and float(found[1]) > 2.4
+    Processes([0], "slow_toy:make", launch=launch_and_greet, on_stall=on_stall, stall_s=0.6).close()
+    assert len(seconds) == 1 and seconds[0] > 2.4
+    text = told.read_text()
+    assert re.match(r"worker 0 \(process \d+\) is still loading, without progress for \d+ s\n", text)
     assert re.search(r"worker 0 \(process \d+\): loading \(slow_toy:make\), at work\n +slow_toy.py:2 in <module>", text)
 
 
 @pytest.mark.parametrize("how", ["stopped", "asleep"])
 def test_after_an_interrupt_a_worker_that_does_nothing_is_soon_given_up(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    """And one that computes is not, however long it is silent."""
-    monkeypatch.setattr(processes, "HURRY_S", 0.6)
+    monkeypatch.setattr(processes, "HURRY_S", 1.0)
     with workers() as host:
         host.hurry()
-        assert call(host, "compute", 1.5) == [0, 1]
         if how == "stopped":
             os.kill(host.pids[1], signal.SIGSTOP)
         began = time.monotonic()
-        with pytest.raises(WorkerStuck, match=r"^worker 1 .* has sent nothing for \d s during"):
+        with pytest.raises(WorkerStuck, match=r"^worker 1 .* has sent nothing for \d+ s during"):
             call(host, *(("add", 1) if how == "stopped" else ("sleep_forever", 1)))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60
 
 
+def test_after_an_interrupt_a_worker_that_computes_is_not_given_up(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it is silent, and though a busy machine may give it a tenth of a core."""
+    monkeypatch.setattr(processes, "HURRY_S", 1.5)
+    monkeypatch.setattr(pool, "hurried", True)
+    assert call(pool, "compute", 2.0) == [0, 1]
+
+
+def computed_s(pid: int) -> float:
+    """Processor time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.usefixtures("slow_stacks")
 def test_a_worker_that_takes_no_message_is_given_up() -> None:
     told: list[str] = []
-    with workers(on_stall=told.append, stall_s=0.3, deadline_s=0.9) as host:
+    with workers(on_stall=told.append) as host:
         begun = host.start("compute_forever", [()] * SIZE, what="computing").items()
         assert {next(begun)[0], next(begun)[0]} == {0, 1}
-        time.sleep(0.3)
+        before = [computed_s(pid) for pid in host.pids]
+        eventually(lambda: all(computed_s(pid) > then + 0.2 for pid, then in zip(host.pids, before, strict=True)))
+        host.stall_s, host.deadline_s = 0.3, 0.9
         with pytest.raises(WorkerStuck, match="during sending"):
             host.start("give_back", [(np.zeros(10_000_000),)] * SIZE, what="sending")
     assert "computing (compute_forever), at work" in told[0] and re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
 
 
+@pytest.mark.usefixtures("slow_stacks")
 def test_neither_progress_nor_waiting_for_another_is_silence() -> None:
     told: list[str] = []
-    with workers(on_stall=told.append, stall_s=0.8) as host:
-        host.start("rest", [(rank,) for rank in range(SIZE)], what="rest").results()
+    with workers(on_stall=told.append, stall_s=2.0) as host:
+        host.start("rest", [(rank, 2.5) for rank in range(SIZE)], what="rest").results()
         assert not told
-        assert call(host, "idle", 1.4) == [[], []]  # nobody works: the driver forgets to tell
+        host.stall_s = 0.8
+        idle = host.start("idle", [(200.0,)] * SIZE, what="idle")  # nobody works: the driver forgets to tell
+
+        def remember(text: str) -> None:
+            told.append(text)
+            for rank in range(SIZE):
+                idle.tell(rank, "at last")
+
+        host.on_stall = remember
+        assert idle.results() == [["at last"]] * SIZE
         assert "waits for messages of the driver" in told[0]
 
 
@@ -428,12 +483,17 @@ def test_only_what_a_worker_waits_in_is_its_collective_operation() -> None:
 @pytest.mark.long
 def test_collectives_name_the_worker_that_is_absent_and_the_one_that_is_dead(tmp_path: Path) -> None:
     told: list[str] = []
-    with workers(on_stall=told.append) as host:
+    with workers() as host:
         call(host, "join", str(tmp_path / "store"), SIZE)
         assert call(host, "reduce", -1) == [1.0, 1.0]
-        host.stall_s = 0.5
+        host.stall_s = 1.0
+
+        def kill(text: str) -> None:
+            told.append(text)
+            os.kill(host.pids[1], signal.SIGKILL)
+
+        host.on_stall = kill
         reducing = host.start("reduce", [(1,)] * SIZE, what="reducing")
-        threading.Timer(1.5, os.kill, (host.pids[1], signal.SIGKILL)).start()
         with pytest.raises(WorkerDied, match="worker 1"):
             reducing.results()
     assert "worker 0 (process" in told[0] and "waits in the collective operation all_reduce" in told[0]
@@ -471,12 +531,12 @@ def test_no_worker_outlives_a_driver_that_is_killed(tmp_path: Path, method: str,
     assert len(pids) == 2 and all(map(running, pids))
     with process:
         process.kill()
-    eventually(lambda: not any(map(running, pids)), 3)
+    eventually(lambda: not any(map(running, pids)))
 
 
 def test_a_driver_that_forgets_to_close_ends_quietly(tmp_path: Path) -> None:
     process, pids = driver(tmp_path, "read_log", "()", then="")
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "", "") and not any(map(running, pids))
 
 
@@ -495,7 +555,7 @@ def test_closing_leaves_nothing() -> None:
                 os.kill(host.pids[0], signal.SIGKILL)
             began = time.monotonic()
             host.close()
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < 60  # workers that are busy would be so for longer
             host.close()
         assert held() == before
     with pytest.raises(RuntimeError, match="the workers were closed"):

@@ -71,12 +71,13 @@ def server(answer: bytes | None) -> Iterator[str]:
 def test_an_address_at_which_nothing_answers_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(ray, "ANSWER_S", 200.0)  # which must not pass
     began = time.monotonic()
     with pytest.raises(UserError, match=rf"cluster.address: nothing answers at {address} \(.*refused\)"):
         ray.join(address, 2, 1)
     with server(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address, pytest.raises(UserError, match=f"what answers at {address} is not Ray"):
         ray.join(address, 2, 1)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 100
     monkeypatch.setattr(ray, "ANSWER_S", 0.3)
     with server(None) as address, pytest.raises(UserError, match=rf"nothing answers at {address} \(timed out\)"):
         ray.join(address, 2, 1)
@@ -186,8 +187,10 @@ def test_a_keeper_starts_workers_that_connect(tmp_path: Path, monkeypatch: pytes
     names = ("TOY", "FULLTILT_WORKER", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME")
     assert [call("environment", name) for name in names] == ["yes", "3", None, "lo"]
     connection.send(pack(Start(next(numbers), "wait_for_gate", (), False)))
-    time.sleep(0.2)
-    assert "wait_for_gate" in found.stacks(0) and found.signs() == [SignsOfLife()]
+    deadline = time.monotonic() + 60
+    while "wait_for_gate" not in found.stacks(0):
+        assert time.monotonic() < deadline
+    assert found.signs() == [SignsOfLife()]
     found.signs(activity=True)
     assert found.signs(activity=True) == [SignsOfLife(active=False)]
     os.kill(pid, signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import os
 import signal
@@ -87,8 +88,17 @@ def assert_same_results(one: Path, other: Path) -> None:
         runs.assert_equal_tensors(found[step], expected[step])
 
 
-def kill_after(step: int) -> None:
+def wait_for_checkpoint(folder: Path, step: int) -> None:
+    """Until it is in place: the workers and a thread of the driver write it beside the steps that follow."""
+    deadline = time.monotonic() + 100
+    while step not in runs.checkpoints(folder):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def kill_after(step: int, folder: Path) -> None:
     if step == 3:
+        wait_for_checkpoint(folder, 2)
         os.kill(workers_of(os.getpid())[1], signal.SIGKILL)
 
 
@@ -98,7 +108,7 @@ def test_a_run_that_loses_a_worker_resumes_by_itself(folder: Path, undisturbed: 
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:
         if step not in seen:
-            kill_after(step)
+            kill_after(step, folder)
         seen.append(step)
 
     said = train(folder, on_step, "cluster.restarts=1", "run.resume=never")
@@ -112,14 +122,14 @@ def test_a_run_that_loses_a_worker_resumes_by_itself(folder: Path, undisturbed: 
 @pytest.mark.long
 def test_a_step_that_fails_twice_in_a_row_ends_the_run(folder: Path) -> None:
     with pytest.raises(WorkerDied, match=r"Step 4 has failed twice in a row.*\nThe same command .* from its checkpoint of step 2"):
-        train(folder, lambda step, metrics: kill_after(step), "cluster.restarts=3")
+        train(folder, lambda step, metrics: kill_after(step, folder), "cluster.restarts=3")
     with pytest.raises(WorkerDied, match=r"^worker 1 .*\nThe same command resumes the run from its checkpoint of step 2$"):
-        train(folder, lambda step, metrics: kill_after(step))
+        train(folder, lambda step, metrics: kill_after(step, folder))
 
 
 def begin(folder: Path, *overrides: str, step: int = 0) -> runs.Started:
-    """Start the command, and wait until it has made a step, or with 0 until its workers load."""
-    command = runs.Started(folder, ["train", "run.toml", *TWO, *overrides], forked.use_always)
+    """Start the command, and wait until it has made a step, or with 0 until its workers load. It makes four of its five steps."""
+    command = runs.Started(folder, ["train", "run.toml", *TWO, *overrides], functools.partial(runs.hold_after, 4, forked.use_always))
     metrics = folder / "run" / "metrics.jsonl"
     while not (len(runs.metrics(folder)) >= step if step and metrics.exists() else not step and len(workers_of(command.pid)) == 2):
         assert command.poll() is None, (folder / "said.txt").read_text()
@@ -129,7 +139,7 @@ def begin(folder: Path, *overrides: str, step: int = 0) -> runs.Started:
 
 def ended(command: runs.Started, folder: Path) -> runs.Ended:
     began = workers_of(command.pid)
-    out = command.communicate(timeout=60)
+    out = command.communicate(timeout=200)
     assert [pid for pid in began if Path(f"/proc/{pid}").exists()] == []
     return runs.Ended(command.returncode, out, (folder / "said.txt").read_text())
 
@@ -137,7 +147,9 @@ def ended(command: runs.Started, folder: Path) -> runs.Ended:
 @pytest.mark.long
 def test_a_lost_worker_is_told_with_the_step_to_resume_from(folder: Path, undisturbed: Path) -> None:
     command = begin(folder, step=3)
+    wait_for_checkpoint(folder, 2)
     os.kill(workers_of(command.pid)[0], signal.SIGKILL)
+    (folder / "released").touch()
     end = ended(command, folder)
     assert end.code == 1 and "Traceback" not in end.error
     assert "error: worker 0 (process " in end.error and "The same command resumes the run from its checkpoint of step " in end.error
@@ -178,6 +190,7 @@ def test_ctrl_c_at_any_moment_of_a_step_saves_the_last_whole_one(folder: Path, u
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("heard")
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_does_not_wait_long_for_a_worker_that_is_stuck(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], signals: int
@@ -194,13 +207,14 @@ def test_ctrl_c_does_not_wait_long_for_a_worker_that_is_stuck(
 
     def on_step(step: int, metrics: dict[str, Any]) -> None:
         if step == 3:
+            wait_for_checkpoint(folder, 2)
             os.kill(workers_of(os.getpid())[1], signal.SIGSTOP)
             threading.Thread(target=interrupt, daemon=True).start()
 
     with contextlib.nullcontext() if signals == 1 else pytest.raises(KeyboardInterrupt):
         said = train(folder, on_step, "cluster.restarts=1")
         assert "has sent nothing for" in said and said.endswith("The run stops without what came after its checkpoint of step 2\n")
-    assert time.monotonic() - began[-1] < 12 and workers_of(os.getpid()) == []
+    assert time.monotonic() - began[-1] < 60 and workers_of(os.getpid()) == []
     assert capfd.readouterr().err.startswith("stopping when the workers have finished what they do; Ctrl-C again stops at once")
     assert max(runs.checkpoints(folder)) == 2
 

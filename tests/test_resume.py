@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import random
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import runs
 
 from fulltilt import loop
 from fulltilt.loop.folder import open_run_folder
+from fulltilt.loop.run import Run
 from fulltilt.observe.console import Console
 from fulltilt.records import UserError
 from fulltilt.training import checkpoint as store
@@ -57,8 +59,8 @@ def finish(folder: Path, *overrides: str) -> None:
 
 
 def start_and_wait(folder: Path, lines: int, *overrides: str) -> runs.Started:
-    """The command, once it has told of so many steps."""
-    process = runs.start(folder, "train", "run.toml", "--json", *overrides)
+    """The command, once it has told of so many steps. It waits soon after, so that it cannot be done before it is killed."""
+    process = runs.start(folder, "train", "run.toml", "--json", *overrides, first=functools.partial(runs.hold_after, lines + 1))
     for _ in range(lines):
         assert process.stdout.readline(), f"it ended too early: {(folder / 'said.txt').read_text()}"
     return process
@@ -83,7 +85,7 @@ def kill_while_training(folder: Path, chance: random.Random, unit: float, *overr
 
 
 def kill_at_any_time(folder: Path, chance: random.Random, seconds: float, *overrides: str) -> None:
-    process = runs.start(folder, "train", "run.toml", "--json", *overrides)
+    process = runs.start(folder, "train", "run.toml", "--json", *overrides, first=functools.partial(runs.hold_after, 3))
     time.sleep(chance.uniform(0, seconds))
     assert end_with(process, signal.SIGKILL) == -signal.SIGKILL, "it was done before the kill: make the run longer"
 
@@ -158,16 +160,17 @@ def interrupt_when(holds: Callable[[], bool], delay: float = 0.5) -> threading.T
 
 
 def test_the_step_in_progress_is_discarded_at_once(tmp_path: Path, model_folders: ModelFolders) -> None:
-    """Its rewards would take a minute in all; the checkpoint is that of the step before, and nothing of the dropped one is left."""
+    """Its rewards would take two minutes in all; the checkpoint is that of the step before, and nothing of the dropped one is left."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 16, seconds = 8 }", "reward.timeout_s=100")
     options = ("data.shuffle=false", "run.steps=3", "run.save_every=0", "run.eval_every=0", "run.eval_before=false", *slow)
     handler = signal.getsignal(signal.SIGINT)
-    sender = interrupt_when((folder / "run" / "rollouts" / "step-000001.jsonl").exists)
+    metrics = folder / "run" / "metrics.jsonl"
+    sender = interrupt_when(lambda: metrics.exists() and metrics.read_bytes().endswith(b"\n"))
     begin = time.perf_counter()
     trained = runs.train(folder, *options)
     sender.join()
-    assert time.perf_counter() - begin < 30
+    assert time.perf_counter() - begin < 100
     assert (trained.summary.interrupted, trained.summary.steps) == (True, 1)
     assert list(runs.checkpoints(folder)) == [1]
     assert [line["step"] for line in runs.metrics(folder)] == [1]
@@ -191,12 +194,14 @@ def test_a_stop_between_two_updates_saves_no_half_of_a_step(tmp_path: Path, mode
 
 
 def test_once_parameters_have_moved_a_stop_waits_for_the_end_of_the_step(
-    tmp_path: Path, model_folders: ModelFolders, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Validation of step 1 is slow and its update is done: the step is kept, its line and checkpoint are whole."""
     folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
     slow = ("reward.function=reward.py:slow_from", "reward.args={ first_slow = 99, seconds = 3 }")
-    sender = interrupt_when((folder / "run" / "rollouts" / "step-000001.jsonl").exists)
+    begun, validate = threading.Event(), Run._validate
+    monkeypatch.setattr(Run, "_validate", lambda run, step: begun.set() or validate(run, step))
+    sender = interrupt_when(begun.is_set)
     trained = runs.train(folder, "run.eval_before=false", "run.eval_every=1", "run.save_every=0", "eval.max_prompts=2", *slow)
     sender.join()
     assert (trained.summary.interrupted, trained.summary.steps) == (True, 1)
@@ -273,14 +278,6 @@ def test_ctrl_c_waits_for_what_is_being_written(tmp_path: Path, model_folders: M
     trained = runs.train(folder, *BESIDE, "run.steps=300")
     sender.join()
     assert trained.summary.interrupted and list(runs.checkpoints(folder)) == [trained.summary.steps]
-
-
-@pytest.fixture
-def heard() -> Iterator[None]:
-    """Ctrl-C, which a process in the background may ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("heard")

@@ -88,6 +88,11 @@ def lie():
         except OSError:
             pass
 
+def stop_when_told():
+    while not os.path.exists(os.environ["REWARD_TEST_PIDS"] + ".stop"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
 def raise_(error):
     raise error
 
@@ -95,7 +100,7 @@ ACTIONS = {
     "hang": lambda: time.sleep(600),
     "spin": lambda: [None for _ in iter(int, 1)],
     "stop itself": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-    "stop soon": lambda: threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start(),
+    "stop when told": lambda: threading.Thread(target=stop_when_told, daemon=True).start(),
     "raise": lambda: raise_(ValueError("no answer here")),
     "raise unprintable": lambda: raise_(type("Mute", (Exception,), {"__str__": lambda self: 1 / 0})()),
     "_exit": lambda: os._exit(0),
@@ -188,7 +193,7 @@ def process_state(pid: int) -> str:
     return stat.read_text().rpartition(")")[2].split()[0] if stat.exists() else ""
 
 
-def wait_until_dead(pids: Sequence[int], seconds: float = 10.0) -> list[int]:
+def wait_until_dead(pids: Sequence[int], seconds: float = 60.0) -> list[int]:
     deadline = time.monotonic() + seconds
     while any(alive(pid) for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -515,9 +520,21 @@ def test_work_goes_on_before_collect(tmp_path: Path, pool_of: Any) -> None:
 
 
 def test_slow_calls_use_all_workers(tmp_path: Path, pool_of: Any) -> None:
-    name = write(tmp_path, "import os, time\ndef score(solution_str):\n    time.sleep(0.3)\n    return os.getpid()")
-    pool = pool_of(name, workers=4)
-    assert len(set(values(pool.collect([group_of(["a"] * 8)])[0]))) == 4
+    name = write(
+        tmp_path,
+        """
+        import os, pathlib, time
+        def score(extra_info):
+            folder = pathlib.Path(extra_info["folder"])
+            (folder / str(os.getpid())).touch()
+            while len(list(folder.iterdir())) < 4:
+                time.sleep(0.01)
+            return os.getpid()
+        """,
+    )
+    (tmp_path / "pids").mkdir()
+    pool = pool_of(name, workers=4, timeout_s=100.0)  # which a call takes only if there are fewer processes
+    assert len(set(values(pool.collect([group_of(["a"] * 8, extra={"folder": str(tmp_path / "pids")})])[0]))) == 4
 
 
 def test_an_empty_group_has_no_scores(pool_of: Any) -> None:
@@ -728,12 +745,12 @@ def test_a_failed_call_costs_only_its_sample(bad_file: Path, pool_of: Any, tmp_p
 
 @pytest.mark.parametrize("action", HANGS)
 def test_a_call_past_its_deadline_is_killed_with_what_it_started(bad_file: Path, pool_of: Any, tmp_path: Path, action: str) -> None:
-    pool = pool_of(f"{bad_file}:score", timeout_s=1.0)
+    pool = pool_of(f"{bad_file}:score", timeout_s=2.0)
     began = time.monotonic()
     (scores,) = pool.collect([group_of(["|1", f"{action}|9", "|3"])])
-    assert 0.9 < time.monotonic() - began < 10.0
+    assert 1.9 < time.monotonic() - began < 100.0  # the call itself would take longer
     assert values(scores) == [1.0, 0.0, 3.0]
-    assert scores[1].error is not None and "deadline of 1 s" in scores[1].error
+    assert scores[1].error is not None and "deadline of 2 s" in scores[1].error
     assert (pool.stats().timeouts, pool.stats().failed) == (1, 1)
     if "," in action and (sys.platform == "linux" or "detached" not in action):
         assert wait_until_dead(noted_pids(tmp_path)) == []
@@ -788,11 +805,9 @@ def test_processes_left_behind_do_not_pile_up(bad_file: Path, pool_of: Any, tmp_
 
 def test_a_function_that_always_crashes_still_finishes(bad_file: Path, pool_of: Any) -> None:
     pool = pool_of(f"{bad_file}:score")
-    began = time.monotonic()
     (scores,) = pool.collect([group_of(["_exit|1"] * 12)])
     assert all(score.error is not None for score in scores)
     assert pool.stats().crashes == 12
-    assert time.monotonic() - began < 15.0
 
 
 def test_memory_that_others_leaked_is_not_held_against_a_call(tmp_path: Path, pool_of: Any) -> None:
@@ -806,28 +821,28 @@ def test_a_crash_that_others_prepared_is_not_held_against_a_call(tmp_path: Path,
     name = write(
         tmp_path,
         """
-        import os, time
+        import os
         spoilt = False
         def score(solution_str):
             global spoilt
             if solution_str == "victim" and spoilt:
                 os._exit(1)
             if solution_str == "spoil":
-                time.sleep(0.3)
                 spoilt = True
             return 1.0
         """,
     )
-    pool = pool_of(name)
-    pool.collect([group_of(["spoil"] * 4)])
+    pool = pool_of(name, workers=1)
+    pool.collect([group_of(["spoil"])])
     assert values(pool.collect([group_of(["victim"], 1)])[0]) == [1.0]
     assert (pool.stats().failed, pool.stats().retries) == (0, 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="seeing that a process is stopped needs /proc")
-def test_a_process_that_others_stopped_is_not_held_against_a_call(bad_file: Path, pool_of: Any) -> None:
-    pool = pool_of(f"{bad_file}:score", workers=1, timeout_s=1.0)
-    assert values(pool.collect([group_of(["stop soon|1"])])[0]) == [1.0]
+def test_a_process_that_others_stopped_is_not_held_against_a_call(bad_file: Path, pool_of: Any, tmp_path: Path) -> None:
+    pool = pool_of(f"{bad_file}:score", workers=1, timeout_s=2.0)
+    assert values(pool.collect([group_of(["stop when told|1"])])[0]) == [1.0]
+    (tmp_path / "pids.stop").touch()
     (stopped,) = pool._dispatcher._processes
     while process_state(stopped._process.pid) != "T":
         time.sleep(0.01)
@@ -989,7 +1004,7 @@ def test_a_trainer_that_forgets_to_close_still_ends(tmp_path: Path) -> None:
             time.sleep(600)
         """,
     )
-    assert run_parent(tmp_path, name, "end").wait(30) == 0
+    assert run_parent(tmp_path, name, "end").wait(120) == 0
     assert wait_until_dead(noted_pids(tmp_path)) == []
 
 
@@ -1007,7 +1022,7 @@ def test_workers_die_with_a_killed_trainer(tmp_path: Path, busy: str) -> None:
         """,
     )
     parent = run_parent(tmp_path, name, "stay")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "pids").exists() or len(noted_pids(tmp_path)) < 4:
         assert time.monotonic() < deadline and parent.poll() is None
         time.sleep(0.05)
@@ -1017,7 +1032,7 @@ def test_workers_die_with_a_killed_trainer(tmp_path: Path, busy: str) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     assert wait_until_dead(pids) == []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while os.listdir(tmp_path / "tmp"):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -1082,7 +1097,8 @@ ASK = """
 
 
 class Judge(ThreadingHTTPServer):
-    """Answers /NUMBER with the number, after a while; the first `failures` requests for /NUMBER?flaky get the status 503."""
+    """Answers /NUMBER with the number, after a while; the first `failures` requests for /NUMBER?flaky get the status 503. No request is
+    answered until `together` have been in flight at once."""
 
     request_queue_size = 64
     daemon_threads = True
@@ -1092,7 +1108,8 @@ class Judge(ThreadingHTTPServer):
         self.latency_s, self.failures = latency_s, failures
         self.asked: list[str] = []
         self.in_flight = self.most = 0
-        self.lock = threading.Lock()
+        self.together = 1
+        self.lock = threading.Condition()
 
 
 class _Answer(BaseHTTPRequestHandler):
@@ -1112,6 +1129,8 @@ class _Answer(BaseHTTPRequestHandler):
             judge.in_flight += 1
             judge.most = max(judge.most, judge.in_flight)
             fails = bool(flaky) and judge.asked.count(number) <= judge.failures
+            judge.lock.notify_all()
+            judge.lock.wait_for(lambda: judge.most >= judge.together, 60)
         time.sleep(judge.latency_s)
         with judge.lock:
             judge.in_flight -= 1
@@ -1139,7 +1158,8 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
 def test_async_calls_are_in_flight_together_and_scores_stay_with_their_samples(
     tmp_path: Path, pool_of: Any, judge: Judge, concurrency: int
 ) -> None:
-    pool = pool_of(write(tmp_path, ASK), concurrency=concurrency, env=["JUDGE_PORT"])
+    judge.together = concurrency
+    pool = pool_of(write(tmp_path, ASK), concurrency=concurrency, env=["JUDGE_PORT"], timeout_s=100.0)
     groups = [group_of([str(4 * uid + index) for index in range(4)], uid) for uid in range(3 * concurrency)]
     for group in groups:
         pool.submit(group)
@@ -1158,6 +1178,7 @@ def test_the_judge_of_the_page_about_rewards_runs(tmp_path: Path, pool_of: Any, 
     monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{judge.server_address[1]}/v1")
     monkeypatch.setenv("JUDGE_KEY", "key-of-the-judge")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    judge.together = 16
     pool = pool_of(**settings | {"function": write(tmp_path, source), "memory_gb": 2.0})
     groups = [group_of([str(number % 10) for number in range(16)], uid) for uid in range(3)]
     assert [values(scores) for scores in pool.collect(groups)] == [[number % 10 / 10 for number in range(16)]] * 3
@@ -1173,23 +1194,28 @@ def test_async_and_plain_functions_mix(tmp_path: Path, pool_of: Any, judge: Judg
 
 
 def test_a_deadline_cancels_an_async_call_and_not_its_process(tmp_path: Path, pool_of: Any, judge: Judge) -> None:
-    pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=0.5)
+    pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=2.0)
     scores = pool.collect([group_of(["1", "forever", "2", "forever"])])[0]
     after = pool.collect([group_of(["3"], 1)])[0]
     assert values([*scores, *after]) == [1.0, 0.0, 2.0, 0.0, 3.0]
-    assert all(scores[place].error and "deadline of 0.5 s" in scores[place].error for place in (1, 3))
+    assert all(scores[place].error and "deadline of 2 s" in scores[place].error for place in (1, 3))
     assert len({score.parts["pid"] for score in (scores[0], scores[2], *after)}) == 1
     assert (pool.stats().timeouts, pool.stats().failed, pool.stats().retries) == (2, 2, 0)
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"), [("deaf", "deadline of 0.5 s"), ("blocks", "deadline of 0.5 s"), ("exits", "ended its process with exit code 3")]
+    ("bad", "grace_s", "message"),
+    [
+        ("deaf", 0.3, "deadline of 2 s"),
+        ("blocks", 0.0, "deadline of 2 s"),  # no time for the process to say so itself
+        ("exits", 0.3, "ended its process with exit code 3"),
+    ],
 )
 def test_an_async_call_that_takes_the_process_with_it_costs_no_other_call(
-    tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch, bad: str, message: str
+    tmp_path: Path, pool_of: Any, judge: Judge, monkeypatch: pytest.MonkeyPatch, bad: str, grace_s: float, message: str
 ) -> None:
-    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.3)
-    pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=0.5)
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", grace_s)
+    pool = pool_of(write(tmp_path, ASK), env=["JUDGE_PORT"], timeout_s=2.0)
     scores = pool.collect([group_of(["1", "2", bad, "3", "4"])])[0]
     assert values(scores) == [1.0, 2.0, 0.0, 3.0, 4.0]
     assert scores[2].error is not None and message in scores[2].error
@@ -1211,13 +1237,13 @@ BLOCKING = """
 def test_a_call_that_blocks_the_event_loop_is_named_and_the_others_are_not_tried_alone(
     tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 60.0)  # which must not pass
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 250.0)  # which must not pass
     began = time.monotonic()
-    pool = pool_of(write(tmp_path, BLOCKING), run_dir=tmp_path / "run", timeout_s=1.0)
+    pool = pool_of(write(tmp_path, BLOCKING), run_dir=tmp_path / "run", timeout_s=2.0)
     scores = pool.collect([group_of(["0.01", "600", *["0.02"] * 6])])[0]
-    assert values(scores) == [0.01, 0.0, *[0.02] * 6] and time.monotonic() - began < 20
+    assert values(scores) == [0.01, 0.0, *[0.02] * 6] and time.monotonic() - began < 200
     said = scores[1].error
-    assert said is not None and "blocked its event loop and ran past its deadline of 1 s (reward.timeout_s). Use an async client" in said
+    assert said is not None and "blocked its event loop and ran past its deadline of 2 s (reward.timeout_s). Use an async client" in said
     assert "time.sleep(seconds)" in json.loads((tmp_path / "run" / ERRORS_FILE).read_text())["detail"]
     assert (pool.stats().timeouts, pool.stats().failed) == (1, 1) and pool.take_notes() == []
 
@@ -1225,10 +1251,17 @@ def test_a_call_that_blocks_the_event_loop_is_named_and_the_others_are_not_tried
 def test_calls_that_block_the_event_loop_for_a_while_have_their_own_deadlines(
     tmp_path: Path, pool_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Together they take longer than a call may."""
-    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.2)
-    pool = pool_of(write(tmp_path, "import time\nasync def score(): time.sleep(1.3); return 1"), timeout_s=1.6)
-    assert values(pool.collect([group_of(["x"] * 2)])[0]) == [1.0] * 2
+    """Together they take longer than a call may. The process looks for them more often than usual, so that each can be short."""
+    source = """
+        import sys, time
+        vars(sys.modules["fulltilt.reward.worker"]).update(WATCH_S=0.02, BLOCKED_S=0.04)
+        async def score():
+            time.sleep(0.5)
+            return 1
+        """
+    monkeypatch.setattr("fulltilt.reward.dispatch.GRACE_S", 0.1)
+    pool = pool_of(write(tmp_path, source), timeout_s=4.0)
+    assert values(pool.collect([group_of(["x"] * 9)])[0]) == [1.0] * 9
     assert (pool.stats().failed, pool.stats().retries) == (0, 0)
     (note,) = pool.take_notes()
     assert "mine.py:score blocks its event loop" in note and pool.take_notes() == []
@@ -1248,7 +1281,7 @@ def test_a_pool_closes_while_a_process_takes_no_calls(tmp_path: Path, pool_of: A
     time.sleep(0.3)
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 100  # the calls would take longer
 
 
 def test_concurrency_without_an_async_function_is_refused(pool_of: Any) -> None:
@@ -1611,11 +1644,11 @@ def test_each_function_is_called_once_on_a_row_that_it_scores(tmp_path: Path, po
         """
     file = write(tmp_path, source).removesuffix(":score")
     names = {f"{file}:{name}": 1.0 for name in ("good", "fails", "nothing")}
-    pool = pool_of(names, sources={"slow": f"{file}:slow", "unused": f"{file}:good"}, timeout_s=0.5)
+    pool = pool_of(names, sources={"slow": f"{file}:slow", "unused": f"{file}:good"}, timeout_s=2.0)
     prompts = [group_of([], uid, source=source).prompt for uid, source in enumerate(["plain", "slow", "plain"])]
     fails, nothing, slow = pool.failures_on(prompts)
     assert "fails raised KeyError: 'missing' (mine.py:4) (called for prompt 0, with its ground truth as the response)" in fails
-    assert "returned None" in nothing and "deadline of 0.5 s" in slow and "prompt 1" in slow
+    assert "returned None" in nothing and "deadline of 2 s" in slow and "prompt 1" in slow
     assert (pool.stats().calls, pool.failures_on([])) == (3, [])
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import shutil
 import sqlite3
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -1140,16 +1140,18 @@ def test_every_logger_gets_every_number_also_when_the_run_is_resumed(folder: Pat
 
 
 class Slow:
-    """A logger that takes its time."""
+    """A logger that takes its time, and notes which checkpoints there are afterwards."""
 
     id, hint, has = None, "", 0
 
-    def __init__(self) -> None:
-        self.got: list[int] = []
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.go_on = threading.Event()
+        self.got: list[tuple[int, list[int]]] = []
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        time.sleep(0.3)
-        self.got.append(step)
+        assert self.go_on.wait(200)
+        self.got.append((step, list(runs.checkpoints(self.folder))))
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None: ...
 
@@ -1159,13 +1161,14 @@ class Slow:
 def test_a_checkpoint_waits_for_the_loggers(folder: Path) -> None:
     """What they have not got when it is saved, a kill afterwards would keep from them for good."""
     with watched(folder) as seen, Loggers(pytest.fail) as loggers:
-        slow = Slow()
+        slow = Slow(folder)
         loggers.add("slow", lambda: slow, required=True)
         seen.run.loggers = loggers
         loggers.log(1, seen.run.rl_step(1))
         assert slow.got == []
+        threading.Timer(0.3, slow.go_on.set).start()
         seen.run.save()
-        assert slow.got == [1] and list(runs.checkpoints(folder)) == [1]
+        assert slow.got == [(1, [])] and list(runs.checkpoints(folder)) == [1]
 
 
 def test_a_logger_that_cannot_be_is_refused_before_the_model_loads(folder: Path) -> None:

@@ -78,7 +78,7 @@ class ToyWorker:
         return inbox.wait(seconds)
 
     def wait_for_gate(self) -> bool:
-        opened = self.gate.wait(20)
+        opened = self.gate.wait(200)
         self.gate.clear()
         return opened
 
@@ -109,9 +109,11 @@ class ToyWorker:
             print("on standard output")
             print("on standard error", file=sys.stderr)
             os._exit(code)
-        time.sleep(60)
+        time.sleep(200)
 
-    def sleep_forever(self, rank: int) -> None:
+    def sleep_forever(self, rank: int) -> Iterator[str]:
+        if self.order == rank:
+            yield "begun"
         while self.order == rank:
             time.sleep(60)
 
@@ -140,13 +142,13 @@ class ToyWorker:
         time.sleep(60)
         os._exit(0)
 
-    def rest(self, rank: int, inbox: Inbox) -> Iterator[int]:
+    def rest(self, rank: int, seconds: float, inbox: Inbox) -> Iterator[int]:
         """One worker has a lot to do; the others wait for the driver meanwhile."""
-        for number in range(0 if rank else 12):
+        if rank:
+            inbox.wait(seconds)
+        for number in range(0 if rank else round(seconds / 0.1)):
             time.sleep(0.1)
             yield number
-        if rank:
-            inbox.wait(1.1)
 
     def join(self, file: str, size: int) -> None:
         import torch.distributed

@@ -29,7 +29,7 @@ import lists
 import mutations
 from tree import FINISHED, SCENARIOS, Entry, Templates, Tree, digest
 
-DEADLINE_S = 60.0
+DEADLINE_S = 240.0
 LONG_S = 12.0  # after so many seconds a run that a mutation made long is told to end
 LONGEST_MESSAGE = 20_000  # characters
 

@@ -38,8 +38,8 @@ MOST_MEMORY = 4 * 2**30  # bytes of address space beyond what the parent has
 MOST_PROCESSES = 150
 CRASH_BYTES = 60_000  # no more than a pipe holds
 FIRST_OF_OURS = 500  # file descriptors from here on are the fuzzer's, and do not count against a limit of open files
-TOLD_TO_END_S = 25.0
-ORPHANS_S = 8.0
+TOLD_TO_END_S = 100.0
+ORPHANS_S = 30.0
 
 
 @dataclass(frozen=True)
