@@ -61,8 +61,18 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "padded": ("qwen2", runs.GRPO, ("train.packing=false", "train.balance=false")),
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
+    "ppo-experts": ("qwen3-moe", runs.GRPO, PPO),
+    "ppo-lora": ("qwen2", runs.GRPO, (*PPO, "lora.rank=4", "lora.critic=true")),
 }
-SHORT = {("dense", 2), ("experts", 4)}  # PPO: test_role_workers.py
+SHARDS: dict[str, tuple[str, ...]] = {
+    "optimizer": (),  # the default
+    "full": ("train.shard=full",),
+    "hybrid": ("train.shard=hybrid", "train.shard_size=2"),
+}
+WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
+# By whether they run always, or in make check. All other combinations are those of make check-all. PPO with roles apart: test_role_workers.py
+SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
+LONG = {("experts", "full", 4), ("lora", "full", 2), ("tied", "hybrid", 4), ("ppo", "hybrid", 4), ("sft", "full", 4), ("ppo", "full", 4)}
 
 
 def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
@@ -97,6 +107,8 @@ def assert_same_run(pool: Pool, folder: Path, workers: int, expected: Path, *ove
     assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected / "run" / "rollouts")  # tokens, texts and scores
     assert_same_metrics(folder, expected)
     assert len(set(noted.digests)) == 1, "the workers' parameters differ"
+    for weights, whole in zip(noted.sampled_from, noted.parameters, strict=True):
+        assert weights is None or same_bits(weights, whole), "the engine has other weights than the trainer"
     return noted
 
 
@@ -120,24 +132,30 @@ def alone(
     return run
 
 
+def marks_of(case: str, shard: str, workers: int) -> list[pytest.MarkDecorator]:
+    if (case, shard, workers) in SHORT:
+        return []
+    if (case, shard, workers) in LONG or (shard == "optimizer" and case not in ("ppo-experts", "ppo-lora")):
+        return [pytest.mark.long]
+    return [pytest.mark.matrix]
+
+
 @pytest.mark.parametrize(
-    ("case", "workers"),
-    [
-        pytest.param(case, workers, marks=[] if (case, workers) in SHORT else [pytest.mark.long], id=f"{case}-{workers}")
-        for case in CASES
-        for workers in (2, 4)
-    ],
+    ("case", "shard", "workers"),
+    [pytest.param(case, *way, marks=marks_of(case, *way), id=f"{case}-{way[0]}-{way[1]}") for case in CASES for way in WAYS],
 )
 def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     pool_of_devices: Pool, alone: Callable[[str], tuple[Path, devices.Noted]], model_folders: ModelFolders, tmp_path: Path,
-    case: str, workers: int,
+    case: str, shard: str, workers: int,
 ) -> None:  # fmt: skip
     family, tables, overrides = CASES[case]
     expected_folder, expected = alone(case)
     folder = runs.make(tmp_path / "folder", model_folders(family), tables)
-    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides)
+    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides, *SHARDS[shard])
+    assert {len(group) for group in noted.groups} == {{"optimizer": 1, "full": workers, "hybrid": 2}[shard]}
+    assert noted.gradients.keys() == ({"actor", "critic"} if "ppo" in case else {"actor"})
     largest = assert_same_gradients(noted, expected)
-    print(f"{case}, {workers} workers: largest difference of gradients {largest:.1e}")
+    print(f"{case}, {shard}, {workers} workers: largest difference of gradients {largest:.1e}")
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
 
 
@@ -210,15 +228,25 @@ def forced_alone(pool_of_devices: Pool, template: Path) -> Callable[[tuple[str, 
     return run
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), pytest.param(3), pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("deal", [pytest.param(name, marks=[pytest.mark.long] if name == "in turn" else []) for name in DEALS])
+ALWAYS = {("micro-batches of 12", "optimizer", 3), ("by tokens", "optimizer", 3), ("micro-batches of 12", "full", 3)}
+
+
+@pytest.mark.parametrize(
+    ("deal", "shard", "workers"),
+    [
+        pytest.param(deal, *way, marks=[] if (deal, *way) in ALWAYS else [pytest.mark.long if way[0] == "optimizer" else pytest.mark.matrix])
+        for deal in DEALS
+        for way in [*WAYS, ("optimizer", 3), ("full", 3)]
+    ],
+)
 def test_rows_that_cannot_be_shared_out_evenly(
-    pool_of_devices: Pool, template: Path, forced_alone: Callable[..., Any], deal: str, workers: int
+    pool_of_devices: Pool, template: Path, forced_alone: Callable[..., Any], deal: str, shard: str, workers: int
 ) -> None:
+    """Where parameters are shared out, workers that have nothing to do, or less than others, make the same number of passes."""
     expected, metrics = forced_alone(DEALS[deal])
-    noted, found = update_all(pool_of_devices, template, workers, list(ADVERSARIAL.values()), *FORCED, *DEALS[deal])
+    noted, found = update_all(pool_of_devices, template, workers, list(ADVERSARIAL.values()), *FORCED, *DEALS[deal], *SHARDS[shard])
     largest = assert_same_gradients(noted, expected)
-    print(f"{deal}, {workers} workers: largest difference of gradients {largest:.1e}")
+    print(f"{deal}, {shard}, {workers} workers: largest difference of gradients {largest:.1e}")
     for name, mine, theirs in zip(ADVERSARIAL, found, metrics, strict=True):
         same = [{key: value for key, value in each.items() if not key.startswith(DEALT)} for each in (mine, theirs)]
         assert same[0] == pytest.approx(same[1], rel=1e-9, abs=1e-12), name
@@ -244,21 +272,22 @@ def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(pool_
 
 
 @pytest.mark.parametrize(
-    ("lora", "dtype", "workers"),
+    ("lora", "dtype", "shard", "workers"),
     [
-        ("", "bfloat16", 4),
+        ("", "bfloat16", "optimizer", 4),
         *(
-            pytest.param(lora, dtype, workers, marks=pytest.mark.long)
+            pytest.param(lora, dtype, *way, marks=pytest.mark.matrix if way[0] == "hybrid" and lora else pytest.mark.long)
             for lora in ("", "lora.rank=4")
             for dtype in ("float32", "bfloat16")
-            for workers in (2, 4)
-            if (lora, dtype, workers) != ("", "bfloat16", 4)
+            for way in (("optimizer", 2), ("optimizer", 4), ("hybrid", 4))
+            if (lora, dtype, *way) != ("", "bfloat16", "optimizer", 4)
         ),
     ],
 )
 def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
-    pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str
+    pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str, shard: str
 ) -> None:
+    """Of a hybrid run, the groups are replicas, their moments included."""
     settings = (
         f"model.dtype={dtype}",
         "algorithm.epochs=25",
@@ -268,9 +297,9 @@ def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
         "actor.micro_batch=2",
     )
     rows = forced([12, 9, 15, 7, 5, 11, 2, 20])
-    noted, (metrics,) = update_all(pool_of_devices, template, workers, [rows], *settings, *filter(None, [lora]))
+    noted, (metrics,) = update_all(pool_of_devices, template, workers, [rows], *settings, *filter(None, [lora]), *SHARDS[shard])
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (50, 0)
-    assert len(set(noted.digests)) == 1
+    assert len({frozenset(group) for group in noted.groups}) > 1 and len(set(noted.digests)) == 1
     states = devices.joined_states(noted.states)
     masters = {name.removeprefix("master/"): numbers for name, numbers in states.items() if name.startswith("master/")}
     assert bool(masters) == (dtype == "bfloat16")
