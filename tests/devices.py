@@ -428,7 +428,7 @@ def joined(pieces: Sequence[Pieces], copies: int = 1) -> Whole:
     for name, parts in found.items():
         parts.sort(key=lambda part: part[0])
         for first, (start, numbers) in zip(range(0, len(parts), copies), parts[::copies], strict=True):
-            same = [other == start and np.array_equal(numbers, others) for other, others in parts[first : first + copies]]
+            same = [other == start and numbers.tobytes() == others.tobytes() for other, others in parts[first : first + copies]]
             assert same == [True] * copies, f"the copies of {name} differ"
         parts[:] = parts[::copies]
         ends = np.cumsum([0, *(len(numbers) for _, numbers in parts)]).tolist()

@@ -26,6 +26,7 @@ import models
 import numpy as np
 import pytest
 import runs
+from safetensors.torch import load_file
 from test_processes import running
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -205,9 +206,12 @@ DEALS = {
 def update_all(
     pool: Pool, folder: Path, workers: int, batches: Sequence[Sequence[Row]], *overrides: str
 ) -> tuple[devices.Noted, list[dict[str, float]]]:
-    """One update of the actor from each batch."""
-    with pool.assembled(folder, workers, *overrides) as parts, parts.crew.phase("update-actor"):
-        metrics = [parts.crew.update("actor", rows, number, lambda done, total: None) for number, rows in enumerate(batches)]
+    """One update of the actor from each batch, and new weights for the engine."""
+    with pool.assembled(folder, workers, *overrides) as parts:
+        with parts.crew.phase("update-actor"):
+            metrics = [parts.crew.update("actor", rows, number, lambda done, total: None) for number, rows in enumerate(batches)]
+        with parts.crew.phase("sync"):
+            parts.crew.sync(len(batches))
         return pool.noted(workers), metrics
 
 
@@ -257,14 +261,20 @@ def test_rows_that_cannot_be_shared_out_evenly(
 # -- gradients that are not finite, and many steps -----------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(pool_of_devices: Pool, template: Path) -> None:
+@pytest.mark.parametrize(
+    ("shard", "workers"),
+    [("optimizer", 3), pytest.param("full", 3, marks=pytest.mark.long), pytest.param("hybrid", 4, marks=pytest.mark.matrix)],
+)
+def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(
+    pool_of_devices: Pool, template: Path, shard: str, workers: int
+) -> None:
     good = forced([12, 9, 30, 7, 5, 11])
     bad = [replace(row, advantages=np.where(row.mask, np.float32("inf"), 0)) if number == 3 else row for number, row in enumerate(good)]
     settings = (*FORCED, "actor.dynamic_batch=false", "actor.micro_batch=1", "algorithm.kl_coef=0")
     expected, _ = update_all(pool_of_devices, template, 1, [good, bad, good], *settings)
-    noted, metrics = update_all(pool_of_devices, template, 3, [good, bad, good], *settings)
+    noted, metrics = update_all(pool_of_devices, template, workers, [good, bad, good], *settings, *SHARDS[shard])
     assert [each["actor/skipped_updates"] for each in metrics] == [0, 1, 0]
-    assert noted.skipped == [{"actor": 1}] * 3 and expected.skipped == [{"actor": 1}]
+    assert noted.skipped == [{"actor": 1}] * workers and expected.skipped == [{"actor": 1}]
     assert len(set(noted.digests)) == 1
     for place in (0, 2):  # the second is taken from parameters and moments that the bad step has left as they were
         assert differ(noted.gradients["actor"][place], expected.gradients["actor"][place]) < TOLERANCE
@@ -303,8 +313,11 @@ def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
     states = devices.joined_states(noted.states)
     masters = {name.removeprefix("master/"): numbers for name, numbers in states.items() if name.startswith("master/")}
     assert bool(masters) == (dtype == "bfloat16")
-    for name, numbers in masters.items():
-        assert np.array_equal(devices.rounded(numbers), noted.parameters[0][name].reshape(-1)), name
+    for own, weights in zip(noted.parameters, noted.sampled_from, strict=True):
+        assert (weights is None) == (shard == "optimizer")
+        computed_with = own if weights is None else weights
+        for name, numbers in masters.items():
+            assert np.array_equal(devices.rounded(numbers), computed_with[name]), name
     assert {float(numbers[0]) for name, numbers in states.items() if name.startswith("step/")} == {50.0}
 
 
@@ -326,29 +339,67 @@ SAVED_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name == "ppo" else [pytest.mark.long]) for name in SAVED_CASES])
-def test_saved_on_four_workers_and_resumed_on_others(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str) -> None:
-    settings = (*SAVED, *SAVED_CASES[case])
-    expected = runs.make(tmp_path / "expected", model_folders("qwen2"))
-    _, undisturbed = pool_of_devices.train(expected, 4, *settings)
+# Where a run is resumed that was saved with each sharding: the workers, and how they share.
+RESUMED = {
+    "optimizer": [(2, "optimizer"), (1, "optimizer"), (3, "full")],
+    "full": [(3, "full"), (2, "optimizer"), (1, "optimizer"), (4, "hybrid")],
+    "hybrid": [(3, "optimizer"), (2, "full"), (1, "optimizer"), (4, "full")],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "shard"),
+    [
+        pytest.param(case, shard, marks=[] if (case, shard) == ("ppo", "optimizer") else [mark], id=f"{case}-{shard}")
+        for case in SAVED_CASES
+        for shard in RESUMED
+        for mark in [pytest.mark.long if case == "ppo" or shard == "optimizer" else pytest.mark.matrix]
+    ],
+)
+def test_saved_on_four_workers_and_resumed_on_others(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str, shard: str
+) -> None:
+    settings, adapters, exact = (*SAVED, *SAVED_CASES[case]), case == "lora", DOUBLE in SAVED_CASES[case]
+    expected, one = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "one"))
+    _, undisturbed = pool_of_devices.train(expected, 4, *settings, *SHARDS[shard])
     assert devices.joined_states(undisturbed.states).keys() <= saved_tensors(expected, 2).keys()
-    if "lora.rank=4" not in settings:
-        exported = AutoModelForCausalLM.from_pretrained(expected / "run" / "checkpoints" / "step-00000002" / "model", dtype="auto")
-        assert same_bits({name: devices.as_array(each) for name, each in exported.named_parameters()}, undisturbed.parameters[0])
+    if not adapters:
+        exported, kept = exported_model(expected, 2), undisturbed.parameters[0]
+        assert same_bits(exported, kept if exact else {name: devices.rounded(numbers) for name, numbers in kept.items()})
+    if exact and shard != "optimizer":
+        pool_of_devices.train(one, 1, *settings)
+        for step in (1, 2):
+            assert differ(exported_tensors(expected, step), exported_tensors(one, step)) < 1e-7
     before = {name: numbers for name, numbers in saved_tensors(expected, 1).items() if not name.startswith("surplus/")}
-    for workers in (2, 1, 3):
-        folder = runs.copy(expected, tmp_path / str(workers))
+    for workers, other in RESUMED[shard]:
+        folder = runs.copy(expected, tmp_path / f"{workers}-{other}")
         shutil.rmtree(folder / "run" / "checkpoints" / "step-00000002")
-        _, noted = pool_of_devices.train(folder, workers, *settings)
+        _, noted = pool_of_devices.train(folder, workers, *settings, *(SHARDS[other] if workers > 1 else ()))
         assert same_bits(devices.joined_states(noted.restored), before)
+        if not adapters:  # the parameters of adapters are among what was restored
+            exported = exported_model(expected, 1)
+            for whole in noted.loaded:
+                assert same_bits(whole if exact else {name: devices.rounded(numbers) for name, numbers in whole.items()}, exported)
         assert len(set(noted.digests)) == 1
-        if DOUBLE in settings:
+        if exact:
             assert_same_metrics(folder, expected)
             assert differ(noted.parameters[0], undisturbed.parameters[0]) < 1e-7
             found, whole = saved_tensors(folder, 2), saved_tensors(expected, 2)
             for kind in ("exp_avg/", "exp_avg_sq/"):
                 assert differ(chosen(found, kind), chosen(whole, kind)) < 1e-7
         assert [line["step"] for line in runs.metrics(folder)] == [1, 2]
+
+
+def exported_model(folder: Path, step: int) -> devices.Whole:
+    """The parameters of a checkpoint's model, as transformers loads it."""
+    model = AutoModelForCausalLM.from_pretrained(runs.checkpoints(folder)[step] / "model", dtype="auto")
+    return {name: devices.as_array(each) for name, each in model.named_parameters()}
+
+
+def exported_tensors(folder: Path, step: int) -> devices.Whole:
+    """Those of the files of a checkpoint's model, or of its adapters."""
+    files = sorted((runs.checkpoints(folder)[step] / "model").glob("*.safetensors"))
+    return {name: devices.as_array(tensor) for file in files for name, tensor in load_file(file).items()}
 
 
 def chosen(tensors: devices.Whole, prefix: str) -> devices.Whole:
