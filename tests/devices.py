@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fulltilt.algo.build import build
-from fulltilt.cluster import assembly
+from fulltilt.cluster import assembly, sizes
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
@@ -88,8 +89,9 @@ class Notes:
         for role, trainer in sorted(self.worker.trainers.items()):
             pieces, states = self.parameters(role), trainer.optimizer
             if self.shards_of(trainer.role.model):  # type: ignore[attr-defined]
-                for kind, entry in ((kind, entry) for entry in states._entries for kind in entry.kinds):
-                    pieces[f"{kind}/{entry.name}"] = states._held.own[entry.name].start, as_array(states._states.home(entry, kind))
+                for entry in states._entries:
+                    start = states._held.own[entry.name].start
+                    pieces |= {f"{kind}/{entry.name}": (start, as_array(states._states.home(entry, kind))) for kind in entry.kinds}
             for name, (start, numbers) in pieces.items():
                 found.update(f"{name}@{start}".encode())
                 found.update(np.ascontiguousarray(numbers).tobytes())
@@ -121,6 +123,9 @@ class Notes:
         buffers = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for own in models.values() for each in own.buffers()}
         found = dict(self.worker.account.held().device)
         return {**found, "parameters": found["parameters"] - sum(buffers.values())}
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     def moved(self) -> dict[str, int]:
         return dict(self.worker.ranks.moved)
@@ -217,8 +222,14 @@ class Member:
         found = getattr(self.notes, name) if self.notes else None
         return found(*args) if callable(found) else found
 
-    def break_at(self, rank: int, number: int, how: str) -> None:
-        """Have the worker of this rank fail in its `number`-th optimizer step."""
+    def set_threads(self, count: int) -> int:
+        """Have workers that are made from now on find so many threads of torch's own choice. Returns how many they were."""
+        before, sizes.THREADS = sizes.THREADS, count
+        return before
+
+    def break_at(self, rank: int, number: int, how: str, after: str, sign: str) -> None:
+        """Have the worker of this rank fail in its `number`-th optimizer step (from 0), as soon as the file `after` exists; then it makes
+        the file `sign`."""
         if rank != self.rank:
             return
         assert self.notes
@@ -228,6 +239,9 @@ class Member:
         def breaking() -> Any:
             if next(left, None) is not None:
                 return step()
+            while not os.path.exists(after):
+                time.sleep(0.01)
+            Path(sign).touch()
             return BREAKS[how]()
 
         optimizer.step = breaking  # type: ignore[method-assign]
@@ -246,7 +260,11 @@ def sleep_forever() -> None:
         time.sleep(60)
 
 
-BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memory, "sleep": sleep_forever}
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memory, "sleep": sleep_forever, "kill": die}
 
 
 # -- in the process of the test ------------------------------------------------------------------------------------------------------------
@@ -330,10 +348,10 @@ class Noted:
 
 
 class Pool:
-    def __init__(self, size: int = SIZE, **options: float) -> None:
-        self._size, self._options = size, options
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._processes: Processes | None = None
-        self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
+        self.breaks: tuple[int, int, str, str, str] | None = None  # for `Member.break_at`, in the next run
         self.apart = False  # whether each worker is taken for a machine of its own
         self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
@@ -347,7 +365,6 @@ class Pool:
             with pytest.MonkeyPatch.context() as patch:
                 forked.use(patch)
                 self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
-            vars(self._processes).update(self._options)
         return self._processes
 
     def close(self) -> None:
@@ -392,11 +409,16 @@ class Pool:
         gradients = {role: [joined(list(pieces), copies) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
         begin, end = ([joined([pieces[rank] or {} for rank in group]) for group in groups] for pieces in (ask("loaded"), ask("parameters")))
         names = ["".join(digests[rank] or "" for rank in group) for group in groups]
-        return Noted(*(ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from")), groups, begin, end, names, gradients)
+        asked = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))
+        return Noted(*asked, groups, begin, end, names, gradients)
 
     def held(self, workers: int) -> list[dict[str, int]]:
         """Bytes of each kind that the workers of the last run hold now."""
-        return self.processes.start("note", [("held", ())] * self._size, what="notes").results()[:workers]
+        return self.ask("note", "held", ())[:workers]
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """What each process of the pool answers."""
+        return self.processes.start(method, [args] * self._size, what=method).results()
 
     def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:
         """`fulltilt train` with so many workers, and what they have noted."""

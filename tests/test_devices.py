@@ -7,6 +7,7 @@ numbers are the reference.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -30,7 +31,7 @@ from safetensors.torch import load_file
 from test_processes import running
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fulltilt.cluster.hosts import WorkerError, WorkerStuck
+from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.records import Row, UserError
 from fulltilt.training.checkpoint import CheckpointStore
 
@@ -71,7 +72,7 @@ SHARDS: dict[str, tuple[str, ...]] = {
     "hybrid": ("train.shard=hybrid", "train.shard_size=2"),
 }
 WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
-# By whether they run always, or in make check. All other combinations are those of make check-all. PPO with roles apart: test_role_workers.py
+# Which of them run always, and which in make check; the others run in make check-all. PPO with roles apart: test_role_workers.py.
 SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
 LONG = {("experts", "full", 4), ("lora", "full", 2), ("tied", "hybrid", 4), ("ppo", "hybrid", 4), ("sft", "full", 4), ("ppo", "full", 4)}
 
@@ -238,9 +239,10 @@ ALWAYS = {("micro-batches of 12", "optimizer", 3), ("by tokens", "optimizer", 3)
 @pytest.mark.parametrize(
     ("deal", "shard", "workers"),
     [
-        pytest.param(deal, *way, marks=[] if (deal, *way) in ALWAYS else [pytest.mark.long if way[0] == "optimizer" else pytest.mark.matrix])
+        pytest.param(deal, *way, marks=[] if (deal, *way) in ALWAYS else [mark])
         for deal in DEALS
         for way in [*WAYS, ("optimizer", 3), ("full", 3)]
+        for mark in [pytest.mark.long if way[0] == "optimizer" else pytest.mark.matrix]
     ],
 )
 def test_rows_that_cannot_be_shared_out_evenly(
@@ -483,7 +485,7 @@ def test_stopped_by_ctrl_c_and_resumed_on_as_many_workers(pool_of_devices: Pool,
     settings = (*PPO, "run.steps=6", "run.save_every=2")
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     pool_of_devices.train(expected, 2, *settings)
-    sender = interrupt_when((folder / "run" / "rollouts" / "step-000002.jsonl").exists)
+    sender = when((folder / "run" / "rollouts" / "step-000002.jsonl").exists, interrupt_soon)
     trained, _ = pool_of_devices.train(folder, 2, *settings)
     sender.join()
     assert trained.summary.interrupted and 2 <= trained.summary.steps < 6
@@ -491,21 +493,68 @@ def test_stopped_by_ctrl_c_and_resumed_on_as_many_workers(pool_of_devices: Pool,
     runs.assert_equal_runs(folder, expected)
 
 
-def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
-    """Ctrl-C to this very process a moment after `holds`."""
+def when(holds: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+    """Act in another thread as soon as it holds."""
 
-    def wait_and_send() -> None:
+    def wait_and_act() -> None:
         while not holds():
             time.sleep(0.005)
-        time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        act()
 
-    thread = threading.Thread(target=wait_and_send, daemon=True)
+    thread = threading.Thread(target=wait_and_act, daemon=True)
     thread.start()
     return thread
 
 
+def interrupt_soon() -> None:
+    """Ctrl-C to this very process."""
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+PLAIN = """
+import os
+from pathlib import Path
+
+import fulltilt
+import torch.distributed
+
+def look(step, metrics):
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    seen.append([Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in children])
+    groups.append(torch.distributed.is_initialized())
+
+seen, groups = [], []
+fulltilt.train("run.toml", on_step=look, quiet=True, steps=2, eval_every=0, eval_before=False)
+print(len(seen), groups, [each for each in sum(seen, []) if "fulltilt.cluster" in each or "forked-worker" in each])
+print(any("fulltilt" in each for each in sum(seen, [])))
+"""
+
+
+def test_one_device_is_one_plain_process(model_folders: ModelFolders, tmp_path: Path) -> None:
+    """Without processes of workers and without torch.distributed; the reward's process, which it has, shows that it would see them."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    assert runs.code_forked(folder, PLAIN).out == "2 [False, False] []\nTrue\n"
+
+
+def test_threads_of_torch_are_divided_among_workers(pool_of_devices: Pool, template: Path) -> None:
+    before = pool_of_devices.ask("set_threads", 9)
+    try:
+        for workers, share in ((2, 4), (4, 2)):
+            with pool_of_devices.assembled(template, workers) as parts:
+                assert parts.plan.budgets.threads == share
+                assert any(f"each has {share} threads" in note for note in parts.notes)
+                assert pool_of_devices.ask("note", "threads", ())[:workers] == [share] * workers
+    finally:
+        pool_of_devices.ask("set_threads", before[0])
+
+
 # -- failures ------------------------------------------------------------------------------------------------------------------------------
+
+
+NAMED_S = 60.0  # within which a worker that fails must be named
+ENDED_S = 15.0  # within which its processes must be gone: several seconds where the machine is busy
 
 
 @pytest.mark.long
@@ -514,25 +563,31 @@ def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
     [
         ("raise", WorkerError, r"worker 1 \(process \d+\) failed in update-actor .*KeyError: 'the test breaks this worker'"),
         ("memory", UserError, r"out of memory in update-actor on worker 1: CUDA out of memory.* Lower actor\.token_budget"),
+        ("kill", WorkerDied, r"worker 1 \(process \d+\) was killed by signal 9 \(SIGKILL\) during update-actor"),
         ("sleep", WorkerStuck, r"worker 1 \(process \d+\).*\n(.*\n)*.*sleep_forever"),
     ],
-    ids=["raises", "out of memory", "sleeps"],
+    ids=["raises", "out of memory", "killed", "sleeps"],
 )
-def test_a_worker_that_fails_is_named(model_folders: ModelFolders, tmp_path: Path, how: str, kind: type[UserError], said: str) -> None:
-    """In the third optimizer step, while the other worker waits for it in a collective. The first checkpoint is kept and can be resumed."""
-    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+def test_a_worker_that_fails_is_named(
+    model_folders: ModelFolders, tmp_path: Path, mark: str, how: str, kind: type[UserError], said: str
+) -> None:
+    """In the third optimizer step, while the other worker waits for it in a collective. The first checkpoint is kept and can be resumed; no
+    process is left, and no shared memory."""
+    folder, before = runs.make(tmp_path / "folder", model_folders("qwen2")), children_of(os.getpid())
     settings = ("run.steps=3", "run.save_every=1", *QUIET)
-    pool = Pool(2, stall_s=2.0, deadline_s=5.0)
+    pool, broken = Pool(2), tmp_path / "broken"
     try:
         pids = pool.processes.pids
-        pool.breaks = (1, 2, how)
-        begin = time.monotonic()
+        pool.breaks = (1, 2, how, str(folder / "run" / "checkpoints" / "step-00000001"), str(broken))
+        if how == "sleep":
+            when(broken.exists, lambda: vars(pool.processes).update(stall_s=2.0, deadline_s=5.0))
         with pytest.raises(kind, match=said), warnings.catch_warnings(record=True):
             pool.train(folder, 2, *settings)
-        assert time.monotonic() - begin < 30
+        assert time.time() - broken.stat().st_mtime < NAMED_S
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     finally:
         pool.close()
+    assert children_of(os.getpid()) <= before
     assert list(runs.checkpoints(folder)) == [1]
     runs.train(folder, *settings, "cluster.workers=1")
     assert list(runs.checkpoints(folder)) == [2, 3]
@@ -543,10 +598,17 @@ WORKERS_OF_COMMANDS = runs.nothing if "FULLTILT_KILLS" in os.environ else forked
 REAL = ("cluster.workers=2", "run.save_every=2", *QUIET)
 
 
+def children_of(process: int) -> set[int]:
+    """The processes that it has started, from whichever thread; none if it has ended."""
+    with contextlib.suppress(OSError):
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        return {int(pid) for task in tasks for pid in read(task / "children").split()}
+    return set()
+
+
 def workers_of(driver: int) -> list[int]:
     """Their processes, in order of rank."""
-    children = Path(f"/proc/{driver}/task/{driver}/children").read_text().split()
-    return [pid for pid in map(int, children) if forked.is_worker(pid)]
+    return sorted(filter(forked.is_worker, children_of(driver)))
 
 
 def read(path: Path) -> bytes:
@@ -622,9 +684,15 @@ def test_a_real_command_is_told_to_stop(
     process.communicate(timeout=60)
     said = (folder / "said.txt").read_text()
     assert process.returncode == 130 and "stopped after step" in said, said
-    assert len(pids) == 2 and gone(mark, 2.0, pids)
+    assert len(pids) == 2 and gone(mark, ENDED_S, pids)
     finish(folder, *settings)
     runs.assert_equal_runs(folder, expected)
+
+
+def chance_and_kills() -> tuple[random.Random, int]:
+    seed = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000))
+    print(f"FULLTILT_TEST_SEED={seed}")
+    return random.Random(seed), int(os.environ.get("FULLTILT_KILLS", "6"))
 
 
 @pytest.mark.long
@@ -632,9 +700,7 @@ def test_a_real_command_is_told_to_stop(
 def test_kills_at_random_moments(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str) -> None:
     """Of workers, and of the driver, at any moment from the start of the workers' processes: the run says which worker it was and ends, no
     process is left, and the last one ends with the files of a run that was left alone."""
-    seed, kills = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000)), int(os.environ.get("FULLTILT_KILLS", "6"))
-    print(f"FULLTILT_TEST_SEED={seed}")
-    chance = random.Random(seed)
+    chance, kills = chance_and_kills()
     settings = (*REAL, f"run.steps={8 * kills}")
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     pool_of_devices.train(expected, 2, *settings)
@@ -656,11 +722,86 @@ def kill_once(folder: Path, settings: Sequence[str], chance: random.Random, mark
     rank = chance.randrange(2)
     os.kill(process.pid if of_driver else pids[rank], signal.SIGKILL)
     if of_driver:
-        assert gone(mark, 2.0, pids)
+        assert gone(mark, ENDED_S, pids)
     begin = time.monotonic()
-    process.communicate(timeout=60)
+    process.communicate(timeout=NAMED_S)
     said = (folder / "said.txt").read_text()
-    assert time.monotonic() - begin < 30 and gone(mark, 2.0, pids)
+    assert time.monotonic() - begin < NAMED_S and gone(mark, ENDED_S, pids)
     if not of_driver:
         assert process.returncode == 1, said
         assert f"worker {rank} (process {pids[rank]}) was killed by signal 9 (SIGKILL)" in said and "Traceback" not in said, said
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+def test_kills_of_workers_of_a_run_that_restarts_by_itself(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str
+) -> None:
+    """PPO on four workers that share out all parameters. A worker that is killed is named, and the run resumes by itself; after a kill of
+    the driver, and where a step fails twice in a row, the same command does."""
+    chance, kills = chance_and_kills()
+    settings = (
+        *PPO, *SHARDS["full"], *QUIET, "cluster.workers=4", f"cluster.restarts={kills}", f"run.steps={4 * kills}", "run.save_every=2",
+        "rollout.max_new_tokens=6", "algorithm.samples_per_prompt=2",
+    )  # fmt: skip
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    pool_of_devices.train(expected, 4, *settings)
+    disturbed, given_up = Restarting(folder, settings), 0
+    for number in range(kills):
+        steps = 0 if number % 3 == 1 else chance.randint(1, 3)
+        pids = disturbed.new_workers(steps)
+        if pids is None:
+            disturbed.end(mark, 1)
+            assert "has failed twice in a row" in disturbed.said()
+            disturbed, given_up = Restarting(folder, settings), given_up + 1
+            pids = disturbed.new_workers(steps)
+        assert pids, disturbed.said()
+        time.sleep(chance.uniform(0, 1.0))
+        if number % 4 == 3:
+            os.kill(disturbed.process.pid, signal.SIGKILL)
+            disturbed.end(mark, -signal.SIGKILL)
+            disturbed = Restarting(folder, settings)
+        else:
+            disturbed.kill(chance.choice(pids))
+    if disturbed.process.communicate(timeout=240) is not None and disturbed.process.returncode != 0:
+        assert "has failed twice in a row" in disturbed.said()
+        finish(folder, *settings, first=forked.use_always)
+    print(f"{kills} kills, {kills // 4} of them of the driver; {given_up} times a step failed twice in a row")
+    runs.assert_equal_runs(folder, expected)
+
+
+class Restarting:
+    """A command that starts its workers anew when one is killed."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self._said = folder / "said.txt"
+        self.process = runs.Started(folder, ["train", "run.toml", "--json", *settings], forked.use_always)
+        self.seen: set[int] = set()  # workers before the last restart
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def new_workers(self, steps: int) -> list[int] | None:
+        """The four workers that were started last, after so many steps; None where the run has ended instead."""
+
+        def found() -> list[int] | None:
+            own = [pid for pid in workers_of(self.process.pid) if pid not in self.seen]
+            return own if len(own) == 4 else None
+
+        pids: list[int] | None = eventually(found, self.process)
+        return pids if pids and all(self.process.stdout.readline() for _ in range(steps)) else None
+
+    def kill(self, worker: int) -> None:
+        self.seen |= set(workers_of(self.process.pid))
+        os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + NAMED_S
+        while f"(process {worker}) was killed by signal 9 (SIGKILL)" not in self.said():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def end(self, mark: str, code: int) -> None:
+        """Wait for the end of the command, and of everything that it has started."""
+        pids = workers_of(self.process.pid)
+        self.process.communicate(timeout=NAMED_S)
+        assert self.process.returncode == code, self.said()
+        assert gone(mark, ENDED_S, pids)
