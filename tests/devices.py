@@ -12,6 +12,7 @@ import gc
 import hashlib
 import importlib
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from fulltilt.algo.build import build
-from fulltilt.cluster import assembly
+from fulltilt.cluster import assembly, sizes
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
@@ -36,6 +37,7 @@ from fulltilt.cluster.service import ServedWorker, report_stall
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker
 from fulltilt.model.arrays import local
+from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.parcels import Parcels
 
 SIZE = 4
@@ -55,7 +57,7 @@ class Notes:
     def __init__(self, worker: Worker) -> None:
         self.worker = worker
         self.gradients: dict[str, list[Pieces]] = {role: [] for role in worker.trainers}
-        self.restored = self.states()
+        self.restored, self.loaded = self.states(), self.parameters()
         for role, trainer in worker.trainers.items():
             note_gradients(trainer.optimizer, self.gradients[role])
 
@@ -63,17 +65,54 @@ class Notes:
         """A copy of all that a checkpoint would hold."""
         return {name: as_array(tensor) for name, tensor in self.worker._tensors().items()}
 
-    def parameters(self, role: str = "actor") -> Whole:
-        model: Any = self.worker.roles[role].model if role in self.worker.roles else None  # type: ignore[attr-defined]
-        return {name: as_array(local(each)) for name, each in model.named_parameters()} if model else {}
+    def parameters(self, role: str = "actor") -> Pieces:
+        """Those that this worker has, which are all, or its rows of each."""
+        if role not in self.worker.roles:
+            return {}
+        model: Any = self.worker.roles[role].model  # type: ignore[attr-defined]
+        parameters = dict(model.named_parameters())
+        if shards := self.shards_of(model):
+            layout, rank = shards.layout(list(parameters)), shards.sharing.group.rank
+            return {
+                name: (layout.own(name, rank).start, as_array(local(own)).reshape(-1))
+                for name, own in parameters.items()
+                if local(own).numel()
+            }
+        return {name: (0, as_array(own).reshape(-1)) for name, own in parameters.items()}
+
+    def shards_of(self, model: Any) -> Shards | None:
+        return next((shards for shards in self.worker.shards if shards.model is model), None)
 
     def digest(self) -> str:
+        """Of all that replicas have in common: parameters, and where these are shared out, the moments that lie beside them."""
         found = hashlib.sha256()
-        for role in sorted(self.worker.trainers):
-            for name, numbers in self.parameters(role).items():
-                found.update(name.encode())
+        for role, trainer in sorted(self.worker.trainers.items()):
+            pieces, states = self.parameters(role), trainer.optimizer
+            if self.shards_of(trainer.role.model):  # type: ignore[attr-defined]
+                for entry in states._entries:
+                    start = states._held.own[entry.name].start
+                    pieces |= {f"{kind}/{entry.name}": (start, as_array(states._states.home(entry, kind))) for kind in entry.kinds}
+            for name, (start, numbers) in pieces.items():
+                found.update(f"{name}@{start}".encode())
                 found.update(np.ascontiguousarray(numbers).tobytes())
         return found.hexdigest()
+
+    def group(self) -> range:
+        """The workers, this one among them, that have every parameter once."""
+        own = self.worker.ranks.number
+        if not self.worker.shards:
+            return range(own, own + 1)
+        group = self.worker.shards[0].sharing.group
+        return range(own - group.rank, own - group.rank + group.size)
+
+    def copies(self) -> int:
+        """Groups that share the parameters out, each among its own workers."""
+        return self.worker.ranks.size // self.worker.shards[0].sharing.group.size if self.worker.shards else 1
+
+    def sampled_from(self) -> Whole | None:
+        """The whole actor that a rollout engine has beside the shards; None where there is none with the latest weights."""
+        twin = self.worker.twin
+        return {name: as_array(own).reshape(-1) for name, own in twin.model.named_parameters()} if twin and twin.current else None
 
     def skipped(self) -> dict[str, int]:
         return {role: trainer.optimizer.skipped for role, trainer in self.worker.trainers.items()}
@@ -84,6 +123,9 @@ class Notes:
         buffers = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for own in models.values() for each in own.buffers()}
         found = dict(self.worker.account.held().device)
         return {**found, "parameters": found["parameters"] - sum(buffers.values())}
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
 
     def moved(self) -> dict[str, int]:
         return dict(+self.worker.ranks.moved)  # without kinds that it had no use for
@@ -180,8 +222,14 @@ class Member:
         found = getattr(self.notes, name) if self.notes else None
         return found(*args) if callable(found) else found
 
-    def break_at(self, rank: int, number: int, how: str) -> None:
-        """Have the worker of this rank fail in its `number`-th optimizer step."""
+    def set_threads(self, count: int) -> int:
+        """Have workers that are made from now on find so many threads of torch's own choice. Returns how many they were."""
+        before, sizes.THREADS = sizes.THREADS, count
+        return before
+
+    def break_at(self, rank: int, number: int, how: str, after: str, sign: str) -> None:
+        """Have the worker of this rank fail in its `number`-th optimizer step (from 0), as soon as the file `after` exists; then it makes
+        the file `sign`."""
         if rank != self.rank:
             return
         assert self.notes
@@ -191,6 +239,9 @@ class Member:
         def breaking() -> Any:
             if next(left, None) is not None:
                 return step()
+            while not os.path.exists(after):
+                time.sleep(0.01)
+            Path(sign).touch()
             return BREAKS[how]()
 
         optimizer.step = breaking  # type: ignore[method-assign]
@@ -209,7 +260,11 @@ def sleep_forever() -> None:
         time.sleep(60)
 
 
-BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memory, "sleep": sleep_forever}
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+BREAKS: dict[str, Callable[[], Any]] = {"raise": fail, "memory": run_out_of_memory, "sleep": sleep_forever, "kill": die}
 
 
 # -- in the process of the test ------------------------------------------------------------------------------------------------------------
@@ -282,18 +337,21 @@ class Noted:
 
     restored: list[dict[str, np.ndarray]]
     states: list[dict[str, np.ndarray]]
-    parameters: list[Whole]  # of the actor
-    digests: list[str]
     skipped: list[dict[str, int]]
     moved: list[dict[str, int]]
+    sampled_from: list[Whole | None]
+    groups: list[range]  # the workers that have every parameter once
+    loaded: list[Whole]  # parameters of the actor, before the first step; where they are shared out, those of the worker's group
+    parameters: list[Whole]  # the same, at the end
+    digests: list[str]  # where parameters are shared out, of the worker's group
     gradients: dict[str, list[Whole]] = field(default_factory=dict)  # by role, of each optimizer step, of all workers together
 
 
 class Pool:
-    def __init__(self, size: int = SIZE, **options: float) -> None:
-        self._size, self._options = size, options
+    def __init__(self, size: int = SIZE) -> None:
+        self._size = size
         self._processes: Processes | None = None
-        self.breaks: tuple[int, int, str] | None = None  # for `Member.break_at`, in the next run
+        self.breaks: tuple[int, int, str, str, str] | None = None  # for `Member.break_at`, in the next run
         self.apart = False  # whether each worker is taken for a machine of its own
         self._alone: Notes | None = None  # of the last run's worker, if it was in this process
 
@@ -307,7 +365,6 @@ class Pool:
             with pytest.MonkeyPatch.context() as patch:
                 forked.use(patch)
                 self._processes = Processes(seats, "devices:make", environment=lo, on_stall=report_stall)
-            vars(self._processes).update(self._options)
         return self._processes
 
     def close(self) -> None:
@@ -346,14 +403,22 @@ class Pool:
             found = getattr(self._alone, name)
             return [found(*args) if callable(found) else found]
 
-        each = ask("gradients")
-        steps = {role: [own[role] for own in each if role in own] for own in each for role in own}  # of the workers that train it
-        gradients = {role: [joined(list(pieces)) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
-        return Noted(*(ask(name) for name in ("restored", "states", "parameters", "digest", "skipped", "moved")), gradients)
+        each, digests, groups = ask("gradients"), ask("digest"), [group or range(rank, rank + 1) for rank, group in enumerate(ask("group"))]
+        steps = {role: [own[role] for own in each if own and role in own] for own in filter(None, each) for role in own}
+        copies = max(filter(None, ask("copies")))
+        gradients = {role: [joined(list(pieces), copies) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
+        begin, end = ([joined([pieces[rank] or {} for rank in group]) for group in groups] for pieces in (ask("loaded"), ask("parameters")))
+        names = ["".join(digests[rank] or "" for rank in group) for group in groups]
+        asked = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))
+        return Noted(*asked, groups, begin, end, names, gradients)
 
     def held(self, workers: int) -> list[dict[str, int]]:
         """Bytes of each kind that the workers of the last run hold now."""
-        return self.processes.start("note", [("held", ())] * self._size, what="notes").results()[:workers]
+        return self.ask("note", "held", ())[:workers]
+
+    def ask(self, method: str, *args: Any) -> list[Any]:
+        """What each process of the pool answers."""
+        return self.processes.start(method, [args] * self._size, what=method).results()
 
     def train(self, folder: Path, workers: int, *overrides: str) -> tuple[runs.Trained, Noted]:
         """`fulltilt train` with so many workers, and what they have noted."""
@@ -377,14 +442,18 @@ def for_workers(count: int, overrides: Sequence[str]) -> list[str]:
     return [f"cluster.workers={count}", *(each for each in overrides if count > 1 or not each.startswith("train.balance="))]
 
 
-def joined(pieces: Sequence[Pieces]) -> Whole:
-    """The whole of what workers have pieces of, flat. Every number must be there once."""
+def joined(pieces: Sequence[Pieces], copies: int = 1) -> Whole:
+    """The whole of what workers have pieces of, flat. Every number must be there once, or in so many copies that are equal to the bit."""
     found: dict[str, list[tuple[int, np.ndarray]]] = {}
     for own in pieces:
         for name, piece in own.items():
             found.setdefault(name, []).append((piece[0], piece[1].reshape(-1)))
     for name, parts in found.items():
         parts.sort(key=lambda part: part[0])
+        for first, (start, numbers) in zip(range(0, len(parts), copies), parts[::copies], strict=True):
+            same = [other == start and numbers.tobytes() == others.tobytes() for other, others in parts[first : first + copies]]
+            assert same == [True] * copies, f"the copies of {name} differ"
+        parts[:] = parts[::copies]
         ends = np.cumsum([0, *(len(numbers) for _, numbers in parts)]).tolist()
         assert [start for start, _ in parts] == ends[:-1], f"the pieces of {name} overlap or leave a gap"
     return {name: np.concatenate([numbers for _, numbers in parts]) for name, parts in found.items()}

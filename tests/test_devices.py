@@ -7,6 +7,7 @@ numbers are the reference.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -26,10 +27,11 @@ import models
 import numpy as np
 import pytest
 import runs
+from safetensors.torch import load_file
 from test_processes import running
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from fulltilt.cluster.hosts import WorkerError, WorkerStuck
+from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.records import Row, UserError
 from fulltilt.training.checkpoint import CheckpointStore
 
@@ -61,8 +63,18 @@ CASES: dict[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
     "padded": ("qwen2", runs.GRPO, ("train.packing=false", "train.balance=false")),
     "micro-batches": ("qwen2", runs.GRPO, ("actor.dynamic_batch=false", "actor.micro_batch=3", "algorithm.epochs=2")),
     "sft": ("qwen2", runs.SFT, ()),
+    "ppo-experts": ("qwen3-moe", runs.GRPO, PPO),
+    "ppo-lora": ("qwen2", runs.GRPO, (*PPO, "lora.rank=4", "lora.critic=true")),
 }
-SHORT = {("dense", 2), ("experts", 4)}  # PPO: test_role_workers.py
+SHARDS: dict[str, tuple[str, ...]] = {
+    "optimizer": (),  # the default
+    "full": ("train.shard=full",),
+    "hybrid": ("train.shard=hybrid", "train.shard_size=2"),
+}
+WAYS = [("optimizer", 2), ("optimizer", 4), ("full", 2), ("full", 4), ("hybrid", 4)]
+# Which of them run always, and which in make check; the others run in make check-all. PPO with roles apart: test_role_workers.py.
+SHORT = {("dense", "optimizer", 2), ("experts", "optimizer", 4), ("ppo", "full", 2), ("dense", "hybrid", 4)}
+LONG = {("experts", "full", 4), ("lora", "full", 2), ("tied", "hybrid", 4), ("ppo", "hybrid", 4), ("sft", "full", 4), ("ppo", "full", 4)}
 
 
 def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
@@ -97,6 +109,8 @@ def assert_same_run(pool: Pool, folder: Path, workers: int, expected: Path, *ove
     assert runs.contents(folder / "run" / "rollouts") == runs.contents(expected / "run" / "rollouts")  # tokens, texts and scores
     assert_same_metrics(folder, expected)
     assert len(set(noted.digests)) == 1, "the workers' parameters differ"
+    for weights, whole in zip(noted.sampled_from, noted.parameters, strict=True):
+        assert weights is None or same_bits(weights, whole), "the engine has other weights than the trainer"
     return noted
 
 
@@ -120,24 +134,30 @@ def alone(
     return run
 
 
+def marks_of(case: str, shard: str, workers: int) -> list[pytest.MarkDecorator]:
+    if (case, shard, workers) in SHORT:
+        return []
+    if (case, shard, workers) in LONG or (shard == "optimizer" and case not in ("ppo-experts", "ppo-lora")):
+        return [pytest.mark.long]
+    return [pytest.mark.matrix]
+
+
 @pytest.mark.parametrize(
-    ("case", "workers"),
-    [
-        pytest.param(case, workers, marks=[] if (case, workers) in SHORT else [pytest.mark.long], id=f"{case}-{workers}")
-        for case in CASES
-        for workers in (2, 4)
-    ],
+    ("case", "shard", "workers"),
+    [pytest.param(case, *way, marks=marks_of(case, *way), id=f"{case}-{way[0]}-{way[1]}") for case in CASES for way in WAYS],
 )
 def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     pool_of_devices: Pool, alone: Callable[[str], tuple[Path, devices.Noted]], model_folders: ModelFolders, tmp_path: Path,
-    case: str, workers: int,
+    case: str, shard: str, workers: int,
 ) -> None:  # fmt: skip
     family, tables, overrides = CASES[case]
     expected_folder, expected = alone(case)
     folder = runs.make(tmp_path / "folder", model_folders(family), tables)
-    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides)
+    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides, *SHARDS[shard])
+    assert {len(group) for group in noted.groups} == {{"optimizer": 1, "full": workers, "hybrid": 2}[shard]}
+    assert noted.gradients.keys() == ({"actor", "critic"} if "ppo" in case else {"actor"})
     largest = assert_same_gradients(noted, expected)
-    print(f"{case}, {workers} workers: largest difference of gradients {largest:.1e}")
+    print(f"{case}, {shard}, {workers} workers: largest difference of gradients {largest:.1e}")
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
 
 
@@ -187,9 +207,12 @@ DEALS = {
 def update_all(
     pool: Pool, folder: Path, workers: int, batches: Sequence[Sequence[Row]], *overrides: str
 ) -> tuple[devices.Noted, list[dict[str, float]]]:
-    """One update of the actor from each batch."""
-    with pool.assembled(folder, workers, *overrides) as parts, parts.crew.phase("update-actor"):
-        metrics = [parts.crew.update("actor", rows, number, lambda done, total: None) for number, rows in enumerate(batches)]
+    """One update of the actor from each batch, and new weights for the engine."""
+    with pool.assembled(folder, workers, *overrides) as parts:
+        with parts.crew.phase("update-actor"):
+            metrics = [parts.crew.update("actor", rows, number, lambda done, total: None) for number, rows in enumerate(batches)]
+        with parts.crew.phase("sync"):
+            parts.crew.sync(len(batches))
         return pool.noted(workers), metrics
 
 
@@ -210,15 +233,26 @@ def forced_alone(pool_of_devices: Pool, template: Path) -> Callable[[tuple[str, 
     return run
 
 
-@pytest.mark.parametrize("workers", [pytest.param(2, marks=pytest.mark.long), pytest.param(3), pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("deal", [pytest.param(name, marks=[pytest.mark.long] if name == "in turn" else []) for name in DEALS])
+ALWAYS = {("micro-batches of 12", "optimizer", 3), ("by tokens", "optimizer", 3), ("micro-batches of 12", "full", 3)}
+
+
+@pytest.mark.parametrize(
+    ("deal", "shard", "workers"),
+    [
+        pytest.param(deal, *way, marks=[] if (deal, *way) in ALWAYS else [mark])
+        for deal in DEALS
+        for way in [*WAYS, ("optimizer", 3), ("full", 3)]
+        for mark in [pytest.mark.long if way[0] == "optimizer" else pytest.mark.matrix]
+    ],
+)
 def test_rows_that_cannot_be_shared_out_evenly(
-    pool_of_devices: Pool, template: Path, forced_alone: Callable[..., Any], deal: str, workers: int
+    pool_of_devices: Pool, template: Path, forced_alone: Callable[..., Any], deal: str, shard: str, workers: int
 ) -> None:
+    """Where parameters are shared out, workers that have nothing to do, or less than others, make the same number of passes."""
     expected, metrics = forced_alone(DEALS[deal])
-    noted, found = update_all(pool_of_devices, template, workers, list(ADVERSARIAL.values()), *FORCED, *DEALS[deal])
+    noted, found = update_all(pool_of_devices, template, workers, list(ADVERSARIAL.values()), *FORCED, *DEALS[deal], *SHARDS[shard])
     largest = assert_same_gradients(noted, expected)
-    print(f"{deal}, {workers} workers: largest difference of gradients {largest:.1e}")
+    print(f"{deal}, {shard}, {workers} workers: largest difference of gradients {largest:.1e}")
     for name, mine, theirs in zip(ADVERSARIAL, found, metrics, strict=True):
         same = [{key: value for key, value in each.items() if not key.startswith(DEALT)} for each in (mine, theirs)]
         assert same[0] == pytest.approx(same[1], rel=1e-9, abs=1e-12), name
@@ -229,14 +263,20 @@ def test_rows_that_cannot_be_shared_out_evenly(
 # -- gradients that are not finite, and many steps -----------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(pool_of_devices: Pool, template: Path) -> None:
+@pytest.mark.parametrize(
+    ("shard", "workers"),
+    [("optimizer", 3), pytest.param("full", 3, marks=pytest.mark.long), pytest.param("hybrid", 4, marks=pytest.mark.matrix)],
+)
+def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(
+    pool_of_devices: Pool, template: Path, shard: str, workers: int
+) -> None:
     good = forced([12, 9, 30, 7, 5, 11])
     bad = [replace(row, advantages=np.where(row.mask, np.float32("inf"), 0)) if number == 3 else row for number, row in enumerate(good)]
     settings = (*FORCED, "actor.dynamic_batch=false", "actor.micro_batch=1", "algorithm.kl_coef=0")
     expected, _ = update_all(pool_of_devices, template, 1, [good, bad, good], *settings)
-    noted, metrics = update_all(pool_of_devices, template, 3, [good, bad, good], *settings)
+    noted, metrics = update_all(pool_of_devices, template, workers, [good, bad, good], *settings, *SHARDS[shard])
     assert [each["actor/skipped_updates"] for each in metrics] == [0, 1, 0]
-    assert noted.skipped == [{"actor": 1}] * 3 and expected.skipped == [{"actor": 1}]
+    assert noted.skipped == [{"actor": 1}] * workers and expected.skipped == [{"actor": 1}]
     assert len(set(noted.digests)) == 1
     for place in (0, 2):  # the second is taken from parameters and moments that the bad step has left as they were
         assert differ(noted.gradients["actor"][place], expected.gradients["actor"][place]) < TOLERANCE
@@ -244,21 +284,22 @@ def test_a_gradient_that_is_not_finite_on_one_worker_skips_the_step_on_all(pool_
 
 
 @pytest.mark.parametrize(
-    ("lora", "dtype", "workers"),
+    ("lora", "dtype", "shard", "workers"),
     [
-        ("", "bfloat16", 4),
+        ("", "bfloat16", "optimizer", 4),
         *(
-            pytest.param(lora, dtype, workers, marks=pytest.mark.long)
+            pytest.param(lora, dtype, *way, marks=pytest.mark.matrix if way[0] == "hybrid" and lora else pytest.mark.long)
             for lora in ("", "lora.rank=4")
             for dtype in ("float32", "bfloat16")
-            for workers in (2, 4)
-            if (lora, dtype, workers) != ("", "bfloat16", 4)
+            for way in (("optimizer", 2), ("optimizer", 4), ("hybrid", 4))
+            if (lora, dtype, *way) != ("", "bfloat16", "optimizer", 4)
         ),
     ],
 )
 def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
-    pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str
+    pool_of_devices: Pool, template: Path, workers: int, dtype: str, lora: str, shard: str
 ) -> None:
+    """Of a hybrid run, the groups are replicas, their moments included."""
     settings = (
         f"model.dtype={dtype}",
         "algorithm.epochs=25",
@@ -268,14 +309,17 @@ def test_replicas_are_equal_bit_for_bit_after_fifty_steps(
         "actor.micro_batch=2",
     )
     rows = forced([12, 9, 15, 7, 5, 11, 2, 20])
-    noted, (metrics,) = update_all(pool_of_devices, template, workers, [rows], *settings, *filter(None, [lora]))
+    noted, (metrics,) = update_all(pool_of_devices, template, workers, [rows], *settings, *filter(None, [lora]), *SHARDS[shard])
     assert (metrics["actor/updates"], metrics["actor/skipped_updates"]) == (50, 0)
-    assert len(set(noted.digests)) == 1
+    assert len({frozenset(group) for group in noted.groups}) > 1 and len(set(noted.digests)) == 1
     states = devices.joined_states(noted.states)
     masters = {name.removeprefix("master/"): numbers for name, numbers in states.items() if name.startswith("master/")}
     assert bool(masters) == (dtype == "bfloat16")
-    for name, numbers in masters.items():
-        assert np.array_equal(devices.rounded(numbers), noted.parameters[0][name].reshape(-1)), name
+    for own, weights in zip(noted.parameters, noted.sampled_from, strict=True):
+        assert (weights is None) == (shard == "optimizer")
+        computed_with = own if weights is None else weights
+        for name, numbers in masters.items():
+            assert np.array_equal(devices.rounded(numbers), computed_with[name]), name
     assert {float(numbers[0]) for name, numbers in states.items() if name.startswith("step/")} == {50.0}
 
 
@@ -297,29 +341,67 @@ SAVED_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name == "ppo" else [pytest.mark.long]) for name in SAVED_CASES])
-def test_saved_on_four_workers_and_resumed_on_others(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str) -> None:
-    settings = (*SAVED, *SAVED_CASES[case])
-    expected = runs.make(tmp_path / "expected", model_folders("qwen2"))
-    _, undisturbed = pool_of_devices.train(expected, 4, *settings)
+# Where a run is resumed that was saved with each sharding: the workers, and how they share.
+RESUMED = {
+    "optimizer": [(2, "optimizer"), (1, "optimizer"), (3, "full")],
+    "full": [(3, "full"), (2, "optimizer"), (1, "optimizer"), (4, "hybrid")],
+    "hybrid": [(3, "optimizer"), (2, "full"), (1, "optimizer"), (4, "full")],
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "shard"),
+    [
+        pytest.param(case, shard, marks=[] if (case, shard) == ("ppo", "optimizer") else [mark], id=f"{case}-{shard}")
+        for case in SAVED_CASES
+        for shard in RESUMED
+        for mark in [pytest.mark.long if case == "ppo" or shard == "optimizer" else pytest.mark.matrix]
+    ],
+)
+def test_saved_on_four_workers_and_resumed_on_others(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, case: str, shard: str
+) -> None:
+    settings, adapters, exact = (*SAVED, *SAVED_CASES[case]), case == "lora", DOUBLE in SAVED_CASES[case]
+    expected, one = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "one"))
+    _, undisturbed = pool_of_devices.train(expected, 4, *settings, *SHARDS[shard])
     assert devices.joined_states(undisturbed.states).keys() <= saved_tensors(expected, 2).keys()
-    if "lora.rank=4" not in settings:
-        exported = AutoModelForCausalLM.from_pretrained(expected / "run" / "checkpoints" / "step-00000002" / "model", dtype="auto")
-        assert same_bits({name: devices.as_array(each) for name, each in exported.named_parameters()}, undisturbed.parameters[0])
+    if not adapters:
+        exported, kept = exported_model(expected, 2), undisturbed.parameters[0]
+        assert same_bits(exported, kept if exact else {name: devices.rounded(numbers) for name, numbers in kept.items()})
+    if exact and shard != "optimizer":
+        pool_of_devices.train(one, 1, *settings)
+        for step in (1, 2):
+            assert differ(exported_tensors(expected, step), exported_tensors(one, step)) < 1e-7
     before = {name: numbers for name, numbers in saved_tensors(expected, 1).items() if not name.startswith("surplus/")}
-    for workers in (2, 1, 3):
-        folder = runs.copy(expected, tmp_path / str(workers))
+    for workers, other in RESUMED[shard]:
+        folder = runs.copy(expected, tmp_path / f"{workers}-{other}")
         shutil.rmtree(folder / "run" / "checkpoints" / "step-00000002")
-        _, noted = pool_of_devices.train(folder, workers, *settings)
+        _, noted = pool_of_devices.train(folder, workers, *settings, *(SHARDS[other] if workers > 1 else ()))
         assert same_bits(devices.joined_states(noted.restored), before)
+        if not adapters:  # the parameters of adapters are among what was restored
+            exported = exported_model(expected, 1)
+            for whole in noted.loaded:
+                assert same_bits(whole if exact else {name: devices.rounded(numbers) for name, numbers in whole.items()}, exported)
         assert len(set(noted.digests)) == 1
-        if DOUBLE in settings:
+        if exact:
             assert_same_metrics(folder, expected)
             assert differ(noted.parameters[0], undisturbed.parameters[0]) < 1e-7
             found, whole = saved_tensors(folder, 2), saved_tensors(expected, 2)
             for kind in ("exp_avg/", "exp_avg_sq/"):
                 assert differ(chosen(found, kind), chosen(whole, kind)) < 1e-7
         assert [line["step"] for line in runs.metrics(folder)] == [1, 2]
+
+
+def exported_model(folder: Path, step: int) -> devices.Whole:
+    """The parameters of a checkpoint's model, as transformers loads it."""
+    model = AutoModelForCausalLM.from_pretrained(runs.checkpoints(folder)[step] / "model", dtype="auto")
+    return {name: devices.as_array(each) for name, each in model.named_parameters()}
+
+
+def exported_tensors(folder: Path, step: int) -> devices.Whole:
+    """Those of the files of a checkpoint's model, or of its adapters."""
+    files = sorted((runs.checkpoints(folder)[step] / "model").glob("*.safetensors"))
+    return {name: devices.as_array(tensor) for file in files for name, tensor in load_file(file).items()}
 
 
 def chosen(tensors: devices.Whole, prefix: str) -> devices.Whole:
@@ -403,7 +485,7 @@ def test_stopped_by_ctrl_c_and_resumed_on_as_many_workers(pool_of_devices: Pool,
     settings = (*PPO, "run.steps=6", "run.save_every=2")
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     pool_of_devices.train(expected, 2, *settings)
-    sender = interrupt_when((folder / "run" / "rollouts" / "step-000002.jsonl").exists)
+    sender = when((folder / "run" / "rollouts" / "step-000002.jsonl").exists, interrupt_soon)
     trained, _ = pool_of_devices.train(folder, 2, *settings)
     sender.join()
     assert trained.summary.interrupted and 2 <= trained.summary.steps < 6
@@ -411,21 +493,68 @@ def test_stopped_by_ctrl_c_and_resumed_on_as_many_workers(pool_of_devices: Pool,
     runs.assert_equal_runs(folder, expected)
 
 
-def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
-    """Ctrl-C to this very process a moment after `holds`."""
+def when(holds: Callable[[], bool], act: Callable[[], object]) -> threading.Thread:
+    """Act in another thread as soon as it holds."""
 
-    def wait_and_send() -> None:
+    def wait_and_act() -> None:
         while not holds():
             time.sleep(0.005)
-        time.sleep(0.05)
-        os.kill(os.getpid(), signal.SIGINT)
+        act()
 
-    thread = threading.Thread(target=wait_and_send, daemon=True)
+    thread = threading.Thread(target=wait_and_act, daemon=True)
     thread.start()
     return thread
 
 
+def interrupt_soon() -> None:
+    """Ctrl-C to this very process."""
+    time.sleep(0.05)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+PLAIN = """
+import os
+from pathlib import Path
+
+import fulltilt
+import torch.distributed
+
+def look(step, metrics):
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    children = [pid for task in tasks for pid in (task / "children").read_text().split()]
+    seen.append([Path(f"/proc/{pid}/cmdline").read_bytes().decode() for pid in children])
+    groups.append(torch.distributed.is_initialized())
+
+seen, groups = [], []
+fulltilt.train("run.toml", on_step=look, quiet=True, steps=2, eval_every=0, eval_before=False)
+print(len(seen), groups, [each for each in sum(seen, []) if "fulltilt.cluster" in each or "forked-worker" in each])
+print(any("fulltilt" in each for each in sum(seen, [])))
+"""
+
+
+def test_one_device_is_one_plain_process(model_folders: ModelFolders, tmp_path: Path) -> None:
+    """Without processes of workers and without torch.distributed; the reward's process, which it has, shows that it would see them."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    assert runs.code_forked(folder, PLAIN).out == "2 [False, False] []\nTrue\n"
+
+
+def test_threads_of_torch_are_divided_among_workers(pool_of_devices: Pool, template: Path) -> None:
+    before = pool_of_devices.ask("set_threads", 9)
+    try:
+        for workers, share in ((2, 4), (4, 2)):
+            with pool_of_devices.assembled(template, workers) as parts:
+                assert parts.plan.budgets.threads == share
+                assert any(f"each has {share} threads" in note for note in parts.notes)
+                assert pool_of_devices.ask("note", "threads", ())[:workers] == [share] * workers
+    finally:
+        pool_of_devices.ask("set_threads", before[0])
+
+
 # -- failures ------------------------------------------------------------------------------------------------------------------------------
+
+
+NAMED_S = 60.0  # within which a worker that fails must be named
+ENDED_S = 15.0  # within which its processes must be gone: several seconds where the machine is busy
 
 
 @pytest.mark.long
@@ -434,25 +563,31 @@ def interrupt_when(holds: Callable[[], bool]) -> threading.Thread:
     [
         ("raise", WorkerError, r"worker 1 \(process \d+\) failed in update-actor .*KeyError: 'the test breaks this worker'"),
         ("memory", UserError, r"out of memory in update-actor on worker 1: CUDA out of memory.* Lower actor\.token_budget"),
+        ("kill", WorkerDied, r"worker 1 \(process \d+\) was killed by signal 9 \(SIGKILL\) during update-actor"),
         ("sleep", WorkerStuck, r"worker 1 \(process \d+\).*\n(.*\n)*.*sleep_forever"),
     ],
-    ids=["raises", "out of memory", "sleeps"],
+    ids=["raises", "out of memory", "killed", "sleeps"],
 )
-def test_a_worker_that_fails_is_named(model_folders: ModelFolders, tmp_path: Path, how: str, kind: type[UserError], said: str) -> None:
-    """In the third optimizer step, while the other worker waits for it in a collective. The first checkpoint is kept and can be resumed."""
-    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+def test_a_worker_that_fails_is_named(
+    model_folders: ModelFolders, tmp_path: Path, mark: str, how: str, kind: type[UserError], said: str
+) -> None:
+    """In the third optimizer step, while the other worker waits for it in a collective. The first checkpoint is kept and can be resumed; no
+    process is left, and no shared memory."""
+    folder, before = runs.make(tmp_path / "folder", model_folders("qwen2")), children_of(os.getpid())
     settings = ("run.steps=3", "run.save_every=1", *QUIET)
-    pool = Pool(2, stall_s=2.0, deadline_s=5.0)
+    pool, broken = Pool(2), tmp_path / "broken"
     try:
         pids = pool.processes.pids
-        pool.breaks = (1, 2, how)
-        begin = time.monotonic()
+        pool.breaks = (1, 2, how, str(folder / "run" / "checkpoints" / "step-00000001"), str(broken))
+        if how == "sleep":
+            when(broken.exists, lambda: vars(pool.processes).update(stall_s=2.0, deadline_s=5.0))
         with pytest.raises(kind, match=said), warnings.catch_warnings(record=True):
             pool.train(folder, 2, *settings)
-        assert time.monotonic() - begin < 30
+        assert time.time() - broken.stat().st_mtime < NAMED_S
         assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
     finally:
         pool.close()
+    assert children_of(os.getpid()) <= before
     assert list(runs.checkpoints(folder)) == [1]
     runs.train(folder, *settings, "cluster.workers=1")
     assert list(runs.checkpoints(folder)) == [2, 3]
@@ -463,10 +598,17 @@ WORKERS_OF_COMMANDS = runs.nothing if "FULLTILT_KILLS" in os.environ else forked
 REAL = ("cluster.workers=2", "run.save_every=2", *QUIET)
 
 
+def children_of(process: int) -> set[int]:
+    """The processes that it has started, from whichever thread; none if it has ended."""
+    with contextlib.suppress(OSError):
+        tasks = Path(f"/proc/{process}/task").iterdir()
+        return {int(pid) for task in tasks for pid in read(task / "children").split()}
+    return set()
+
+
 def workers_of(driver: int) -> list[int]:
     """Their processes, in order of rank."""
-    children = Path(f"/proc/{driver}/task/{driver}/children").read_text().split()
-    return [pid for pid in map(int, children) if forked.is_worker(pid)]
+    return sorted(filter(forked.is_worker, children_of(driver)))
 
 
 def read(path: Path) -> bytes:
@@ -542,9 +684,15 @@ def test_a_real_command_is_told_to_stop(
     process.communicate(timeout=60)
     said = (folder / "said.txt").read_text()
     assert process.returncode == 130 and "stopped after step" in said, said
-    assert len(pids) == 2 and gone(mark, 30.0, pids)
+    assert len(pids) == 2 and gone(mark, ENDED_S, pids)
     finish(folder, *settings)
     runs.assert_equal_runs(folder, expected)
+
+
+def chance_and_kills() -> tuple[random.Random, int]:
+    seed = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000))
+    print(f"FULLTILT_TEST_SEED={seed}")
+    return random.Random(seed), int(os.environ.get("FULLTILT_KILLS", "6"))
 
 
 @pytest.mark.long
@@ -552,9 +700,7 @@ def test_a_real_command_is_told_to_stop(
 def test_kills_at_random_moments(pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str) -> None:
     """Of workers, and of the driver, at any moment from the start of the workers' processes: the run says which worker it was and ends, no
     process is left, and the last one ends with the files of a run that was left alone."""
-    seed, kills = int(os.environ.get("FULLTILT_TEST_SEED", time.time_ns() % 1_000_000)), int(os.environ.get("FULLTILT_KILLS", "6"))
-    print(f"FULLTILT_TEST_SEED={seed}")
-    chance = random.Random(seed)
+    chance, kills = chance_and_kills()
     settings = (*REAL, f"run.steps={8 * kills}")
     expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
     pool_of_devices.train(expected, 2, *settings)
@@ -576,11 +722,86 @@ def kill_once(folder: Path, settings: Sequence[str], chance: random.Random, mark
     rank = chance.randrange(2)
     os.kill(process.pid if of_driver else pids[rank], signal.SIGKILL)
     if of_driver:
-        assert gone(mark, 30.0, pids)
+        assert gone(mark, ENDED_S, pids)
     begin = time.monotonic()
-    process.communicate(timeout=60)
+    process.communicate(timeout=NAMED_S)
     said = (folder / "said.txt").read_text()
-    assert time.monotonic() - begin < 30 and gone(mark, 30.0, pids)
+    assert time.monotonic() - begin < NAMED_S and gone(mark, ENDED_S, pids)
     if not of_driver:
         assert process.returncode == 1, said
         assert f"worker {rank} (process {pids[rank]}) was killed by signal 9 (SIGKILL)" in said and "Traceback" not in said, said
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(1800)
+def test_kills_of_workers_of_a_run_that_restarts_by_itself(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, mark: str
+) -> None:
+    """PPO on four workers that share out all parameters. A worker that is killed is named, and the run resumes by itself; after a kill of
+    the driver, and where a step fails twice in a row, the same command does."""
+    chance, kills = chance_and_kills()
+    settings = (
+        *PPO, *SHARDS["full"], *QUIET, "cluster.workers=4", f"cluster.restarts={kills}", f"run.steps={4 * kills}", "run.save_every=2",
+        "rollout.max_new_tokens=6", "algorithm.samples_per_prompt=2",
+    )  # fmt: skip
+    expected, folder = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("expected", "folder"))
+    pool_of_devices.train(expected, 4, *settings)
+    disturbed, given_up = Restarting(folder, settings), 0
+    for number in range(kills):
+        steps = 0 if number % 3 == 1 else chance.randint(1, 3)
+        pids = disturbed.new_workers(steps)
+        if pids is None:
+            disturbed.end(mark, 1)
+            assert "has failed twice in a row" in disturbed.said()
+            disturbed, given_up = Restarting(folder, settings), given_up + 1
+            pids = disturbed.new_workers(steps)
+        assert pids, disturbed.said()
+        time.sleep(chance.uniform(0, 1.0))
+        if number % 4 == 3:
+            os.kill(disturbed.process.pid, signal.SIGKILL)
+            disturbed.end(mark, -signal.SIGKILL)
+            disturbed = Restarting(folder, settings)
+        else:
+            disturbed.kill(chance.choice(pids))
+    if disturbed.process.communicate(timeout=240) is not None and disturbed.process.returncode != 0:
+        assert "has failed twice in a row" in disturbed.said()
+        finish(folder, *settings, first=forked.use_always)
+    print(f"{kills} kills, {kills // 4} of them of the driver; {given_up} times a step failed twice in a row")
+    runs.assert_equal_runs(folder, expected)
+
+
+class Restarting:
+    """A command that starts its workers anew when one is killed."""
+
+    def __init__(self, folder: Path, settings: Sequence[str]) -> None:
+        self._said = folder / "said.txt"
+        self.process = runs.Started(folder, ["train", "run.toml", "--json", *settings], forked.use_always)
+        self.seen: set[int] = set()  # workers before the last restart
+
+    def said(self) -> str:
+        return self._said.read_text()
+
+    def new_workers(self, steps: int) -> list[int] | None:
+        """The four workers that were started last, after so many steps; None where the run has ended instead."""
+
+        def found() -> list[int] | None:
+            own = [pid for pid in workers_of(self.process.pid) if pid not in self.seen]
+            return own if len(own) == 4 else None
+
+        pids: list[int] | None = eventually(found, self.process)
+        return pids if pids and all(self.process.stdout.readline() for _ in range(steps)) else None
+
+    def kill(self, worker: int) -> None:
+        self.seen |= set(workers_of(self.process.pid))
+        os.kill(worker, signal.SIGKILL)
+        deadline = time.monotonic() + NAMED_S
+        while f"(process {worker}) was killed by signal 9 (SIGKILL)" not in self.said():
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.02)
+
+    def end(self, mark: str, code: int) -> None:
+        """Wait for the end of the command, and of everything that it has started."""
+        pids = workers_of(self.process.pid)
+        self.process.communicate(timeout=NAMED_S)
+        assert self.process.returncode == code, self.said()
+        assert gone(mark, ENDED_S, pids)

@@ -19,6 +19,7 @@ import runs
 
 import fulltilt
 from fulltilt import loop
+from fulltilt.algo.build import build
 from fulltilt.cluster import checks, processes
 from fulltilt.cluster.hosts import WorkerDied
 from fulltilt.observe.console import Console
@@ -280,3 +281,20 @@ def test_what_workers_do_not_obey_is_refused(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(checks, "usable_cores", lambda: 2)
     with contextlib.chdir(folder), pytest.raises(UserError, match=words):
         fulltilt.check("run.toml", overrides=options)
+
+
+def test_one_worker_for_each_gpu_unless_another_number_is_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FULLTILT_SHARE_DEVICES")
+    monkeypatch.setattr(checks.torch.cuda, "device_count", lambda: 8)
+    found = {given: runs.read_config(folder, *given) for given in ((), ("cluster.workers=3",), ("cluster.workers=9",))}
+    assert [checks.count_workers(config, "cuda") for config in found.values()] == [8, 3, 9]
+    assert checks.count_workers(found[()], "cpu") == 1
+    wrong = [list(checks.wrong_workers(config, build(config), "cuda")) for config in found.values()]
+    assert wrong == [
+        [],
+        [],
+        [
+            "cluster.workers: 9 workers need a GPU each, and torch sees 8. Use at most 8, or leave the key out. For tests, "
+            "FULLTILT_SHARE_DEVICES=1 lets workers share devices, which is slow"
+        ],
+    ]
