@@ -109,8 +109,8 @@ def test_any_number_of_rows_finds_a_way(capturing: bool, monkeypatch: pytest.Mon
 
 # torch's own words. Its C++ writes them to the standard error stream itself, once per process.
 EXPERIMENTAL = (
-    b"[W1118 09:00:00.000000000 Context.cpp:550] Warning: torch.backends.cuda.preferred_blas_library is an experimental feature. If you see "
-    b"any error or unexpected behavior when this flag is set please file an issue on GitHub. (function operator())\n"
+    b"[W1118 09:00:00.000000000 Context.cpp:550] Warning: torch.backends.cuda.preferred_blas_library is an experimental feature. If you "
+    b"see any error or unexpected behavior when this flag is set please file an issue on GitHub. (function operator())\n"
 )
 
 
