@@ -77,7 +77,7 @@ reference: .venv/ready
 # What the tests need beside it: their tools (on Linux also triton, whose interpreter runs kernels on CPU), and every extra that runs without
 # a GPU.
 .venv/dev: .venv/ready
-	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev,math,peft,tensorboard,wandb,mlflow,trackio,ray]"
+	$(PIP) install --no-compile -q -c constraints.txt --no-build-isolation -e ".[dev,math,peft,plot,tensorboard,wandb,mlflow,trackio,ray]"
 	@touch $@
 
 clean:

@@ -521,6 +521,12 @@ def test_a_misspelt_key_is_not_also_reported_as_missing(run: dict[str, dict[str,
             ["actor.micro_batch=2"],
             "actor.micro_batch: 2 has no effect while actor.dynamic_batch is true. Remove it, or set actor.dynamic_batch = false",
         ),
+        (
+            ["cluster.workers=2", "cluster.stall_s=10", "cluster.deadline_s=10"],
+            "cluster.stall_s: 10 has no effect: a worker is given up after 10 s (cluster.deadline_s). Use less",
+        ),
+        (["cluster.address=10.0.0.1"], 'cluster.address: "10.0.0.1" is not HOST:PORT. Use that of a Ray cluster which this machine is'),
+        (["cluster.address=ray://10.0.0.1:10001"], 'cluster.address: "ray://10.0.0.1:10001" is not HOST:PORT.'),
         (["actor.dynamic_batch=false"], "actor.micro_batch: missing, but actor.dynamic_batch is false. Set it: Samples per micro-batch."),
         (
             ["actor.dynamic_batch=false", "actor.micro_batch=2", "actor.token_budget=64"],

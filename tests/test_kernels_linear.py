@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -104,6 +107,44 @@ def test_any_number_of_rows_finds_a_way(capturing: bool, monkeypatch: pytest.Mon
     assert {key[0] for key in module._found} == (set() if capturing else {1, 4, 24, 192, 512})
 
 
+# torch's own words. Its C++ writes them to the standard error stream itself, once per process.
+EXPERIMENTAL = (
+    b"[W1118 09:00:00.000000000 Context.cpp:550] Warning: torch.backends.cuda.preferred_blas_library is an experimental feature. If you "
+    b"see any error or unexpected behavior when this flag is set please file an issue on GitHub. (function operator())\n"
+)
+
+
+def test_torchs_line_about_the_choice_of_a_blas_library_reaches_nobody(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A build for CPU refuses the choice before it writes the line, so a stand-in writes it here; test_on_a_gpu_... has the real one."""
+    chosen = ["cublas"]
+
+    def preferred_blas_library(library: str | None = None) -> str:
+        if library == "cublaslt":
+            os.write(2, EXPERIMENTAL)
+        chosen.append(library or chosen[-1])
+        return chosen[-1]
+
+    module.take_warning.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "preferred_blas_library", preferred_blas_library)
+        module.take_warning()
+    assert "cublaslt" in chosen and chosen[-1] == "cublas"
+    os.write(2, b"the next line")
+    assert capfd.readouterr().err == "the next line"
+    module.take_warning.cache_clear()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="torch for CUDA has the library")
+def test_a_build_without_the_library_keeps_its_standard_error_stream(capfd: pytest.CaptureFixture[str]) -> None:
+    module.take_warning.cache_clear()
+    with pytest.raises(RuntimeError, match="cuBLASLt"):
+        module.take_warning()
+    os.write(2, b"the next line")
+    assert capfd.readouterr().err == "the next line"
+
+
 ON_GPU = pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 
 
@@ -138,3 +179,17 @@ def test_no_setting_of_torch_is_left_changed() -> None:
         with torch.no_grad():
             linear(torch.randn(4, 4864, device="cuda", dtype=dtype), torch.randn(896, 4864, device="cuda", dtype=dtype))
     assert settings() == before
+
+
+@pytest.mark.gpu
+@ON_GPU
+def test_on_a_gpu_a_product_writes_nothing() -> None:
+    """In a process of its own: torch writes its line about an experimental setting once."""
+    program = """
+import torch
+from fulltilt.kernels.linear import unsplit_product
+x = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)
+unsplit_product(x, x, None)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

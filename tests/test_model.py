@@ -20,12 +20,14 @@ from transformers import (
     DiffLlamaConfig,
     FalconConfig,
     Gemma3TextConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     HyperCLOVAXConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    MiniMaxM3VLTextConfig,
     MistralConfig,
     MptConfig,
     Phi3Config,
@@ -320,6 +322,21 @@ REFUSALS = {
             topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
         ),
         "deepseek_sparse_attention",
+    ),
+    "sparse GLM": (
+        GlmMoeDsaConfig(
+            **models.SMALL | {"num_key_value_heads": 4}, moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+            topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=1,
+            index_n_heads=2, index_head_dim=16, index_topk=4,
+        ),
+        "deepseek_sparse_attention",
+    ),
+    "sparse MiniMax": (
+        MiniMaxM3VLTextConfig(
+            **models.SMALL, head_dim=8, num_local_experts=2, num_experts_per_tok=1, dense_intermediate_size=32, shared_intermediate_size=16,
+            rotary_dim=8, index_n_heads=2, index_head_dim=8, layer_types=["full_attention", "minimax_m3_sparse"],
+        ),
+        "minimax_m3_sparse",
     ),
     "more layers": (
         BartConfig(

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,15 +92,15 @@ def test_a_picture(tmp_path: Path) -> None:
     assert two_panels.std() > 0 and two_panels.shape[0] == 2 * imread(one_panel).shape[0]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is installed: its absence cannot be shown")
-def test_without_matplotlib_there_are_numbers(tmp_path: Path) -> None:
+def test_without_matplotlib_there_are_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # so that Python finds no such package
     with pytest.raises(UserError, match=r'pip install "fulltilt\[plot\]".*--out .*a\.json'):
         plot.files(tmp_path / "a.png")
     assert plot.files(tmp_path / "a.json") == (None, tmp_path / "a.json")
 
 
 def test_a_metric_that_does_not_exist_is_told_before_the_want_of_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     ended = runs.command_here(tmp_path, "plot", str(run_folder(tmp_path / "a")), "--metric", "rewrad", "--out", "a.png")
     assert (ended.code, ended.out) == (2, "") and "--metric rewrad: no run has it" in ended.error
 

@@ -256,20 +256,25 @@ def _unset(tables: dict[str, Any], parts: Sequence[str]) -> Iterator[Mistake]:
 
 
 def instead_of_option(option: str, following: str | None) -> str | None:
-    """The override that is meant by an option such as `--train.lr 1e-4`, `--recompute=full` or `--no-packing`; None if no key has such a
-    name. `following`: the next word of the command line."""
+    """The override that is meant by an option such as `--train.lr 1e-4`, `--recompute=full` or `--no-packing`, or the ones that may be
+    (`--workers 2`); None if no key has such a name. `following`: the next word of the command line."""
     name, equals, value = option.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    if (key := _key_named(name)) is None and (key := _key_named(name.removeprefix("no_"))):
-        return f"{key}=false"
+    if not (meant := _keys_named(name)) and (meant := _keys_named(name.removeprefix("no_"))):
+        return either([f"{key}=false" for key in meant])
     is_value = following is not None and not equals and "=" not in following and not re.match(r"-+[A-Za-z]", following)
-    return None if key is None else _spelled(key, following or "" if is_value else value)
+    return either([_spelled(key, following or "" if is_value else value) for key in meant]) if meant else None
 
 
-def _key_named(name: str) -> str | None:
-    """The key that a user calls so: by its whole name, by its last part, or by another system's name for it."""
+# Sections whose keys are not meant where another section has a key of the same name: most inherit from it.
+_SECONDARY = frozenset({"ref", "critic", "reward_model", "lora", "eval", "log", "health"})
+
+
+def _keys_named(name: str) -> list[str]:
+    """The keys that a user may call so: by the whole name, by the last part, or by another system's name."""
     by_end = [key for key in keys() if name in (key, key.partition(".")[2])]
-    return next(iter([*by_end, *knobs.elsewhere(name)]), None)
+    main = [key for key in by_end if key.partition(".")[0] not in _SECONDARY]
+    return main or by_end[:1] or knobs.elsewhere(name)[:1]
 
 
 def _key_parts(key: str) -> list[str]:
@@ -444,7 +449,7 @@ def _has_effect(key: str, config: Config) -> Iterator[str]:
         if effective and all(seen is None for seen in read.values()):
             yield f"{key}: missing. Set {either([key, *read])}"
         elif effective:
-            yield f"{key}: missing, but {why}. Set it: {words(keys()[key]).meaning}"
+            yield f"{key}: missing, but {why}. Set it: {words(keys()[key]).meaning.partition(' Left out: ')[0]}"
         elif given:
             remedy = used_if.remedy.format(section=section)
             yield f"{key}: {shown(value_of(config, key))} has no effect while {why}. Remove it, or {remedy}"
@@ -601,6 +606,21 @@ def _run_folder(config: Config) -> Iterator[str]:
         yield f"run.dir: {shown(given)} cannot be expanded{_tilde(given)}. Name a folder by its path"
 
 
+def _address(config: Config) -> Iterator[str]:
+    given = config.cluster.address
+    if given not in (None, "auto") and not re.fullmatch(r"[^/\s]+:\d{1,5}", given):
+        yield (
+            f"cluster.address: {shown(given)} is not HOST:PORT. Use that of a Ray cluster which this machine is part of, for example "
+            "10.0.0.1:6379, as `ray start --head` prints it; or auto"
+        )
+
+
+def _stalls(config: Config) -> Iterator[str]:
+    stall_s, deadline_s = config.cluster.stall_s, config.cluster.deadline_s
+    if is_set(config, "cluster.stall_s") and stall_s >= deadline_s:
+        yield f"cluster.stall_s: {stall_s:g} has no effect: a worker is given up after {deadline_s:g} s (cluster.deadline_s). Use less"
+
+
 # ---- files that keys name ------------------------------------------------------------------------------------------------------------
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -711,6 +731,8 @@ RULES: tuple[ConfigRule, ...] = (
     *_rules_of_use(),
     ConfigRule(tuple(sorted({key for feature in knobs.FEATURES.values() for key in feature.keys})), _together),
     ConfigRule(("run.dir",), _run_folder),
+    ConfigRule(("cluster.address",), _address),
+    ConfigRule(("cluster.stall_s", "cluster.deadline_s"), _stalls),
     ConfigRule(("algorithm.name", "algorithm.advantage", "algorithm.loss"), _algorithm_reads),
     ConfigRule(_NUMBERS, _wrong_numbers),
 )
