@@ -57,7 +57,7 @@ def roles_of(knob: str) -> set[str]:
     if section == "train":
         return OF_TRAIN[key]
     if section == "cluster":
-        return {"sft"}
+        return {"critic"} if key == "roles" else {"sft"}
     learns_from_rows = section == "actor" and key != "forward_token_budget"
     return {section} | ({"sft"} if learns_from_rows else set())
 
@@ -167,7 +167,7 @@ def test_the_command_fails_with_a_knob(tmp_path: Path, monkeypatch: pytest.Monke
         "Rollout",
         "must change: bytes held by the engine during the update",
         "DOES NOT HOLD",
-        "1 proof: 0 hold, 1 do not hold, 0 need a GPU",
+        "1 proof: 0 hold, 1 do not hold, 0 cannot be shown here",
     ):
         assert words in ended.out
 
@@ -181,10 +181,10 @@ def test_the_table_has_every_record() -> None:
     out = io.StringIO()
     rich.console.Console(file=out, width=150).print(run.table(records))
     rollout, training = out.getvalue().split("Training memory and speed")
-    assert "rollout.cuda_graphs" in rollout and "needs a GPU" in rollout and "there are no graphs here" in rollout
+    assert "rollout.cuda_graphs" in rollout and "not shown here" in rollout and "there are no graphs here" in rollout
     for words in ("must change: pad tokens computed (0 when on)", "1,200", "holds", "4.0 KiB", "1.0 KiB", "DIFFER", "DOES NOT HOLD"):
         assert words in training
-    assert "3 proofs: 1 hold, 1 do not hold, 1 need a GPU" in training
+    assert "3 proofs: 1 hold, 1 do not hold, 1 cannot be shown here" in training
 
 
 # -- names ------------------------------------------------------------------------------------------------------------------------------
