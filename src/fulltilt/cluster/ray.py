@@ -112,25 +112,35 @@ def join(address: str, nodes: int, workers: int) -> Joined:
 def cluster_here(nodes: int, cores: int) -> Iterator[str]:
     """A Ray cluster whose machines are all this one, to show what several would do. Yields its address; nothing of it is left. UserError
     where Ray does not start, which it gives up after 30 seconds."""
-    before, files = os.environ.get("RAY_TMPDIR"), tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")
-    # The folder also has the address that `auto` finds: not the user's, which may name another cluster.
-    os.environ["RAY_TMPDIR"] = files
+    files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")
+    os.mkdir(os.path.join(files, "ray"))
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     cluster, each = Cluster(), {"num_cpus": cores, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
     try:
-        os.mkdir(os.path.join(files, "ray"))
         try:
-            for _ in range(nodes):
-                cluster.add_node(**each)
+            with files_of_ray_in(files):
+                for _ in range(nodes):
+                    cluster.add_node(**each)
         except Exception as error:  # Ray raises plain ones
             raise UserError(f"Ray does not start on this machine: {first_line(error)}") from error
         yield cluster.address
     finally:
-        cluster.shutdown()
+        with files_of_ray_in(files):
+            cluster.shutdown()
+        shutil.rmtree(files, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def files_of_ray_in(folder: str) -> Iterator[None]:
+    """Also the file with the address that `auto` finds: the user's may name another cluster."""
+    before = os.environ.get("RAY_TMPDIR")
+    os.environ["RAY_TMPDIR"] = folder
+    try:
+        yield
+    finally:
         del os.environ["RAY_TMPDIR"]
         os.environ |= {"RAY_TMPDIR": before} if before is not None else {}
-        shutil.rmtree(files, ignore_errors=True)
 
 
 def current_cluster() -> str | None:
