@@ -49,6 +49,7 @@ from fulltilt import doctor
 from fulltilt.cluster import keeper, processes
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.ray import Machines, RayWorkers, Shared
+from fulltilt.demo import GRPO_STEPS
 from fulltilt.observe.metrics import read_values
 from fulltilt.records import UserError
 
@@ -259,18 +260,28 @@ def test_the_doctor_says_what_a_cluster_has(cluster: str, tmp_path: Path, monkey
 
 # -- the demo ------------------------------------------------------------------------------------------------------------------------------
 
-EQUAL_STEPS = 20
+# Workers add their gradients in another order than one process. In float32 the norms of gradients then differ by 1e-8 of their size in the
+# first step, and by 1e-3 after ninety; sooner or later a token is drawn that was as good as tied with another one. (In float64, with
+# model.dtype=float64 for both, the rewards and responses of all ninety steps are equal, and norms of gradients to 1e-15.)
+EQUAL_STEPS, UNLIKE_SAMPLES = 40, 4
 
 
 @pytest.mark.timeout(2400)  # the demo itself takes minutes on a busy machine
-def test_the_demo_learns_on_two_machines_as_in_one_process(cluster: str, demo_folder: Path, tmp_path: Path) -> None:
-    """The rewards of all steps."""
+def test_the_demo_learns_on_two_machines_as_in_one_process(cluster: str, demo_folder: Path) -> None:
     settings = ["run.dir=ray", "cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"]
     ended = runs.command(demo_folder, "train", "demo/grpo.toml", *settings, seconds=1500)
     assert ended.code == 0, ended.error
-    here, there = (read_values(demo_folder / place / "metrics.jsonl", "critic/score/mean") for place in ("demo/grpo", "ray"))
-    print("rewards differ at steps", [step for step, pair in enumerate(zip(here, there, strict=True), 1) if pair[0] != pair[1]])
-    assert there == here
+    here, there = (demo_folder / place for place in ("demo/grpo", "ray"))
+    rewards = [read_values(folder / "metrics.jsonl", "critic/score/mean") for folder in (here, there)]
+    print("steps with other rewards:", [step for step, pair in enumerate(zip(*rewards, strict=True), 1) if pair[0] != pair[1]])
+    assert len(rewards[1]) == GRPO_STEPS and rewards[1][:EQUAL_STEPS] == rewards[0][:EQUAL_STEPS]
+    assert rewards[1] == pytest.approx(rewards[0], abs=UNLIKE_SAMPLES / 512)  # samples of a step
+    for step in range(1, EQUAL_STEPS + 1):
+        texts = [
+            [json.loads(line)["response"] for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+            for folder in (here, there)
+        ]
+        assert texts[0] == texts[1] and len(texts[0]) == 64
 
 
 # -- bytes through the driver --------------------------------------------------------------------------------------------------------------

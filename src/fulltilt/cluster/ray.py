@@ -19,6 +19,8 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -111,36 +113,44 @@ def join(address: str, nodes: int, workers: int) -> Joined:
 @contextlib.contextmanager
 def cluster_here(nodes: int, cores: int) -> Iterator[str]:
     """A Ray cluster whose machines are all this one, to show what several would do. Yields its address; nothing of it is left. UserError
-    where Ray does not start, which it gives up after 30 seconds."""
+    where Ray does not start: it gives up a machine after 30 seconds."""
     files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")
-    os.mkdir(os.path.join(files, "ray"))
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    cluster, each = Cluster(), {"num_cpus": cores, "object_store_memory": OBJECT_STORE, "include_dashboard": False}
+    # In that folder is also the address that `auto` finds: the user's may name another cluster.
+    variables = {**os.environ, **travelling(), "RAY_TMPDIR": files, "RAY_USAGE_STATS_ENABLED": "0"}
+    program = [sys.executable, "-c", f"from fulltilt.cluster import ray; ray.keep_cluster({nodes}, {cores})"]
+    # A process of its own: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
+    kept = subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
-        try:
-            with files_of_ray_in(files):
-                for _ in range(nodes):
-                    cluster.add_node(**each)
-        except Exception as error:  # Ray raises plain ones
-            raise UserError(f"Ray does not start on this machine: {first_line(error)}") from error
-        yield cluster.address
+        assert kept.stdin and kept.stdout
+        found, _, text = kept.stdout.readline().strip().partition(" ")
+        if found != "address":
+            raise UserError(f"Ray does not start on this machine: {text or 'its process has ended'}")
+        yield text
     finally:
-        with files_of_ray_in(files):
-            cluster.shutdown()
+        kept.stdin.close()
+        try:
+            kept.wait(START_S)
+        except subprocess.TimeoutExpired:
+            kept.kill()
+            kept.wait()
+        kept.stdout.close()
         shutil.rmtree(files, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def files_of_ray_in(folder: str) -> Iterator[None]:
-    """Also the file with the address that `auto` finds: the user's may name another cluster."""
-    before = os.environ.get("RAY_TMPDIR")
-    os.environ["RAY_TMPDIR"] = folder
+def keep_cluster(nodes: int, cores: int) -> None:
+    """Print the address of a cluster, and keep it until standard input ends."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.mkdir(os.path.join(os.environ["RAY_TMPDIR"], "ray"))
+    cluster = Cluster()
     try:
-        yield
-    finally:
-        del os.environ["RAY_TMPDIR"]
-        os.environ |= {"RAY_TMPDIR": before} if before is not None else {}
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False)
+    except Exception as error:  # Ray raises plain ones
+        print("error", first_line(error), flush=True)
+        return
+    print("address", cluster.address, flush=True)
+    sys.stdin.read()
+    cluster.shutdown()
 
 
 def current_cluster() -> str | None:
