@@ -61,6 +61,7 @@ LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
 CURRENT_CLUSTER = Path("ray", "ray_current_cluster")  # in Ray's temporary folder: the address of the cluster that `ray start` has started
+NICENESS = "RAY_worker_niceness"  # of a Ray that is started here; by itself it gives workers less of a busy machine than others get
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 # Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
 TRAVELLING = re.compile(
@@ -116,7 +117,7 @@ def cluster_here(nodes: int, cores: int) -> Iterator[str]:
     where Ray does not start: it gives up a machine after 30 seconds."""
     files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")
     # In that folder is also the address that `auto` finds: the user's may name another cluster.
-    variables = {**os.environ, **travelling(), "RAY_TMPDIR": files, "RAY_USAGE_STATS_ENABLED": "0"}
+    variables = {**os.environ, **travelling(), "RAY_TMPDIR": files, "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
     program = [sys.executable, "-c", f"from fulltilt.cluster import ray; ray.keep_cluster({nodes}, {cores})"]
     # A process of its own: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
     kept = subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -147,7 +148,7 @@ def keep_cluster(nodes: int, cores: int) -> None:
             cluster.add_node(num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False)
     except Exception as error:  # Ray raises plain ones
         print("error", first_line(error), flush=True)
-        return
+        os._exit(1)  # the processes that Ray has started end at once, without its patience
     print("address", cluster.address, flush=True)
     sys.stdin.read()
     cluster.shutdown()
@@ -185,6 +186,7 @@ def check_answer(address: str) -> None:
 def start(what: str, files: str | None = None, **options: Any) -> Joined:
     kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # which would outweigh the address given
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(NICENESS, "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level=logging.ERROR, **options)
