@@ -6,10 +6,13 @@ references on CPU, in the same process. `gpu`: skipped without a CUDA device.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import gc
 import itertools
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,6 +127,58 @@ def model_folders(tmp_path_factory: pytest.TempPathFactory):
         return made[family]
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder in which the command `fulltilt demo` ran, once for all test processes, with what it printed in `said.txt`."""
+    import runs
+
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "demo-run"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "said.txt").exists():
+            ended = subprocess.run(
+                [sys.executable, "-m", "fulltilt.cli", "demo", "--dir", "demo"],
+                cwd=folder, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1100,
+            )  # fmt: skip
+            (folder / "said.txt").write_text(ended.stdout)
+            assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_of_one_process(tmp_path_factory: pytest.TempPathFactory, model_folders) -> Path:
+    """The folder of a short run, for comparison with the same run on several workers."""
+    import runs
+
+    folder = runs.make(tmp_path_factory.mktemp("alone") / "folder", model_folders("qwen2"))
+    runs.train(folder, "run.steps=4")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster of two nodes, both on this machine."""
+    import runs
+
+    from fulltilt.cluster.ray import cluster_here
+    from fulltilt.records import UserError
+
+    attempts = 5  # Ray gives up a node that has not started within 30 s, which is not long on a machine that has more to do
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as started:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(runs.SOURCE), str(Path(__file__).parent)]))
+        for attempt in range(1, attempts + 1):
+            try:
+                address = started.enter_context(cluster_here(2, cores=4))
+                break
+            except UserError:
+                if attempt == attempts:
+                    raise
+        patch.undo()
+        yield address
 
 
 @pytest.fixture(scope="session")

@@ -244,11 +244,11 @@ class Ended:
     error: str
 
 
-def command(folder: Path, *arguments: str) -> Ended:
+def command(folder: Path, *arguments: str, seconds: float = 240) -> Ended:
     """The command in a new interpreter, run to its end."""
     ended = subprocess.run(
         [sys.executable, "-m", "fulltilt.cli", *last_of_each(arguments)],
-        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=240,
+        cwd=folder, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds,
     )  # fmt: skip
     return Ended(ended.returncode, ended.stdout, ended.stderr)
 

@@ -273,7 +273,7 @@ def test_every_example_trains(path: str, small_models: Path) -> None:
     assert (small_models / config.run.dir / "checkpoints" / "step-00000002" / "model").is_dir()
 
 
-OF_SEVERAL_WORKERS = r"communication/|sync/|memory_spread_gib/|timing_s/workers/|\w+/load_spread$"
+OF_SEVERAL_WORKERS = r"communication/|driver/|sync/|memory_spread_gib/|timing_s/workers/|\w+/load_spread$"
 
 
 @pytest.fixture(scope="module")

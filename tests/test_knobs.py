@@ -73,9 +73,11 @@ BUILT = {
     "train.reshard_after_forward": False,
     "train.forward_prefetch": False,
     "cluster.workers": 2,
+    "cluster.nodes": 2,
     "cluster.roles": {"critic": 1},
 }
 NEEDED_WITH = {
+    "cluster.nodes": {"cluster.address": "auto"},
     "train.shard_size": {"train.shard": "hybrid"},
     "train.reshard_after_forward": {"train.shard": "full"},
     "train.forward_prefetch": {"train.shard": "full"},

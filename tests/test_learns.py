@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-import runs
 
 from fulltilt import config as configuration
 from fulltilt import loop
@@ -46,24 +41,6 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "gspo": ("algorithm.minibatches_per_step=2",),
     "cispo": ("algorithm.minibatches_per_step=2",),
 }
-
-
-@pytest.fixture(scope="module")
-def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the command `fulltilt demo` ran, once for all test processes, with what it printed in `said.txt`."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "demo-run"
-    folder.mkdir(exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "said.txt").exists():
-            ended = subprocess.run(
-                [sys.executable, "-m", "fulltilt.cli", "demo", "--dir", "demo"],
-                cwd=folder, env=runs.environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1100,
-            )  # fmt: skip
-            (folder / "said.txt").write_text(ended.stdout)
-            assert ended.returncode == 0, ended.stderr
-    return folder
 
 
 def test_the_demo_learns_and_says_so(demo_folder: Path) -> None:

@@ -1,4 +1,5 @@
-"""What is refused before workers start on several machines, and the keeper of one machine. The workers themselves: test_ray_workers.py."""
+"""What is refused before workers start on several machines, the keeper of one machine, and a run on a real Ray cluster: two nodes of it,
+both on this machine. More of that: test_ray_workers.py."""
 
 from __future__ import annotations
 
@@ -19,7 +20,11 @@ from pathlib import Path
 import pytest
 import runs
 
-from fulltilt.cluster import keeper, ray
+pytest.importorskip("ray")
+
+from fulltilt import doctor
+from fulltilt.algo.build import build
+from fulltilt.cluster import checks, keeper, ray
 from fulltilt.cluster.checks import require_ray
 from fulltilt.cluster.keeper import Questions, SignsOfLife, WorkerKeeper, facts_of_machine
 from fulltilt.cluster.ray import Shared
@@ -139,7 +144,7 @@ def test_every_difference_is_told_at_once(tmp_path: Path, questions: Questions) 
         "run.dir: the machine node-b does not see what this one writes",
         "model.path: the machine node-b has no model",
         "Ray has given the workers of the machine node-b 1 GPU in CUDA_VISIBLE_DEVICES, and they need 2",
-        r"/dev/shm of the machine node-b has 1.0 MiB free, and its workers need 64.0 MiB",
+        r"/dev/shm of the machine node-b has 1.0 MiB free, and 2 workers need 64.0 MiB",
     ]
     assert len(found) == len(expected) and all(re.match(*pair) for pair in zip(expected, found, strict=True)), found
     (tmp_path / "model" / "config.json").write_text("[]")  # of the same size
@@ -159,6 +164,21 @@ def test_the_source_decides_which_version_it_is(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not tell")
 def test_the_interface_of_an_address() -> None:
     assert keeper.interface_of("127.0.0.1") == "lo" and keeper.interface_of("203.0.113.77") is None
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_shared_memory_for_nccl_on_one_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, disabled: bool) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    config = runs.read_config(runs.make(tmp_path / "run", tmp_path), "cluster.workers=4")
+    monkeypatch.setenv("NCCL_SHM_DISABLE", "1" if disabled else "0")
+    monkeypatch.setattr(checks, "free_shared_memory", lambda: 64 * 2**20)  # as Docker has it
+    wrong = []
+    for gpus in (4, 2):
+        monkeypatch.setattr(checks.torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        wrong.append(list(checks.wrong_workers(config, build(config), "cuda")))
+    told = "/dev/shm has 64.0 MiB free, and 4 workers need 128.0 MiB. Enlarge it (docker run --shm-size=1g), or set NCCL_SHM_DISABLE=1"
+    assert wrong == [[] if disabled else [told], []]  # workers that share GPUs do not use NCCL
+    assert list(checks.wrong_workers(config, build(config), "cpu")) == []
 
 
 # -- one keeper, with a real worker --------------------------------------------------------------------------------------------------------
@@ -212,3 +232,51 @@ def test_who_does_not_know_the_secret_is_no_worker(sent: bytes) -> None:
         theirs.sendall(sent)
         theirs.shutdown(socket.SHUT_WR)
         assert ray.greeting(ours, b"s" * 32) is None
+
+
+# -- a real cluster ------------------------------------------------------------------------------------------------------------------------
+
+SECONDS = 540  # for a run
+
+# What depends on how the work is shared out. All else is the same, up to the order in which numbers are added.
+SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passes", "actor/micro_batches", "rollout_corr/")
+
+
+def assert_equal_on_ray(folder: Path, alone: Path, *settings: str, samples_stay: bool) -> None:
+    """Make the run of `alone` with these settings, and compare."""
+    runs.make(folder, (alone / "model").resolve())
+    ended = runs.command(folder, "train", "run.toml", "run.steps=4", *settings, seconds=SECONDS)
+    assert ended.code == 0, ended.error
+    assert "ray" not in ended.error.lower(), ended.error
+    for found, expected in zip(runs.without_clock(runs.metrics(folder)), runs.without_clock(runs.metrics(alone)), strict=True):
+        names = [name for name in expected if not name.startswith(SHARED_OUT)]
+        assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
+    for step in range(1, 5):
+        texts = [[row["response"] for row in runs.rollouts(each, step)] for each in (folder, alone)]
+        assert texts[0] == texts[1]
+    moved = [line.get("communication/all_to_all_bytes", 0) for line in runs.metrics(folder) if line["step"]]
+    assert all(moved) if samples_stay else not any(moved)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_run_on_two_machines_equals_that_of_one_process(cluster: str, tmp_path: Path, run_of_one_process: Path) -> None:
+    settings = ["cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"]
+    assert_equal_on_ray(tmp_path / "folder", run_of_one_process, *settings, samples_stay=True)
+
+
+def test_the_doctor_of_a_cluster_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    (found,) = doctor.examine_cluster("auto")
+    assert (found.status, found.core) == ("broken", True)
+    assert found.detail.startswith("no Ray cluster runs on this machine. Run `ray start --head`, or name the machine")
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    (found,) = doctor.examine_cluster(address)
+    assert found.status == "broken" and found.detail.startswith(f"cluster.address: nothing answers at {address}")
+    report = doctor.Report((found,))
+    assert report.broken
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    (found,) = doctor.examine_cluster(address)
+    assert (found.status, found.remedy) == ("missing", 'pip install "fulltilt[ray]"')

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,8 @@ from typing import Any
 
 import pytest
 import runs
-from ray.cluster_utils import Cluster
+
+pytest.importorskip("ray")
 
 # What holds for processes of one machine holds for these: the same tests, with the fixtures below.
 from test_processes import (  # noqa: F401
@@ -40,10 +43,14 @@ from test_processes import (  # noqa: F401
     test_results_are_in_order_of_rank,
     test_signals_to_stop_are_left_to_the_driver,
 )
+from test_ray import assert_equal_on_ray
 
-from fulltilt.cluster import processes
+from fulltilt import doctor
+from fulltilt.cluster import keeper, processes
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
 from fulltilt.cluster.ray import Machines, RayWorkers, Shared
+from fulltilt.demo import GRPO_STEPS
+from fulltilt.observe.metrics import read_values
 from fulltilt.records import UserError
 
 pytestmark = [pytest.mark.long, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -53,22 +60,9 @@ HERE = Path(__file__).parent
 ModelFolders = Callable[[str], Path]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(runs.SOURCE), str(HERE)]))
-        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
-        try:
-            made.add_node(num_cpus=4)
-            yield made
-        finally:
-            made.shutdown()
-
-
 @contextlib.contextmanager
-def workers(cluster: Cluster, **options: Any) -> Iterator[RayWorkers]:
-    host = RayWorkers(Machines(cluster.address, 2, 1, Shared(Path("runs"), {}), gpus=False), range(SIZE), "toy_worker:make")
+def workers(cluster: str, **options: Any) -> Iterator[RayWorkers]:
+    host = RayWorkers(Machines(cluster, 2, 1, Shared(Path("runs"), {}), gpus=False), range(SIZE), "toy_worker:make")
     vars(host).update(options)  # once it has started, which takes as long as it takes
     pids = host.pids + [facts.pid for facts in host.machines.facts]
     try:
@@ -79,7 +73,7 @@ def workers(cluster: Cluster, **options: Any) -> Iterator[RayWorkers]:
 
 
 @pytest.fixture(scope="module")
-def pool(cluster: Cluster) -> Iterator[RayWorkers]:
+def pool(cluster: str) -> Iterator[RayWorkers]:
     """Workers for all tests after which they still live."""
     with workers(cluster) as host:
         yield host
@@ -102,7 +96,7 @@ def test_a_call_takes_little_longer_than_on_one_machine(pool: RayWorkers) -> Non
 # -- failures ------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_errors_name_worker_and_machine(cluster: Cluster) -> None:
+def test_errors_name_worker_and_machine(cluster: str) -> None:
     with workers(cluster) as host:
         with pytest.raises(WorkerError, match=r"^worker 1 \(process \d+ on \S+\) failed in passes \(fail\): KeyError: 'no such toy' \(.*"):
             host.start("fail", [(1,)] * SIZE, what="passes").results()
@@ -111,7 +105,7 @@ def test_errors_name_worker_and_machine(cluster: Cluster) -> None:
         call(host, "refuse", 1)
 
 
-def test_a_silent_worker_is_reported_with_its_stack_then_given_up(cluster: Cluster) -> None:
+def test_a_silent_worker_is_reported_with_its_stack_then_given_up(cluster: str) -> None:
     told: list[str] = []
     pattern = r"worker 1 \(process \d+ on \S+\) has sent nothing for \d+ s during sleep_forever"
     with workers(cluster, on_stall=told.append) as host:
@@ -128,7 +122,7 @@ def test_a_silent_worker_is_reported_with_its_stack_then_given_up(cluster: Clust
     assert re.search(r"toy_worker.py:\d+ in sleep_forever", frames[-1])
 
 
-def test_a_worker_that_never_leaves_c_shows_its_stack(cluster: Cluster) -> None:
+def test_a_worker_that_never_leaves_c_shows_its_stack(cluster: str) -> None:
     told: list[str] = []
     with workers(cluster, on_stall=told.append) as host:
         computing = host.start("compute_forever", [()] * SIZE, what="computing").items()
@@ -139,7 +133,7 @@ def test_a_worker_that_never_leaves_c_shows_its_stack(cluster: Cluster) -> None:
     assert re.search(r"toy_worker.py:\d+ in compute_forever", told[0])
 
 
-def test_after_ctrl_c_a_worker_that_does_nothing_is_given_up_soon(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_a_worker_that_does_nothing_is_given_up_soon(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that computes is not, however long it is silent."""
     monkeypatch.setattr(processes, "HURRY_S", 3.0)
     with workers(cluster) as host:
@@ -150,7 +144,7 @@ def test_after_ctrl_c_a_worker_that_does_nothing_is_given_up_soon(cluster: Clust
             call(host, "add", 1)
 
 
-def test_a_worker_that_is_killed_is_named_at_once(cluster: Cluster) -> None:
+def test_a_worker_that_is_killed_is_named_at_once(cluster: str) -> None:
     with workers(cluster) as host:
         waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
         os.kill(host.pids[0], signal.SIGKILL)
@@ -160,7 +154,7 @@ def test_a_worker_that_is_killed_is_named_at_once(cluster: Cluster) -> None:
         assert time.monotonic() - began < 60
 
 
-def test_a_machine_whose_actor_is_killed_is_named_and_leaves_no_worker(cluster: Cluster) -> None:
+def test_a_machine_whose_actor_is_killed_is_named_and_leaves_no_worker(cluster: str) -> None:
     with workers(cluster) as host:
         waiting = host.start("wait_for_gate", [()] * SIZE, what="waiting")
         os.kill(host.machines.facts[1].pid, signal.SIGKILL)
@@ -168,23 +162,23 @@ def test_a_machine_whose_actor_is_killed_is_named_and_leaves_no_worker(cluster: 
             waiting.results()
 
 
-def test_too_few_machines_or_cores_are_refused(cluster: Cluster) -> None:
+def test_too_few_machines_or_cores_are_refused(cluster: str) -> None:
     for nodes, count in ((3, 1), (2, 64)):
         asked = rf"ask for {nodes} machines with {count} cores? each, and Ray has \S+ \(4 cores, 0 GPUs\) and \S+ \(4 cores, 0 GPUs\)"
         with pytest.raises(UserError, match=asked):
-            Machines(cluster.address, nodes, count, Shared(Path("runs"), {}), gpus=False)
+            Machines(cluster, nodes, count, Shared(Path("runs"), {}), gpus=False)
     with pytest.raises(UserError, match="ask for 1 machine with 1 core and 1 GPU, and Ray has"):
-        Machines(cluster.address, 1, None, Shared(Path("runs"), {}), gpus=True)
+        Machines(cluster, 1, None, Shared(Path("runs"), {}), gpus=True)
 
 
-def test_machines_in_use_are_refused(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_in_use_are_refused(cluster: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import fulltilt.cluster.ray as module
 
-    first = Machines(cluster.address, 2, 2, Shared(Path("runs"), {}), gpus=False)
+    first = Machines(cluster, 2, 2, Shared(Path("runs"), {}), gpus=False)
     with contextlib.closing(first):
         monkeypatch.setattr(module, "ANSWER_S", 1.0)
         with pytest.raises(UserError, match=r"but others use them: of the whole Ray cluster \d CPUs are free"):
-            Machines(cluster.address, 2, 3, Shared(Path("runs"), {}), gpus=False)
+            Machines(cluster, 2, 3, Shared(Path("runs"), {}), gpus=False)
 
 
 # -- programs ------------------------------------------------------------------------------------------------------------------------------
@@ -223,8 +217,8 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def test_no_worker_outlives_a_driver_that_is_killed(cluster: Cluster, tmp_path: Path) -> None:
-    process = driver(tmp_path, cluster.address, 2, 'host.start("wait_for_gate", [()] * 2, what="endless").results()')
+def test_no_worker_outlives_a_driver_that_is_killed(cluster: str, tmp_path: Path) -> None:
+    process = driver(tmp_path, cluster, 2, 'host.start("wait_for_gate", [()] * 2, what="endless").results()')
     assert process.stdout
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) == 4 and all(map(running, pids))
@@ -244,45 +238,101 @@ def test_a_ray_of_its_own_is_quiet_and_leaves_nothing(tmp_path: Path) -> None:
     assert "fulltilt-ray-" in files and not Path(files).exists() and processes_with(files) == []
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, model_folders: ModelFolders) -> Path:
-    """The run of one process."""
-    folder = runs.make(tmp_path_factory.mktemp("alone") / "folder", model_folders("qwen2"))
-    runs.train(folder, "run.steps=4")
+@pytest.mark.parametrize(("nodes", "roles"), [(2, "{}"), (2, "{ref = 1}"), pytest.param(1, "{}", id="a Ray of its own")])
+def test_a_run_of_two_workers_on_each_machine_equals_that_of_one_process(
+    request: pytest.FixtureRequest, tmp_path: Path, run_of_one_process: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, roles: str
+) -> None:
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where `auto` looks for a cluster, and finds none
+    address = request.getfixturevalue("cluster") if nodes > 1 else "auto"
+    settings = [f"cluster.nodes={nodes}", "cluster.workers=2", f"cluster.address={address}", f"cluster.roles={roles}"]
+    assert_equal_on_ray(tmp_path / "folder", run_of_one_process, *settings, samples_stay=nodes > 1)
+
+
+def test_the_doctor_says_what_a_cluster_has(cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(runs.SOURCE))
+    of_cluster, *machines = doctor.examine_cluster(cluster)
+    assert of_cluster.status == "ok", of_cluster
+    assert of_cluster.detail == f"at {cluster}: 2 machines with 8 cores and 0 GPUs, of which 8 cores and 0 GPUs are free"
+    versions = ", ".join(f"{name} {version}" for name, version in keeper.versions().items())
+    for machine in machines:
+        assert machine.status == "ok" and re.fullmatch(r"machine \S+ \(\S+\)", machine.name), machine
+        assert machine.detail.startswith("4 cores, 0 GPUs, ") and machine.detail.endswith(f" free in /dev/shm; {versions}")
+    # Machines that find another copy of the package.
+    shutil.copytree(runs.SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "src" / "fulltilt" / "more.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "src"))
+    _, *machines = doctor.examine_cluster(cluster)
+    assert len(machines) == 2
+    for machine in machines:
+        assert machine.status == "broken" and machine.core, machine
+        assert re.search(r"\. the machine \S+ \(\S+\) has fulltilt \S+ \(\w+\), and this one .* Install the same", machine.detail), machine
+
+
+# -- the demo ------------------------------------------------------------------------------------------------------------------------------
+
+# Workers add their gradients in another order than one process. In float32 the norms of gradients then differ by 1e-8 of their size in the
+# first step, and by 1e-3 after ninety; sooner or later a token is drawn that was as good as tied with another one. (In float64, with
+# model.dtype=float64 for both, the rewards and responses of all ninety steps are equal, and norms of gradients to 1e-15.)
+EQUAL_STEPS, UNLIKE_SAMPLES = 40, 4
+
+
+@pytest.mark.timeout(2400)  # the demo itself takes minutes on a busy machine
+def test_the_demo_learns_on_two_machines_as_in_one_process(cluster: str, demo_folder: Path) -> None:
+    settings = ["run.dir=ray", "cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"]
+    ended = runs.command(demo_folder, "train", "demo/grpo.toml", *settings, seconds=1500)
+    assert ended.code == 0, ended.error
+    here, there = (demo_folder / place for place in ("demo/grpo", "ray"))
+    rewards = [read_values(folder / "metrics.jsonl", "critic/score/mean") for folder in (here, there)]
+    print("steps with other rewards:", [step for step, pair in enumerate(zip(*rewards, strict=True), 1) if pair[0] != pair[1]])
+    assert len(rewards[1]) == GRPO_STEPS and rewards[1][:EQUAL_STEPS] == rewards[0][:EQUAL_STEPS]
+    assert rewards[1] == pytest.approx(rewards[0], abs=UNLIKE_SAMPLES / 512)  # samples of a step
+    for step in range(1, EQUAL_STEPS + 1):
+        texts = [
+            [json.loads(line)["response"] for line in (folder / "rollouts" / f"step-{step:06d}.jsonl").read_text().splitlines()]
+            for folder in (here, there)
+        ]
+        assert texts[0] == texts[1] and len(texts[0]) == 64
+
+
+# -- bytes through the driver --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(1800)
+def test_bytes_through_the_driver_do_not_grow_with_responses(cluster: str, tmp_path: Path, model_folders: ModelFolders) -> None:
+    """On a cluster samples stay with their workers; on one machine they pass through the driver. Run with -s, it prints the table of
+    docs/devices.md."""
+    lengths, samples, found = (16, 64, 256), 64, {}
+    model = make_endless(tmp_path / "model", model_folders("qwen2"))
+    short = ("run.steps=2", "run.save_every=0", "run.eval_every=0", "run.eval_before=false", "algorithm.prompts_per_step=16")
+    for nodes in (1, 2):
+        for tokens in lengths:
+            folder = runs.make(tmp_path / f"{nodes}-{tokens}", model)
+            where = ["cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"] if nodes == 2 else ["cluster.workers=2"]
+            ended = runs.command(folder, "train", "run.toml", *short, f"rollout.max_new_tokens={tokens}", *where, seconds=600)
+            assert ended.code == 0, ended.error
+            line = runs.metrics(folder)[-1]
+            assert line["response_length/mean"] == tokens
+            found[nodes, tokens] = line
+            moved = line.get("communication/all_to_all_bytes", 0)
+            print(f"| {nodes} | {tokens} | {line['driver/bytes_out']:,.0f} | {line['driver/bytes_in']:,.0f} | {moved:,.0f} |")
+    for name in ("driver/bytes_out", "driver/bytes_in"):
+        here, there = ([found[nodes, tokens][name] for tokens in lengths] for nodes in (1, 2))
+        assert max(there) - min(there) < samples * 16, f"{name}: {there}"  # numbers of lengths have more digits
+        assert here[2] - here[0] > samples * (lengths[2] - lengths[0]), f"{name}: {here}"
+
+
+def make_endless(folder: Path, model: Path) -> Path:
+    """A copy of the model in which no token ends a response: all have as many tokens as they may."""
+    shutil.copytree(model, folder)
+    for name, key in (("config", "eos_token_id"), ("generation_config", "eos_token_id"), ("tokenizer_config", "eos_token")):
+        values = json.loads((folder / f"{name}.json").read_text())
+        (folder / f"{name}.json").write_text(json.dumps({**values, key: None}))
     return folder
 
 
-# What depends on how the work is shared out. All else is the same, up to the order in which numbers are added.
-SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passes", "actor/micro_batches", "rollout_corr/")
-
-
-@pytest.mark.parametrize(("count", "roles"), [(1, "{}"), (2, "{}"), (2, "{ref = 1}")])
-def test_a_run_on_two_machines_equals_that_of_one_process(cluster: Cluster, tmp_path: Path, alone: Path, count: int, roles: str) -> None:
-    folder = runs.make(tmp_path / "folder", (alone / "model").resolve())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(runs.SOURCE))
-        settings = [
-            "run.steps=4",
-            "cluster.nodes=2",
-            f"cluster.workers={count}",
-            f"cluster.address={cluster.address}",
-            f"cluster.roles={roles}",
-        ]
-        ended = runs.command(folder, "train", "run.toml", *settings)
-    assert ended.code == 0, ended.error
-    assert "ray" not in ended.error.lower(), ended.error
-    for found, expected in zip(runs.without_clock(runs.metrics(folder)), runs.without_clock(runs.metrics(alone)), strict=True):
-        names = [name for name in expected if not name.startswith(SHARED_OUT)]
-        assert {name: found[name] for name in names} == pytest.approx({name: expected[name] for name in names}, rel=1e-4, abs=1e-6)
-    for step in range(1, 5):
-        texts = [[row["response"] for row in runs.rollouts(each, step)] for each in (folder, alone)]
-        assert texts[0] == texts[1]
-    assert all(line["communication/all_to_all_bytes"] for line in runs.metrics(folder) if line["step"])  # samples stay with their workers
-
-
-def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: Cluster, tmp_path: Path, alone: Path) -> None:
-    folder = runs.make(tmp_path / "folder", (alone / "model").resolve())
-    settings = ["run.steps=1000", "cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster.address}"]
+def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: str, tmp_path: Path, run_of_one_process: Path) -> None:
+    folder = runs.make(tmp_path / "folder", (run_of_one_process / "model").resolve())
+    settings = ["run.steps=1000", "cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"]
     process = runs.start(folder, "train", "run.toml", "--json", *settings)
     killer = threading.Thread(target=kill_a_worker, args=(folder,))
     killer.start()

@@ -43,7 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BELOW_SIX | SIX | {"plan"},
     "loop": BELOW_LOOP | {"tune"},
     "compat": GROUND,
-    "doctor": GROUND | {"memory.host", "reward.confine"},
+    "doctor": GROUND | {"memory.host", "reward.confine", "cluster.ray"},
     "reference": {"words", "schema", "knobs"},
     "starter": {"words", "records", "schema"},
     "bench": BELOW_LOOP | {"loop"},

@@ -315,6 +315,9 @@ def typed_lines() -> Iterator[str]:
 @app.command()
 def doctor(
     run: Annotated[Path | None, argument("RUN_DIR", "The folder of a run. Adds the memory that its newest step used.")] = None,
+    address: Annotated[
+        str | None, option("HOST:PORT|auto", "A Ray cluster, as cluster.address has it. Adds what its machines have, and how they differ.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Report what is installed and usable here, and what is missing."""
@@ -326,7 +329,7 @@ def doctor(
     loading("PyTorch")
     from fulltilt import doctor as examination
 
-    report = examination.examine(run)
+    report = examination.examine(run, address)
     if as_json:
         print(json.dumps(report.as_json(), indent=1))
     else:

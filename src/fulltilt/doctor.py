@@ -1,8 +1,9 @@
 """What is installed and usable on this computer, and what is missing.
 
-Enters: the folder of a run whose memory is to be shown, or nothing. Leaves: a `Report` of findings, each with a status, what was found and
-the remedy. Guaranteed: no network access, nothing written, and no exception: a package that cannot even be imported is a finding. torch
-and transformers are imported only while they are examined, so that there is a report when they are what is broken.
+Enters: the folder of a run whose memory is to be shown, and the address of a Ray cluster, or neither. Leaves: a `Report` of findings, each
+with a status, what was found and the remedy. Guaranteed: no network access except to the cluster, nothing written, and no exception: a
+package that cannot even be imported is a finding. torch and transformers are imported only while they are examined, so that there is a
+report when they are what is broken.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class Finding:
     status: Status
     detail: str
     remedy: str = ""
-    core: bool = False  # no run works without it
+    core: bool = False  # no run works without it; of a cluster: no run on it
 
 
 def judged(name: str, detail: str, fault: str | None, remedy: str, *, status: Status = "broken", core: bool = False) -> Finding:
@@ -109,7 +110,7 @@ class Report:
 
     @property
     def broken(self) -> bool:
-        """Whether something that every run needs is missing or broken."""
+        """Whether something is missing or broken that every run needs, or every run on the cluster."""
         return any(finding.core and finding.status != "ok" for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
@@ -123,13 +124,15 @@ class Report:
         ]
 
 
-def examine(run: Path | None = None) -> Report:
-    """Examine this computer and, if `run` is the folder of a run, show the memory that its newest step has measured."""
+def examine(run: Path | None = None, address: str | None = None) -> Report:
+    """Examine this computer; if `run` is the folder of a run, show the memory that its newest step has measured; if `address` is that of a
+    Ray cluster, ask its machines."""
     core = tuple(examine_package(package) for package in PACKAGES if not package.extra)
     devices = (*examine_devices(), examine_workers()) if imports("torch") is None else ()
     extras = needed_on(devices, tuple(examine_package(package) for package in PACKAGES if package.extra))
     measured = examine_memory_of(run) if run else ()
-    return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *measured))
+    machines = examine_cluster(address) if address else ()
+    return Report((examine_python(), *examine_computer(), examine_sandbox(), *core, *devices, *extras, *measured, *machines))
 
 
 def needed_on(devices: tuple[Finding, ...], extras: tuple[Finding, ...]) -> tuple[Finding, ...]:
@@ -235,6 +238,24 @@ def examine_workers() -> Finding:
         default, most, memory = 1, cores, free_host_bytes() // cores
     each = f"one for each {'GPU' if gpus else 'core'} with {in_bytes(memory)} of memory"
     return Finding("workers", "ok", f"{default} by default, at most {most}: {each}; {nccl}, gloo")
+
+
+def examine_cluster(address: str) -> Iterator[Finding]:
+    """What the machines of a Ray cluster have for workers (cluster.address), and whether a run that is started here can use them."""
+    if importlib.util.find_spec("ray") is None:
+        yield Finding("ray cluster", "missing", "the package ray is not installed", 'pip install "fulltilt[ray]"', core=True)
+        return
+    try:
+        from fulltilt.cluster.ray import survey
+
+        found = survey(address)
+    except Exception as error:
+        yield Finding("ray cluster", "broken", first_line(error), core=True)
+        return
+    yield Finding("ray cluster", "ok", f"at {found.address}: {found.has}", core=True)
+    for machine in found.machines:
+        fault = f"{machine.has}. {'. '.join(machine.mistakes)}" if machine.mistakes else None
+        yield judged(f"machine {machine.name}", machine.has, fault, "", core=True)
 
 
 def no_cuda() -> Finding:

@@ -872,9 +872,11 @@ class ClusterConfig(Section):
     """Workers of each machine that compute the run together, each with one device; on a CPU each is a process with its share of the cores.
     One worker on one machine is the program's own process. More workers than GPUs, or on a CPU than cores, are refused, unless
     FULLTILT_SHARE_DEVICES=1 is set, for tests. `auto`: one for each GPU of the machine; one on a CPU."""
-    nodes: Annotated[int, Field(ge=1, le=1024)] = row(
+    nodes: Annotated[int, Field(ge=1, le=1024)] = _training(
         1,
-        elsewhere="nnodes num_machines",
+        "workers started",
+        "trainer.nnodes",
+        elsewhere="num_machines",
         used_if=UsedIf(
             ("nodes", "address"),
             lambda nodes, address: nodes == 1 or address is not None,

@@ -21,6 +21,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerBas
 from fulltilt.algo.base import Algorithm
 from fulltilt.algo.build import build
 from fulltilt.callables import travelling
+from fulltilt.cluster.keeper import free_shared_memory, wrong_shared_memory
 from fulltilt.cluster.loading import Fusing, make_encoder, shares_model
 from fulltilt.cluster.shelf import wrong_shares
 from fulltilt.data.prompts import GROUND_TRUTHS, PromptSet, load_prompts
@@ -245,6 +246,8 @@ def wrong_workers(config: Config, algorithm: Algorithm, device: str) -> Iterator
         has = f"this machine has {most} usable" if device == "cpu" else f"torch sees {most}"
         remedy = f"Use at most {most}, or leave the key out. For tests, {SHARE_DEVICES}=1 lets workers share devices, which is slow"
         yield f"cluster.workers: {workers} workers need {each} each, and {has}. {remedy}"
+    if device == "cuda" and config.cluster.address is None and workers <= most:  # those that share a GPU do not use NCCL
+        yield from wrong_shared_memory(free_shared_memory(), workers)
     yield from unused_by(config, workers)
     if not (config.cluster.address and config.cluster.workers == "auto"):  # then the cluster knows how many there are
         yield from too_few(config, workers * config.cluster.nodes)

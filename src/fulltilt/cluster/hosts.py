@@ -19,9 +19,10 @@ from typing import Any, Protocol
 class Place:
     """Where a worker is."""
 
-    machine: str
+    machine: str  # whose memory and cores its workers share
     gpu: str  # the machine's name for it; empty on a CPU
     device: str  # as torch names it in the worker's process
+    node: str = ""  # of the cluster; one machine may have several, for tests
 
 
 class Hosts(Protocol):

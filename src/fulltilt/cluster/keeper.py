@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,10 +24,13 @@ import fulltilt
 from fulltilt.cluster.child import Child, Obituary, start_child
 from fulltilt.folders import SAMPLES, content_digest
 from fulltilt.records import UserError
+from fulltilt.words import in_bytes
 
 CONNECT_S = 10.0
 GREETING = struct.Struct("<32sI")  # a secret that only workers of this run know, and the rank
 SHARED_MEMORY = Path("/dev/shm")
+NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
+ENLARGE = "Enlarge it (docker run --shm-size=1g)"
 STACK_S = 0.5
 SIOCGIFADDR = 0x8915
 
@@ -67,11 +70,24 @@ def facts_of_machine(questions: Questions) -> MachineFacts:
         pid=os.getpid(),
         versions=versions(),
         devices=tuple(devices.split(",")) if devices else (),
-        shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else sys.maxsize,
+        shared_memory=free_shared_memory(),
         has_folder=os.path.isdir(questions.folder),
         sees_marker=os.path.exists(questions.marker),
         contents={path: contents(Path(place)) for path, place in within.items()},
     )
+
+
+def free_shared_memory() -> int:
+    """Bytes; as much as there can be where there is no such file system."""
+    return shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else sys.maxsize
+
+
+def wrong_shared_memory(free: int, gpus: int, of_machine: str = "") -> Iterator[str]:
+    """Refuse a machine on which NCCL would fail: where one GPU cannot read another's memory, workers of a machine exchange tensors through
+    segments of shared memory, unless the user has turned that off. `gpus`: workers of the machine that have one each."""
+    if gpus > 1 and free < NCCL_BYTES * gpus and os.environ.get("NCCL_SHM_DISABLE") != "1":
+        has, need = in_bytes(free), in_bytes(NCCL_BYTES * gpus)
+        yield f"{SHARED_MEMORY}{of_machine} has {has} free, and {gpus} workers need {need}. {ENLARGE}, or set NCCL_SHM_DISABLE=1"
 
 
 def contents(path: Path) -> dict[str, str] | None:

@@ -19,6 +19,8 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -28,13 +30,25 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.cluster_utils import Cluster
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from fulltilt.cluster.child import Obituary
 from fulltilt.cluster.hosts import Place
-from fulltilt.cluster.keeper import GREETING, SHARED_MEMORY, MachineFacts, Questions, SignsOfLife, WorkerKeeper, facts_of_machine
+from fulltilt.cluster.keeper import (
+    ENLARGE,
+    GREETING,
+    SHARED_MEMORY,
+    MachineFacts,
+    Questions,
+    SignsOfLife,
+    WorkerKeeper,
+    facts_of_machine,
+    free_shared_memory,
+    wrong_shared_memory,
+)
 from fulltilt.cluster.processes import Processes, WorkerPeer
 from fulltilt.cluster.wire import Connection
 from fulltilt.memory.host import usable_cores
@@ -46,9 +60,8 @@ START_S = 120.0  # how long the keepers may take to start, and their workers to 
 LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
-NCCL_BYTES = 32 * 2**20  # bytes of shared memory for each worker that has a GPU
 CURRENT_CLUSTER = Path("ray", "ray_current_cluster")  # in Ray's temporary folder: the address of the cluster that `ray start` has started
-ENLARGE = "Enlarge it (docker run --shm-size=1g)"
+NICENESS = "RAY_worker_niceness"  # of a Ray that is started here; by itself it gives workers less of a busy machine than others get
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 # Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
 TRAVELLING = re.compile(
@@ -87,7 +100,7 @@ def join(address: str, nodes: int, workers: int) -> Joined:
             f"cluster.nodes: {nodes} machines, but no Ray cluster runs here. Run `ray start --head` on this machine, and `ray start "
             "--address=HOST:6379` on the others, with this machine's name as HOST"
         )
-    if SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(SHARED_MEMORY).free) < OBJECT_STORE:
+    if (free := free_shared_memory()) < OBJECT_STORE:
         raise UserError(f"{SHARED_MEMORY} has {in_bytes(free)} free, and Ray needs {in_bytes(OBJECT_STORE)}. {ENLARGE}")
     files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")  # whatever TMPDIR is: names of sockets must be short
     own = {"num_cpus": max(usable_cores(), workers), "object_store_memory": OBJECT_STORE, "include_dashboard": False, "_temp_dir": files}
@@ -98,12 +111,55 @@ def join(address: str, nodes: int, workers: int) -> Joined:
         raise
 
 
+@contextlib.contextmanager
+def cluster_here(nodes: int, cores: int) -> Iterator[str]:
+    """A Ray cluster whose machines are all this one, to show what several would do. Yields its address; nothing of it is left. UserError
+    where Ray does not start: it gives up a machine after 30 seconds."""
+    files = tempfile.mkdtemp(prefix="fulltilt-ray-", dir="/tmp")
+    # In that folder is also the address that `auto` finds: the user's may name another cluster.
+    variables = {**os.environ, **travelling(), "RAY_TMPDIR": files, "RAY_USAGE_STATS_ENABLED": "0", NICENESS: "0"}
+    program = [sys.executable, "-c", f"from fulltilt.cluster import ray; ray.keep_cluster({nodes}, {cores})"]
+    # A process of its own: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
+    kept = subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert kept.stdin and kept.stdout
+        found, _, text = kept.stdout.readline().strip().partition(" ")
+        if found != "address":
+            raise UserError(f"Ray does not start on this machine: {text or 'its process has ended'}")
+        yield text
+    finally:
+        kept.stdin.close()
+        try:
+            kept.wait(START_S)
+        except subprocess.TimeoutExpired:
+            kept.kill()
+            kept.wait()
+        kept.stdout.close()
+        shutil.rmtree(files, ignore_errors=True)
+
+
+def keep_cluster(nodes: int, cores: int) -> None:
+    """Print the address of a cluster, and keep it until standard input ends."""
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.mkdir(os.path.join(os.environ["RAY_TMPDIR"], "ray"))
+    cluster = Cluster()
+    try:
+        for _ in range(nodes):
+            cluster.add_node(num_cpus=cores, object_store_memory=OBJECT_STORE, include_dashboard=False)
+    except Exception as error:  # Ray raises plain ones
+        print("error", first_line(error), flush=True)
+        os._exit(1)  # the processes that Ray has started end at once, without its patience
+    print("address", cluster.address, flush=True)
+    sys.stdin.read()
+    cluster.shutdown()
+
+
 def current_cluster() -> str | None:
     """The cluster that Ray itself would find from here. One that is gone may have left its address behind."""
     if given := os.environ.get("RAY_ADDRESS"):
         return given
     with contextlib.suppress(OSError, UserError):
-        found = (Path(os.environ.get("RAY_TMPDIR", "/tmp")) / CURRENT_CLUSTER).read_text().strip()
+        found = (Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", "/tmp")) / CURRENT_CLUSTER).read_text().strip()
         check_answer(found)
         return found
     return None
@@ -130,6 +186,7 @@ def check_answer(address: str) -> None:
 def start(what: str, files: str | None = None, **options: Any) -> Joined:
     kept, variable = signal.getsignal(signal.SIGTERM), os.environ.pop("RAY_ADDRESS", None)  # which would outweigh the address given
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault(NICENESS, "0")
     logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         ray.init(log_to_driver=False, configure_logging=False, logging_level=logging.ERROR, **options)
@@ -154,6 +211,7 @@ class Machine:
     name: str
     ip: str
     keeper: Any
+    node: str = ""  # Ray's name for it
     open: bool = True
     lost: str = ""  # why the keeper does not answer any more
     signs: list[SignsOfLife] = field(default_factory=list)  # of its workers, as far as they are known
@@ -282,7 +340,7 @@ class Machines:
         found = []
         for machine, facts in zip(self._machines, self.facts, strict=True):
             gpus = facts.devices[: self.workers] if self._gpus else [""] * self.workers
-            found += [Place(machine.ip, gpu, f"cuda:{index}" if gpu else "cpu") for index, gpu in enumerate(gpus)]
+            found += [Place(machine.ip, gpu, f"cuda:{index}" if gpu else "cpu", machine.node) for index, gpu in enumerate(gpus)]
         return found
 
     def launch(self, ranks: Sequence[int], environment: Mapping[str, str]) -> Iterator[WorkerPeer]:
@@ -326,7 +384,7 @@ class Machines:
             scheduling_strategy=place,
             runtime_env={"env_vars": variables},
         )
-        return Machine(node["NodeManagerHostname"], node["NodeManagerAddress"], keeper.remote())
+        return Machine(node["NodeManagerHostname"], node["NodeManagerAddress"], keeper.remote(), node["NodeID"])
 
     def _look(self, shared: Shared, gpus: bool | None) -> list[MachineFacts]:
         with marked(shared.run_folder) as marker:
@@ -440,14 +498,14 @@ def differences(name: str, there: MachineFacts, here: MachineFacts, shared: Shar
             f"Ray has given the workers of the machine {name} {many(len(there.devices), 'GPU')} in CUDA_VISIBLE_DEVICES, and they need "
             f"{gpus}. Unset RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES there"
         )
-    if there.shared_memory < NCCL_BYTES * gpus:
-        has, need = in_bytes(there.shared_memory), in_bytes(NCCL_BYTES * gpus)
-        yield f"{SHARED_MEMORY} of the machine {name} has {has} free, and its workers need {need}. {ENLARGE}"
+    yield from wrong_shared_memory(there.shared_memory, gpus, f" of the machine {name}")
 
 
-def answer_of(question: Any, whose: str = "a machine") -> Any:
+def answer_of(question: Any, whose: str = "a machine", seconds: float = START_S) -> Any:
     try:
-        return ray.get(question, timeout=START_S)
+        return ray.get(question, timeout=seconds)
+    except GetTimeoutError as error:
+        raise UserError(f"{whose} has not answered within {START_S:.0f} s") from error
     except RayTaskError as error:
         raise (error.cause if isinstance(error.cause, UserError) else UserError(f"{whose}: {first_line(error.cause)}")) from None
     except RayError as error:
@@ -491,6 +549,74 @@ def greeting(connection: socket.socket, secret: bytes) -> int | None:
                 connection.settimeout(None)
                 return int(rank)
     return None
+
+
+# -- what a cluster has --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineReport:
+    """A machine of a cluster, for people."""
+
+    name: str
+    has: str
+    mistakes: tuple[str, ...]  # why a run that is started here cannot use it
+
+
+@dataclass(frozen=True)
+class ClusterReport:
+    address: str
+    has: str
+    machines: tuple[MachineReport, ...]
+
+
+def survey(address: str) -> ClusterReport:
+    """What a cluster has, and how each of its machines differs from this one. Starts no Ray, and takes nothing that a run could use."""
+    found = address if address != "auto" else current_cluster()
+    if not found:
+        raise UserError("no Ray cluster runs on this machine. Run `ray start --head`, or name the machine on which one runs: HOST:PORT")
+    part = join(found, 1, 1)
+    try:
+        nodes, free = [node for node in ray.nodes() if node["Alive"]], ray.available_resources()
+        machines = tuple(ask_machines(nodes))
+        resources = [{kind: sum(node["Resources"].get(kind, 0) for node in nodes) for kind in ("CPU", "GPU")}, free]
+        total, unused = (joined(counted(each), "and") for each in resources)
+        return ClusterReport(found, f"{many(len(nodes), 'machine')} with {total}, of which {unused} are free", machines)
+    finally:
+        part.leave()
+
+
+def counted(resources: Mapping[str, float]) -> list[str]:
+    return [many(int(resources.get(kind, 0)), noun) for kind, noun in (("CPU", "core"), ("GPU", "GPU"))]
+
+
+def ask_machines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[MachineReport]:
+    """All are asked at once, and have the same deadline."""
+    questions = Questions(os.getcwd(), os.sep, ())
+    here, look, deadline = facts_of_machine(questions), ray.remote(facts_of_machine), time.monotonic() + START_S
+    asked = [
+        look.options(
+            num_cpus=0,
+            max_retries=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            runtime_env={"env_vars": travelling()},
+        ).remote(questions)
+        for node in nodes
+    ]
+    for node, question in zip(nodes, asked, strict=True):
+        machine = Machine(node["NodeManagerHostname"], node["NodeManagerAddress"], None)
+        has, gpus = ", ".join(counted(node["Resources"])), int(node["Resources"].get("GPU", 0))
+        try:
+            there = answer_of(question, f"the machine {machine}", max(0.0, deadline - time.monotonic()))
+        except UserError as error:
+            yield MachineReport(str(machine), has, (str(error),))
+            continue
+        mistakes = *differences(str(machine), there, here, Shared(Path(), {}), 0), *wrong_shared_memory(there.shared_memory, gpus)
+        versions = ", ".join(f"{package} {version}" for package, version in there.versions.items())
+        yield MachineReport(str(machine), f"{has}, {in_bytes(there.shared_memory)} free in {SHARED_MEMORY}; {versions}", mistakes)
+
+
+# -- workers -------------------------------------------------------------------------------------------------------------------------------
 
 
 class RayWorkers(Processes):

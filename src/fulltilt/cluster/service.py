@@ -47,6 +47,7 @@ class Service:
     device: str  # as torch names it
     address: tuple[str, int]  # host and port of the store through which workers find one another
     deadline_s: float  # after which a collective is given up
+    nodes: int = 1  # on which the workers are
     beside: int = 1  # workers on the same machine, this one included
     sharing: int = 1  # workers on the device that has the most: all choose their backend and their memory by it
     functions: Mapping[str, UserCode] = field(default_factory=dict)  # those from Python
@@ -89,7 +90,7 @@ def serve(service: Service) -> Generator[str, None, ServedWorker]:
         shared = {"beside": service.beside, "sharing": service.sharing}
         ranks = join_team(service.rank, service.teams, dist.group.WORLD, **shared, deadline=deadline)
         parcels = None
-        if service.beside < service.size:  # on several machines samples stay where they are
+        if service.nodes > 1:  # samples stay where they are
             # A group of its own: rows are sent while the others compute.
             parcels = Parcels(service.rank, service.size, dist.new_group(backend="gloo", timeout=deadline), ranks.moved)
         worker = load_worker(service.order, build(config), device, ranks, parcels)
@@ -142,7 +143,8 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
     settings = order.config.cluster
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
     codes = [function.code for function in own_functions(order.config).values()]
-    if len({place.machine for place in places}) > 1:  # there, workers have reward processes of their own
+    nodes = len({place.node for place in places})
+    if nodes > 1:  # there, workers have reward processes of their own
         rewards = rewards_named(order.config.reward.function, order.config.reward.sources)
         codes += [locate(name) for name in rewards if name.startswith(FROM_PYTHON)]
     functions = {code.name: travelling(code) for code in codes if code.given}
@@ -157,6 +159,7 @@ def services_of(order: WorkerOrder, host: str, places: Sequence[Place]) -> tuple
             device=place.device,
             address=(host, store.port),
             deadline_s=settings.deadline_s,
+            nodes=nodes,
             beside=sum(each.machine == place.machine for each in places),
             sharing=max(crowds.values()),
             functions=functions,

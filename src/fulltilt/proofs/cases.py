@@ -16,7 +16,7 @@ from fulltilt import knobs
 from fulltilt.observe.metrics import Number
 from fulltilt.proofs import measure
 from fulltilt.proofs.measure import Measurement
-from fulltilt.proofs.setup import ProofSetup, Settings, StepKey, StepKind, Table, step_key
+from fulltilt.proofs.setup import TWO_NODES, ProofSetup, Settings, StepKey, StepKind, Table, step_key
 
 # Passes of each role through its model, and whether they are part of an update.
 PASSES = (
@@ -144,6 +144,10 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     each: Settings = {"actor.dynamic_batch": False, "actor.micro_batch": 1}
     alone: Settings = {**each, "cluster.workers": 1}
     yield ProofCase("cluster.workers", "sft", measure.WORKERS, 1, 2, each, "more")
+    # Nodes of one machine would share its GPUs, which NCCL refuses: on CUDA, too, they compute on the CPU.
+    on_cpu: Settings = {} if setup.device.type == "cpu" else {"run.device": "cpu", "model.dtype": "float64"}
+    nodes: Settings = {"cluster.nodes": 2, "cluster.address": TWO_NODES}
+    yield ProofCase("cluster.nodes", "sft", measure.WORKERS, {}, nodes, {**alone, **on_cpu}, "more")
     apart: Settings = {"cluster.workers": 2, "cluster.roles": Table(critic=1)}
     yield ProofCase("cluster.roles", "critic", measure.OWN_WORKERS, {"cluster.workers": 1}, apart, change="from zero")
     two: Settings = {**each, "cluster.workers": 2}

@@ -1,12 +1,13 @@
 """Running proofs: from names of knobs to results.
 
 Enters: the knobs that were asked for, and a device. Leaves: one result for each proof, in the order of the ledger, and a table of results.
-Guaranteed: a step that several proofs share is run once; a proof that fails fails alone; what a CPU cannot show is null with the reason,
-and a setting that has no effect there must be refused by the run itself, or its proof does not hold.
+Guaranteed: a step that several proofs share is run once; a proof that fails fails alone; what this machine cannot show is null with the
+reason, and a setting that has no effect there must be refused by the run itself, or its proof does not hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -27,7 +28,7 @@ from fulltilt.config import nearest
 from fulltilt.model.fuse import ROUNDING
 from fulltilt.observe.metrics import Number
 from fulltilt.proofs.cases import REFUSED, ProofCase, all_cases
-from fulltilt.proofs.setup import ORIGIN, ProofSetup, StepKey, StepKind, step_key
+from fulltilt.proofs.setup import ORIGIN, CannotBeShown, ProofSetup, StepKey, StepKind, step_key
 from fulltilt.proofs.step import watched_step
 from fulltilt.records import UserError
 from fulltilt.words import in_bytes, many, printable
@@ -56,8 +57,9 @@ def prove(names: Sequence[str] = (), device: str | None = None, say: Say = lambd
     """The results of all proofs of these knobs, each as soon as it is known; without names, of all knobs."""
     chosen = choose(names)
     where = choose_device(device)
-    with tempfile.TemporaryDirectory(prefix="fulltilt-prove-", ignore_cleanup_errors=True) as folder:
-        setup = ProofSetup(where, Path(folder))
+    with contextlib.ExitStack() as until_the_end:
+        folder = until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="fulltilt-prove-", ignore_cleanup_errors=True))
+        setup = until_the_end.enter_context(contextlib.closing(ProofSetup(where, Path(folder))))
         yield from ProofRunner(setup, [case for case in all_cases(setup) if case.knob in chosen], say).results()
 
 
@@ -101,6 +103,7 @@ class StepEvidence:
 
     failure: str | None = None  # why there is nothing else
     refused: bool = False  # the failure is a UserError, which names a remedy
+    lacking: bool = False  # the failure is what this machine lacks
     numbers: dict[ProofCase, Number] = field(default_factory=dict)
     results: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)  # role -> gradients, or outputs if it does not learn
     samples: list[tuple[int, ...]] = field(default_factory=list)
@@ -151,7 +154,7 @@ class ProofRunner:
             number = on.numbers[case]
             return result(case, case.changed(0, number), f"there is no second step to compare with: {off.failure}", 0, number)
         if (failure := off.failure or on.failure) is not None:
-            return result(case, False, failure)
+            return result(case, None if off.lacking or on.lacking else False, failure)
         before, after = off.numbers[case], on.numbers[case]
         equal, words = self._compare(case, off, on)
         changed = case.changed(before, after)
@@ -167,6 +170,8 @@ class ProofRunner:
             with watched_step(self.setup.config(step), None if kind == "rollout" else self.setup.response) as seen:
                 numbers = {case: case.measurement.read(seen, case.model_role) for case in readers}
                 return StepEvidence(numbers=numbers, results=seen.results, samples=seen.samples)
+        except CannotBeShown as lack:
+            return StepEvidence(failure=str(lack), lacking=True)
         except UserError as refusal:
             return StepEvidence(failure=one_line(refusal), refused=True)
         except Exception as error:  # a knob that breaks its step has failed; the other proofs continue
@@ -230,7 +235,7 @@ def difference(one: StepEvidence, other: StepEvidence, role: str) -> float:
 
 # ---- the table for people ----------------------------------------------------------------------------------------------------------------
 
-VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("needs a GPU", "yellow")}
+VERDICTS = {True: ("holds", "green"), False: ("DOES NOT HOLD", "bold red"), None: ("not shown here", "yellow")}
 EQUAL = {True: "equal", False: "DIFFER", None: "-"}
 WIDTH = 150  # where standard output is not a terminal and COLUMNS is not set
 
@@ -263,7 +268,7 @@ def table(results: Sequence[ProofResult]) -> Group:
             if result.holds is not True:
                 found.add_row("", "", Text(printable(result.reason), style))
     counts = {value: sum(result.holds is value for result in results) for value in VERDICTS}
-    words = f"{many(len(results), 'proof')}: {counts[True]} hold, {counts[False]} do not hold, {counts[None]} need a GPU"
+    words = f"{many(len(results), 'proof')}: {counts[True]} hold, {counts[False]} do not hold, {counts[None]} cannot be shown here"
     return Group(found, "", words)
 
 

@@ -3,11 +3,12 @@
 Enters: a device and an empty folder. Leaves: files as a user would bring them, and the configuration of a run for each step.
 Guaranteed: nothing is downloaded; everything comes from fixed seeds; settings that mean the same step have the same key. On a CPU
 everything is float64, and gradients are compared to 1e-9. On CUDA updates are bfloat16, as in real runs, and sampling is float32: rounding
-to bfloat16 would now and then draw another token.
+to bfloat16 would now and then draw another token. A step on several machines has two nodes of a Ray cluster on this one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,10 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging as transformers_logging
 
 from fulltilt import config as configuration
+from fulltilt.cluster.checks import require_ray
 from fulltilt.cluster.sizes import free_bytes
 from fulltilt.demo import save_tokenizer, write_lines
+from fulltilt.records import UserError
 from fulltilt.schema import Config, keys, toml_value
 
 StepKind = Literal["ppo", "sft", "rollout"]  # all four roles on given samples; the actor alone on SFT rows; sampling and an update
@@ -34,6 +37,11 @@ PROMPTS, SAMPLES = 4, 3  # prompts of an update, and samples of each
 ROLLOUT_PROMPTS, ROLLOUT_LENGTHS = 8, (6, 44)
 BLOCK_TOKENS = 16
 ORIGIN = "proof"  # how messages about a configuration name it
+TWO_NODES = "two nodes"  # stands for the address of a Ray cluster that has them
+
+
+class CannotBeShown(Exception):
+    """This machine lacks what a step needs."""
 
 
 class Table(dict[str, int]):
@@ -72,6 +80,8 @@ class ProofSetup:
         self.prompt, self.response = LENGTHS[device.type]
         # Made when a configuration names them.
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
+        self._cluster = contextlib.ExitStack()
+        self._address: str | None = None  # of the cluster, once it is there
         transformers_logging.disable_progress_bar()
         make_model(self.shape, folder / "model")
         make_model(self.shape, folder / "scalar-model", scalar=True)
@@ -98,13 +108,31 @@ class ProofSetup:
         return count / free_bytes(self.device)
 
     def config(self, step: StepKey) -> Config:
-        """The configuration of a run with a new folder. UserError where a setting is refused."""
+        """The configuration of a run with a new folder. UserError where a setting is refused; CannotBeShown where no cluster starts."""
         kind, settings = step
         for path in {self.large_model, self.large_scalar_model} & {value for _, value in settings if isinstance(value, str)}:
             if not Path(path).exists():
                 make_model(LARGE, Path(path), scalar=path == self.large_scalar_model)
         given = {**self._base(kind), "run.dir": tempfile.mkdtemp(dir=self.folder), **dict(settings)}
+        if given.get("cluster.address") == TWO_NODES:
+            given["cluster.address"] = self._two_nodes()
         return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN)
+
+    def close(self) -> None:
+        """End the Ray cluster, if a configuration has named it."""
+        self._address = None
+        self._cluster.close()
+
+    def _two_nodes(self) -> str:
+        if self._address is None:
+            try:
+                require_ray()
+                from fulltilt.cluster.ray import cluster_here
+
+                self._address = self._cluster.enter_context(cluster_here(2, cores=1))
+            except UserError as error:
+                raise CannotBeShown(str(error)) from error
+        return self._address
 
     def _base(self, kind: StepKind) -> Settings:
         """The settings of every step of this kind."""
