@@ -711,7 +711,7 @@ def test_only_the_numbers_asked_for_are_read(tmp_path: Path) -> None:
     )
     done = runs.code_forked(tmp_path, code, str(store.path(1)))
     assert done.code == 0, done.error
-    assert int(done.out) < 16
+    assert int(done.out) < 32  # the system may read some way ahead
 
 
 EVEN = {name: [size // 4, size // 2, size * 3 // 4] for name, size in SIZES.items()}

@@ -9,7 +9,7 @@ import io
 import json
 import shutil
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -451,13 +451,13 @@ def test_the_engine_holds_the_cache_during_the_update_only_if_told_to(folder: Pa
         engine, trainer = parts.worker.engine, parts.worker.trainers["actor"]
         assert isinstance(engine, NativeEngine) and trainer
         held: list[int] = []
-        really_accumulate = trainer.accumulate
+        really_accumulate = trainer.accumulating
 
-        def accumulate(batch: MiniBatch, passes: int = 0) -> LossSums:
+        def accumulating(batch: MiniBatch, passes: int = 0) -> Generator[None, None, LossSums]:
             held.append(engine.runner.held_bytes)
             return really_accumulate(batch, passes)
 
-        trainer.accumulate = accumulate  # type: ignore[method-assign]
+        trainer.accumulating = accumulating  # type: ignore[method-assign]
         said = io.StringIO()
         console = Console(stdout=said, stderr=said, terminal=False)
         store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)

@@ -520,10 +520,12 @@ def test_joined_weights_that_moved_stay_joined(model_folders) -> None:
     said, residence = logprobs(model), Residence(model, "ref", learns=False)
     layer = model.base_model.layers[0].self_attn
     before = layer.q_proj.weight.data_ptr()
-    residence.to_host()
-    blocks = [torch.empty(parameter.numel()) for parameter in model.parameters()]  # what was given back is another's now
-    residence.to_device()
-    assert layer.q_proj.weight.data_ptr() != before and len(blocks) > 0
+    blocks = []  # what was given back is another's then; until the weights come back to another place
+    while layer.q_proj.weight.data_ptr() == before and len(blocks) < 100:
+        residence.to_host()
+        blocks.append([torch.empty(parameter.numel()) for parameter in model.parameters()])
+        residence.to_device()
+    assert layer.q_proj.weight.data_ptr() != before
     assert layer.q_proj.weight.untyped_storage().data_ptr() == layer.v_proj.weight.untyped_storage().data_ptr()
     assert check_fused(model).joined == 4 and torch.equal(logprobs(model), said)
 

@@ -13,7 +13,7 @@ import shutil
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -151,13 +151,13 @@ def count_passes(role: Any, counts: Counter[str]) -> None:
 
 
 def count_pieces(trainer: Any, counts: list[int]) -> None:
-    really = trainer.accumulate
+    really = trainer.accumulating
 
-    def accumulate(batch: MiniBatch, passes: int = 0) -> LossSums:
+    def accumulating(batch: MiniBatch, passes: int = 0) -> Generator[None, None, LossSums]:
         counts.append(len(batch.micro_batches))
         return really(batch, passes)  # type: ignore[no-any-return]
 
-    trainer.accumulate = accumulate
+    trainer.accumulating = accumulating
 
 
 def logprobs_of(model: Any, rows: Sequence[Row]) -> list[np.ndarray]:

@@ -13,7 +13,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -397,18 +397,18 @@ def test_the_update_has_the_engines_memory_and_trains_the_sampled_end(folder: Pa
         assert isinstance(engine, NativeEngine) and trainer and engine.tokenizer.pad_token_id == engine.tokenizer.eos_token_id == END
         held: list[tuple[str, int]] = []
         batches: list[MiniBatch] = []
-        really_release, really_accumulate = engine.release, trainer.accumulate
+        really_release, really_accumulate = engine.release, trainer.accumulating
 
         def release() -> None:
             held.append(("release", engine.runner.held_bytes))
             really_release()
 
-        def accumulate(batch: MiniBatch, passes: int = 0) -> LossSums:
+        def accumulating(batch: MiniBatch, passes: int = 0) -> Generator[None, None, LossSums]:
             held.append(("update", engine.runner.held_bytes))
             batches.append(batch)
             return really_accumulate(batch, passes)
 
-        engine.release, trainer.accumulate = release, accumulate  # type: ignore[method-assign]
+        engine.release, trainer.accumulating = release, accumulating  # type: ignore[method-assign]
         store = CheckpointStore(Path("run") / "checkpoints", config.run.keep)
         loggers = open_loggers(config.log, Path(config.run.dir), {}, 0)
         Run(config, parts, store, Progress(), silent(), loggers).rl_step(1)
@@ -471,10 +471,10 @@ def out_of_memory(*_: Any, **__: Any) -> Any:
 
 def test_a_device_that_is_full_is_told_with_what_helps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second step, so that the first is kept; and while parts are made and validated."""
-    accumulate = Trainer.accumulate
-    calls = iter([accumulate, accumulate])
+    accumulating = Trainer.accumulating
+    calls = iter([accumulating, accumulating])
     with monkeypatch.context() as patched:
-        patched.setattr(Trainer, "accumulate", lambda *given: next(calls, out_of_memory)(*given))
+        patched.setattr(Trainer, "accumulating", lambda *given: next(calls, out_of_memory)(*given))
         with pytest.raises(UserError, match=r"^out of memory.*: CUDA out of memory. Tried to allocate 2.00 GiB. \w+ .*train\.") as caught:
             runs.train(folder, *ONE, "algorithm.minibatches_per_step=2", "run.steps=2")
         assert caught.value.__cause__ is not None and caught.value.__cause__.__traceback__ is None  # its frames hold what filled it

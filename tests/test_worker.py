@@ -31,7 +31,7 @@ class PickledLine(Local):
         super().__init__(worker)
         self.calls: set[str] = set()
 
-    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, aside: bool = False) -> LocalCall:
+    def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str, **kind: bool) -> LocalCall:
         (own,) = args
         self.calls.add(" ".join([method, *(str(each) for each in own[:1] if method in ("annotate", "update"))]))
 
