@@ -22,7 +22,7 @@ help:
 	@echo "make demo       train a small model on this computer and print what it learned"
 	@echo "make test       the tests, one process per core; WORKERS=0 runs them in one, PYTEST_ARGS=\"-k resume\" chooses some"
 	@echo "make check      lint, types, the long tests (rare variants, runs that learn) and a proof of every performance knob"
-	@echo "make check-all  make check, and every combination of workers: 20 kills of workers and drivers, resumes on other numbers of workers"
+	@echo "make check-all  make check, and every combination of workers and shardings: resumes on others, 20 kills of workers and drivers"
 	@echo "make faults     1,000 hostile inputs and 100 kills: docs/faults.md; make check runs a part of them"
 	@echo "make reference  write docs/reference.md anew from the code"
 	@echo "make clean      delete .venv, caches and build folders; runs/ stays"
