@@ -10,15 +10,18 @@ import re
 import resource
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
+import typer.main
 from safetensors.torch import load_file, save_file
 from terminal import Terminal, attach
 
@@ -333,6 +336,23 @@ def test_a_disk_that_fills_up_during_the_run(folder: Path) -> None:
     assert "Traceback" not in ended.error
     assert runs.contents(folder / "run" / "checkpoints") == before
     assert [line["step"] for line in runs.metrics(folder)] == [0, 1, 2, 3, 4]
+
+
+def interrupt_typer() -> None:
+    """Send Ctrl-C while typer makes the commands. The handler is Python's own, also where the suite runs with the signal ignored."""
+    make = typer.main.get_command
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return make(*arguments)
+
+    typer.main.get_command = interrupted
+
+
+def test_ctrl_c_before_a_command_has_begun_is_answered(folder: Path) -> None:
+    ended = runs.command_forked(folder, "train", "run.toml", first=interrupt_typer)
+    assert (ended.code, ended.out, ended.error) == (130, "", "stopped\n")
 
 
 def test_ctrl_c_before_the_first_step_is_answered(folder: Path) -> None:

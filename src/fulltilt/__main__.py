@@ -1,6 +1,16 @@
-"""`python -m fulltilt` is `fulltilt`."""
+"""`python -m fulltilt` and the command `fulltilt`."""
 
-from fulltilt.cli import main
+import sys
+
+
+def main() -> None:
+    try:
+        from fulltilt.cli import main as run_command  # takes a third of a second, in which Ctrl-C may come
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        sys.exit(130)
+    run_command()
+
 
 if __name__ == "__main__":
     main()

@@ -126,6 +126,9 @@ def main() -> None:
         refuse(str(error))
     except SystemExit as ended:
         sys.exit(ended.code or without_output(out))
+    except KeyboardInterrupt:  # before a command, which has words of its own, has begun
+        tell("stopped", sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     except Exception as error:
         if isinstance(error, OSError) and (error.filename is not None or error.errno not in OWN_MISTAKES):
             refuse(system_error(error))
