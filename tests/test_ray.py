@@ -280,3 +280,12 @@ def test_the_doctor_of_a_cluster_that_is_not_there(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
     (found,) = doctor.examine_cluster(address)
     assert (found.status, found.remedy) == ("missing", 'pip install "fulltilt[ray]"')
+
+
+def test_ray_keeps_no_token_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray is given for its own processes it writes into its records."""
+    for name in ("HF_TOKEN", "HUGGINGFACE_API_KEY", "HF_HOME", "TOKENIZERS_PARALLELISM"):
+        monkeypatch.setenv(name, "1")
+    kept = ray.known_to_ray()
+    assert {"HF_HOME", "TOKENIZERS_PARALLELISM"} < kept.keys() and not {"HF_TOKEN", "HUGGINGFACE_API_KEY"} & kept.keys()
+    assert {"HF_TOKEN", "HUGGINGFACE_API_KEY"} < ray.travelling().keys()  # which workers get

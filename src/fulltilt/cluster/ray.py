@@ -121,8 +121,8 @@ def cluster_here(nodes: int, cores: int) -> Iterator[str]:
     program = [sys.executable, "-c", f"from fulltilt.cluster import ray; ray.keep_cluster({nodes}, {cores})"]
     # A process of its own: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
     kept = subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert kept.stdin and kept.stdout
     try:
-        assert kept.stdin and kept.stdout
         found, _, text = kept.stdout.readline().strip().partition(" ")
         if found != "address":
             raise UserError(f"Ray does not start on this machine: {text or 'its process has ended'}")
@@ -367,17 +367,18 @@ class Machines:
         joined, self._joined = self._joined, Joined(own=False)
         for machine in machines:
             machine.open = False
-        with contextlib.suppress(RayError):
-            for machine in machines:
+        for machine in machines:
+            with contextlib.suppress(RayError):
                 ray.kill(machine.keeper)
-            if group:
+        if group:
+            with contextlib.suppress(RayError):
                 remove_placement_group(group)
         joined.leave()
 
     def _keep(self, index: int, node: Mapping[str, Any], gpus: bool | None) -> Machine:
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         # CUDA_VISIBLE_DEVICES stays as it is where no GPU was asked for.
-        variables = {**travelling(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+        variables = {**known_to_ray(), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
         keeper = ray.remote(WorkerKeeper).options(
             num_cpus=self.workers,
             num_gpus=self.workers if gpus else 0,
@@ -463,6 +464,11 @@ def travelling() -> dict[str, str]:
     if path := found.get("PYTHONPATH"):
         found["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
     return found
+
+
+def known_to_ray() -> dict[str, str]:
+    """Those of them that processes of Ray itself get: it keeps a record of these, so that tokens and keys go to workers only."""
+    return {name: value for name, value in travelling().items() if not re.search("TOKEN(?!IZERS)|KEY|SECRET|PASSWORD", name)}
 
 
 @contextlib.contextmanager
@@ -599,7 +605,7 @@ def ask_machines(nodes: Sequence[Mapping[str, Any]]) -> Iterator[MachineReport]:
             num_cpus=0,
             max_retries=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-            runtime_env={"env_vars": travelling()},
+            runtime_env={"env_vars": known_to_ray()},
         ).remote(questions)
         for node in nodes
     ]
