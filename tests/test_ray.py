@@ -245,7 +245,8 @@ SHARED_OUT = ("rollout/kv_use", "rollout/mean_", "rollout/most_", "rollout/passe
 def assert_equal_on_ray(folder: Path, alone: Path, *settings: str, samples_stay: bool) -> None:
     """Make the run of `alone` with these settings, and compare."""
     runs.make(folder, (alone / "model").resolve())
-    ended = runs.command(folder, "train", "run.toml", "run.steps=4", *settings, seconds=SECONDS)
+    # A reward process for each worker: the nodes are of one machine.
+    ended = runs.command(folder, "train", "run.toml", "run.steps=4", "reward.workers=4", *settings, seconds=SECONDS)
     assert ended.code == 0, ended.error
     assert "ray" not in ended.error.lower(), ended.error
     for found, expected in zip(runs.without_clock(runs.metrics(folder)), runs.without_clock(runs.metrics(alone)), strict=True):

@@ -310,7 +310,11 @@ def test_bytes_through_the_driver_do_not_grow_with_responses(cluster: str, tmp_p
     for nodes in (1, 2):
         for tokens in lengths:
             folder = runs.make(tmp_path / f"{nodes}-{tokens}", model)
-            where = ["cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"] if nodes == 2 else ["cluster.workers=2"]
+            where = (
+                ["cluster.nodes=2", "cluster.workers=1", "reward.workers=2", f"cluster.address={cluster}"]
+                if nodes == 2
+                else ["cluster.workers=2"]
+            )
             ended = runs.command(folder, "train", "run.toml", *short, f"rollout.max_new_tokens={tokens}", *where, seconds=600)
             assert ended.code == 0, ended.error
             line = runs.metrics(folder)[-1]
@@ -335,7 +339,7 @@ def make_endless(folder: Path, model: Path) -> Path:
 
 def test_a_worker_killed_in_a_run_ends_it_with_its_name(cluster: str, tmp_path: Path, run_of_one_process: Path) -> None:
     folder = runs.make(tmp_path / "folder", (run_of_one_process / "model").resolve())
-    settings = ["run.steps=1000", "cluster.nodes=2", "cluster.workers=1", f"cluster.address={cluster}"]
+    settings = ["run.steps=1000", "cluster.nodes=2", "cluster.workers=1", "reward.workers=2", f"cluster.address={cluster}"]
     process = runs.start(folder, "train", "run.toml", "--json", *settings)
     killer = threading.Thread(target=kill_a_worker, args=(folder,))
     killer.start()
