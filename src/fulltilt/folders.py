@@ -24,7 +24,7 @@ BESIDE_WEIGHTS = (
     *("*config.json", "*.index.json", "*token*.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken", "*.py"),
     *("chat_template.*", "additional_chat_templates/*"),
 )
-SAMPLES, SAMPLE_BYTES = 256, 2**17  # of a file that is larger than all of them, so many are read for its digest
+SAMPLES, SAMPLE_BYTES = 256, 2**17  # a larger file's digest is made from so many pieces of this size
 NAMED = 3  # at most this many entries of a folder are named in an error
 
 

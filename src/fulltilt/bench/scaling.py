@@ -68,7 +68,7 @@ class Scale:
     @cached_property
     def moved(self) -> Mapping[str, int]:
         tokens = SAMPLES // UPDATES * (PROMPT + RESPONSE)
-        passes = -(-tokens // (self.gpus * TOKEN_BUDGET["cuda"]))  # of each optimizer step
+        passes = -(-tokens // (self.gpus * TOKEN_BUDGET["cuda"]))  # micro-batches in an optimizer step
         return predict([RoleWork(self.sizes, ITEMSIZE, UPDATES, UPDATES * passes, synced=1)], self.sharding)
 
     def collectives_s(self, adapters: int) -> float:

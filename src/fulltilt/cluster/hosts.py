@@ -22,7 +22,7 @@ class Place:
     machine: str  # whose memory and cores its workers share
     gpu: str  # the machine's name for it; empty on a CPU
     device: str  # as torch names it in the worker's process
-    node: str = ""  # of the cluster; one machine may have several, for tests
+    node: str = ""  # the cluster's name for where it is; in tests one machine may be several nodes
 
 
 class Hosts(Protocol):

@@ -57,7 +57,7 @@ class MachineFacts:
 
 @dataclass(frozen=True)
 class SignsOfLife:
-    """Of a worker's process."""
+    """What a worker's process shows without being asked."""
 
     ended: bool = False
     active: bool = True  # as `Child.is_active` has it; where that was not asked: yes
@@ -143,7 +143,7 @@ class WorkerKeeper:
         return [child.pid for child in self._children]
 
     def signs(self, activity: bool = False) -> list[SignsOfLife]:
-        """Of each worker; with `activity` also whether it does anything, which takes a look at each of its threads."""
+        """The signs of life of each worker; with `activity` also whether it does anything, which takes a look at each of its threads."""
         return [SignsOfLife(child.ended(), not activity or child.is_active()) for child in self._children]
 
     def kill(self, index: int) -> None:

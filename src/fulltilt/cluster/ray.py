@@ -61,7 +61,7 @@ LOOK_S = 1.0  # how often a keeper is asked for the signs of life of its workers
 CALL_S = 5.0  # how long a keeper may take to answer
 OBJECT_STORE = 80 * 2**20  # bytes; Ray takes no less, and nothing large goes through it
 CURRENT_CLUSTER = Path("ray", "ray_current_cluster")  # in Ray's temporary folder: the address of the cluster that `ray start` has started
-NICENESS = "RAY_worker_niceness"  # of a Ray that is started here; by itself it gives workers less of a busy machine than others get
+NICENESS = "RAY_worker_niceness"  # set for a Ray that is started here: left alone it gives workers less of a busy machine than others get
 HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 # Variables of the driver that workers on other machines get. The others, such as PATH, are about the driver's own machine.
 TRAVELLING = re.compile(
@@ -214,7 +214,7 @@ class Machine:
     node: str = ""  # Ray's name for it
     open: bool = True
     lost: str = ""  # why the keeper does not answer any more
-    signs: list[SignsOfLife] = field(default_factory=list)  # of its workers, as far as they are known
+    signs: list[SignsOfLife] = field(default_factory=list)  # what its workers last showed
     activity: bool = False  # whether the keeper is asked for it
     _asked: Any = None  # the question for signs of life, while it is not answered
     _asked_at: float = 0.0

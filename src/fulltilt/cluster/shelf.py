@@ -134,11 +134,11 @@ class Shelf:
         """`reward`: None where this worker samples nothing."""
         self.config, self.algorithm, self.encoder = config, algorithm, encoder
         self._parcels, self._everyone, self._reward = parcels, AllWorkers(parcels), reward
-        self.arrays: dict[str, np.ndarray] = {}  # of carried-over groups, for the next checkpoint
+        self.arrays: dict[str, np.ndarray] = {}  # the carried-over groups, for the next checkpoint
         self._numbers = itertools.count()
         self._groups: dict[int, Group] = {}
         self._scores: dict[int, list[Score]] = {}  # by the functions alone, until the reward model's are added
-        self._judged: dict[int, list[Hashable | str]] = {}  # of each sample, the key of its row for the reward model, or why there is none
+        self._judged: dict[int, list[Hashable | str]] = {}  # for each sample, the key of its row for the reward model, or why there is none
         self._rows: dict[Hashable, Row] = {}
         # Rows that this worker computes with, by what they are for, then by their indices in the list that the driver plans with.
         self._visitors: dict[str, dict[int, Visitor]] = {}
@@ -149,7 +149,7 @@ class Shelf:
     def keep(self, group: Group) -> GroupHead:
         """Hold a group that was just sampled, and have it scored."""
         assert self._reward
-        with contextlib.suppress(UserError):  # of an earlier group: `collect` raises it, when all workers are ready for that
+        with contextlib.suppress(UserError):  # an earlier group's error: `collect` raises it, when all workers are ready for that
             self._reward.submit(group)
         return self.adopt([group])[0]
 

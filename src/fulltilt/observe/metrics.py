@@ -26,7 +26,7 @@ from fulltilt.words import listed
 
 Number = float | int
 SomeGroup = TypeVar("SomeGroup", bound=AnyGroup)
-COPIED_BYTES = 2**20  # of text that the driver has in memory at once
+COPIED_BYTES = 2**20  # how much text the driver has in memory at once
 
 # The name of each phase, and verl's name for its seconds.
 TIMING_NAMES: Mapping[str, str] = {

@@ -21,7 +21,7 @@ KIND = "all-to-all"
 class Parcels:
     rank: int  # this worker's among all of the run
     size: int
-    group: dist.ProcessGroup  # of gloo
+    group: dist.ProcessGroup  # a gloo group
     moved: Counter[str] = field(default_factory=Counter)
 
     def swap(self, parcels: Sequence[bytes]) -> list[memoryview]:
