@@ -121,8 +121,8 @@ def cluster_here(nodes: int, cores: int) -> Iterator[str]:
     program = [sys.executable, "-c", f"from fulltilt.cluster import ray; ray.keep_cluster({nodes}, {cores})"]
     # A process of its own: Ray's processes end with it, also those of a machine that did not start, and its signal handlers are not ours.
     kept = subprocess.Popen(program, env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert kept.stdin and kept.stdout
     try:
-        assert kept.stdin and kept.stdout
         found, _, text = kept.stdout.readline().strip().partition(" ")
         if found != "address":
             raise UserError(f"Ray does not start on this machine: {text or 'its process has ended'}")
