@@ -77,7 +77,6 @@ CONTEXTS: list[dict[str, Any]] = [
     },
     {"algorithm.prompts_per_step": 2, "algorithm.samples_per_prompt": 2, "rollout.max_new_tokens": 4, "run.epochs": 1},
     {**SAMPLED, "cluster.workers": 2, "train.shard": "hybrid"},
-    {**CRITIC, "rollout.max_new_tokens": 4, "cluster.workers": 4},
 ]
 
 
