@@ -60,6 +60,14 @@ HERE = Path(__file__).parent
 ModelFolders = Callable[[str], Path]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def toy_worker_known() -> Iterator[None]:
+    """Workers on the cluster get the paths of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(runs.SOURCE), str(HERE)]))
+        yield
+
+
 @contextlib.contextmanager
 def workers(cluster: str, **options: Any) -> Iterator[RayWorkers]:
     host = RayWorkers(Machines(cluster, 2, 1, Shared(Path("runs"), {}), gpus=False), range(SIZE), "toy_worker:make")
