@@ -169,6 +169,7 @@ def test_a_mistake_in_a_worker_shows_its_traceback(folder: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("heard")
 def test_ctrl_c_while_workers_load_leaves_nothing(folder: Path) -> None:
     command = begin(folder)
     os.kill(command.pid, signal.SIGINT)

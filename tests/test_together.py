@@ -246,7 +246,7 @@ def test_another_model_that_loads_meanwhile_compiles_nothing_anew(model_folders:
 
 @pytest.mark.parametrize("wrong", ["values", "an error", pytest.param("no compiler", marks=pytest.mark.long), "a forward of its own"])
 def test_layers_that_compile_to_something_else_are_found_out(
-    model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, wrong: str
+    model_folders: ModelFolders, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, wrong: str
 ) -> None:
     def broken(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         if wrong == "an error":
@@ -254,8 +254,10 @@ def test_layers_that_compile_to_something_else_are_found_out(
         return lambda *given: [out * 1.1 if isinstance(out, torch.Tensor) else out for out in graph(*given)]
 
     if wrong == "no compiler":
-        monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)
-        monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+        # By torch's own means: for some settings it takes what monkeypatch does at the end as their removal.
+        settings = torch._inductor.config.patch({"force_disable_caches": True, "cpp.cxx": ("no-such-compiler",)})
+        settings.__enter__()
+        request.addfinalizer(lambda: settings.__exit__(None, None, None))
     else:
         monkeypatch.setattr(compiled, "BACKEND", broken)
     torch._dynamo.reset()
