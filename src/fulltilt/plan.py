@@ -87,7 +87,7 @@ class RoleFacts:
     itemsize: int = 2  # bytes of a number that computes; below 4, masters are kept beside it
     fused: bool = False  # whether its layers run fused
     vocabulary_head: bool = True  # False: a critic or a reward model
-    sizes: Sizes = ()  # of its parameters, where the model is loaded
+    sizes: Sizes = ()  # what its parameters have, where the model is loaded
 
     @staticmethod
     def of_shape(shape: Shape, config: Config, device: str, *, learns: bool, role: str = "actor") -> RoleFacts:

@@ -23,7 +23,7 @@ class PassTrace:
     """Example: PassTrace(("gather outside", "gather 0", "gather 1", "run 0", "run 1"), 4096)"""
 
     events: tuple[str, ...]
-    whole_bytes: int  # of parameters that were whole when the pass ended
+    whole_bytes: int  # bytes of parameters that were whole when the pass ended
 
     @property
     def ahead(self) -> int:

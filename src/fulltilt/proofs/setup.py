@@ -81,7 +81,7 @@ class ProofSetup:
         # Made when a configuration names them.
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
         self._cluster = contextlib.ExitStack()
-        self._address: str | None = None  # of the cluster, once it is there
+        self._address: str | None = None  # where the cluster answers, once it is there
         transformers_logging.disable_progress_bar()
         make_model(self.shape, folder / "model")
         make_model(self.shape, folder / "scalar-model", scalar=True)
