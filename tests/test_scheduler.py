@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -401,6 +402,26 @@ def test_newcomers_come_in_together() -> None:
     assert sum(newcomers) == 256 and newcomers[0] == 64 and min(newcomers[:-1]) >= 64 / 8
     decoding = [len(step.work) for step in drill.passes if step.decoding]
     assert min(decoding[: len(decoding) // 2]) > 64 - 64 / 8 - 2
+
+
+def test_newcomers_that_are_asked_for_come_in_together() -> None:
+    """As before, but each request is answered two passes later: about as few seats are empty, and as many share a pass."""
+    drill = Drill(Scheduler(blocks=2000, block_tokens=4, max_seqs=64, max_batched_tokens=4096, more_come=True), alphabet=1000)
+    left, waited, asked = iter(range(256)), 0, drill.plan.room(1)
+    while drill.plan.busy or drill.plan.more_come:
+        if asked and (waited == 2 or not drill.plan.busy):
+            numbers = list(itertools.islice(left, asked))
+            drill.plan.more_come, asked, waited = bool(numbers), 0, 0
+            for number in numbers:
+                drill.add([1000 * number + place for place in range(8)], [8 + number % 50])
+        if drill.plan.more_come:
+            waited, asked = waited + bool(asked), asked or drill.plan.room(1)
+        if drill.plan.busy:
+            drill.run(2)
+    newcomers = [len(step.work) for step in drill.passes if not step.decoding]
+    assert sum(newcomers) == 256 and newcomers[0] == 64 and min(newcomers[:-1]) >= 64 / 8
+    decoding = [len(step.work) for step in drill.passes if step.decoding]
+    assert min(decoding[: len(decoding) // 2]) > 64 - 64 / 8 - 6, "at most two passes' ends more than where all wait"
 
 
 def test_steps_shrink_before_anyone_gives_way() -> None:

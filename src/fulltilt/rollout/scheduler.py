@@ -31,6 +31,7 @@ from fulltilt.rollout.kv_cache import START, BlockPool, blocks_for
 GROWTH_SHARE = 16  # an admission leaves at least 1/16 of the used blocks free, so that running sequences can grow
 WORTHWHILE_SHARE = 8  # a pass for waiting sequences is worth it if they are at least 1/8 of those that decode,
 WORTHWHILE_TOKENS = 2  # or if their tokens are at least 1/2 of max_batched_tokens
+HELD_READY = 4  # where prompts come one by one, 1/4 of the seats' number wait: enough for two such passes
 READ_TIMES = 8  # a prefill pass reads at most about this many times max_batched_tokens from the cache: attention gathers them
 LEAST_STEPS = 4  # a decoding pass has at least 1/4 of the steps that it might have
 STEPS_BETWEEN = 4  # decoding steps between two prefill passes
@@ -129,6 +130,7 @@ class Scheduler:
     chunked_prefill: bool = True
     prefix_sharing: bool = True
     most_tokens: int = sys.maxsize  # of a response
+    more_come: bool = False  # whether prompts may still be added
 
     def __post_init__(self) -> None:
         self.pool = BlockPool(self.blocks)
@@ -157,16 +159,16 @@ class Scheduler:
         return bool(self.running or self._waiting)
 
     def room(self, samples: int) -> int:
-        """How many more groups of that many samples could start in the next prefill pass: 0 while any sequence waits, and where so few are
-        not worth the pass. Estimated from the youngest running sequence."""
-        if self._waiting:
-            return 0
+        """How many more groups of that many samples to ask for: those that could start now, and those that are to wait for the next seats,
+        for a seat is empty from when its sample ends until an answer has come. Estimated from the youngest running sequence."""
+        ahead = max(1, self.max_seqs // (HELD_READY * samples))
         if not self.running:
-            return max(1, self.max_seqs // samples)
-        prompt = len(self.running[-1].family.prompt)
-        blocks = (self.pool.free - self._room_to_grow()) // (blocks_for(prompt, self.block_tokens) + samples - 1)
-        fit = min(blocks, (self.max_seqs - self._seats) // samples)
-        return fit if fit > 0 and self._worthwhile(fit * samples, fit * prompt, len(self.running)) else 0
+            free = max(1, self.max_seqs // samples)
+        else:
+            prompt = len(self.running[-1].family.prompt)
+            blocks = (self.pool.free - self._room_to_grow()) // (blocks_for(prompt, self.block_tokens) + samples - 1)
+            free = max(0, min(blocks, (self.max_seqs - self._seats) // samples))
+        return max(0, free + ahead - len({id(sequence.family) for _, sequence in self._waiting}))
 
     def next_pass(self, most_steps: int = 1) -> Pass:
         """Prefill where it is due, else up to `most_steps` steps of decoding, as many as there are blocks for."""
@@ -243,7 +245,8 @@ class Scheduler:
 
     def _worth_a_pass(self, decoding: int) -> bool:
         """Whether to prefill now: always for a running sequence. For waiting ones a pass costs about the same whether they are few or many:
-        wait until those that fit are a worthwhile share of the decoding ones, or their tokens of a pass, or until all that wait fit.
+        wait until those that fit are a worthwhile share of the decoding ones, or their tokens of a pass, or until all that wait fit and
+        no more come.
         Estimated from the first of them."""
         if decoding < len(self.running):
             return True
@@ -252,7 +255,8 @@ class Scheduler:
         head = self._waiting[0][1]
         blocks = (self.pool.free - self._room_to_grow()) // self._blocks_to_enter(head)
         fit = min(blocks, (self.max_seqs - self._seats) // head.seats, len(self._waiting))
-        return fit > 0 and (fit == len(self._waiting) or self._worthwhile(fit * head.seats, fit * head.length, decoding))
+        all_fit = fit == len(self._waiting) and not self.more_come
+        return fit > 0 and (all_fit or self._worthwhile(fit * head.seats, fit * head.length, decoding))
 
     def _worthwhile(self, samples: int, tokens: int, decoding: int) -> bool:
         return samples * WORTHWHILE_SHARE >= decoding or tokens * WORTHWHILE_TOKENS >= self.max_batched_tokens

@@ -51,7 +51,7 @@ class Intake:
     ) -> None:  # fmt: skip
         self.plan, self.sampling, self.seed, self.lengths, self.recorder, self.feed = plan, sampling, seed, lengths, recorder, feed
         self.prompts: list[Prompt] = []
-        self.open = feed is not None  # more may come
+        plan.more_come = feed is not None
         self._asked = False
 
     def add(self, more: Sequence[Prompt]) -> None:
@@ -64,13 +64,13 @@ class Intake:
         self.recorder.expect(len(more) * self.sampling.samples)
 
     def take_more(self) -> Iterator[FreeSeats]:
-        """Ask for more where there are seats, and add what has come. An engine that has nothing else to do waits for it."""
+        """Ask for as many as the scheduler wants, and add what has come. An engine that has nothing else to do waits for it."""
         assert self.feed
         if not self._asked and (groups := self.plan.room(self.sampling.samples)):
             self._asked = True
             yield FreeSeats(groups)
         if self._asked and (more := self.feed.take(wait=not self.plan.busy)) is not None:
-            self._asked, self.open = False, bool(more)
+            self._asked, self.plan.more_come = False, bool(more)
             self.add(more)
 
 
@@ -114,10 +114,10 @@ class NativeEngine(Engine):
         finished: list[Family] = []
         ahead: Flight | None = None
         end = time.perf_counter()
-        while plan.busy or intake.open:
+        while plan.busy or plan.more_come:
             if not self.decoder.overlaps or not plan.busy:  # the device would not work meanwhile
                 yield from self._hand_over(finished, intake.prompts, stops, call)
-            if intake.open:
+            if plan.more_come:
                 yield from intake.take_more()
                 if not plan.busy:
                     continue
