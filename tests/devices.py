@@ -185,6 +185,16 @@ def make(seat: Seat) -> Member:
     return Member(seat.rank, groups, post)
 
 
+def even_out_groups(rank: int) -> None:
+    """torch names a group that only its members make after its ranks and the number of groups that a process is in. Of a run's workers all
+    are in as many; the pool's processes have been in runs of different sizes."""
+    names = dist.distributed_c10d._world.pg_names
+    most = torch.tensor(len(names))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    while len(names) < most:
+        dist.new_group([rank], use_local_synchronization=True)
+
+
 class Member:
     """A process of the pool, with the worker that it has now if any."""
 
@@ -201,6 +211,7 @@ class Member:
         self.worker = self.notes = None
         gc.collect()
         torch.backends.mkldnn.set_flags(True)  # torch turns it off where it has no kernel for a dtype: the next run would round differently
+        even_out_groups(self.rank)
         teams = teams_of(order, size)
         ranks = join_team(self.rank, [team.ranks for team in teams], self.groups[size], beside=size)
         own = next((place for place, team in enumerate(teams) if self.rank in team.ranks), None)

@@ -84,13 +84,13 @@ def differ(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) 
     return max(float(np.abs(found[name].reshape(-1) - expected[name].reshape(-1)).max()) for name in expected) / (largest or 1.0)
 
 
-def assert_same_gradients(found: devices.Noted, expected: devices.Noted) -> float:
+def assert_same_gradients(found: devices.Noted, expected: devices.Noted, tolerance: float = TOLERANCE) -> float:
     assert found.gradients.keys() == expected.gradients.keys()
     largest = 0.0
     for role, steps in expected.gradients.items():
         assert len(steps) == len(found.gradients[role]) > 0
         largest = max(largest, *(differ(*pair) for pair in zip(found.gradients[role], steps, strict=True)))
-    assert largest < TOLERANCE
+    assert largest < tolerance
     return largest
 
 

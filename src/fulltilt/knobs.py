@@ -62,13 +62,6 @@ def _planned(name: str, section: str, legal: str, must_change: str, auto: str, a
     return Knob(name, section, names.verl, names.chatlearn, legal, must_change, auto, built=False, note=note)
 
 
-def _sequence_parallel(section: str, aliases: str, note: str = "") -> Knob:
-    aliases = aliases.replace("ULYSSES", "ulysses_sequence_parallel_size")
-    note = "Ulysses; sizes that a model's heads do not allow are refused with the legal ones." + note
-    proof, auto = "tokens per rank in the layers = tokens / size", "1 unless a sample does not fit"
-    return _planned(f"{section}.sequence_parallel", TRAINING, _COUNT, proof, auto, aliases, note)
-
-
 def _sharded(native: str, alias: str, auto: str) -> Iterator[Knob]:
     note = "The guides' rule of thumb is about 4 billion parameters per GPU."
     for section, role, model in (("train", "actor", "policy_trainer"), ("ref", "ref", "ref_policy")):
@@ -94,14 +87,6 @@ _PLANNED = (
         "always on",
         note="It takes no value: the engine does it by itself.",
     ),
-    _sequence_parallel(
-        "train",
-        "ARR.actor.{,fsdp_config.}ULYSSES training.{sequence_parallel,ulysses_degree} ulysses_degree | {models.policy_trainer.,}ULYSSES",
-        " training.sequence_parallel and ulysses_degree are one guide's spellings, not verl keys.",
-    ),
-    _sequence_parallel("ref", "ARR.ref.{,fsdp_config.}ULYSSES | models.ref_policy.ULYSSES"),
-    _sequence_parallel("critic", "critic.ULYSSES"),
-    _sequence_parallel("reward_model", "reward_model.ULYSSES"),
     _planned(
         "train.overlap_and_fusion",
         TRAINING,

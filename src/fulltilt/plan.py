@@ -8,7 +8,7 @@ the numbers that execution depends on (`budgets`) go into every checkpoint, so t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,11 +17,11 @@ from typing import Any, Literal
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
 from fulltilt.parallel.holdings import Holdings, held_bytes, passing_bytes, twin_bytes
-from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
+from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
 from fulltilt.records import UserError
 from fulltilt.schema import Config
 from fulltilt.shape import Recompute, Shape
-from fulltilt.words import in_bytes, many
+from fulltilt.words import either, in_bytes, many
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
@@ -64,6 +64,7 @@ class RoleSettings:
     """How one role runs, every `auto` and every key taken over from `[train]` resolved. What a key does not touch stays at its default."""
 
     packing: bool = True
+    sequence_parallel: int = 1  # workers that compute a micro-batch together
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: int | None = None  # None: all, each by itself
     recompute_method: Literal["block", "uniform"] = "block"
@@ -466,7 +467,7 @@ def kv_blocks(config: Config, facts: Facts, memory: RolloutMemory, max_seqs: int
 # ---- how roles run ---------------------------------------------------------------------------------------------------------------------
 
 # The keys of each role. A role's own section comes before [train], where it has the key and a value for it.
-OF_SCORING = ("packing", "offload_params")
+OF_SCORING = ("packing", "offload_params", "sequence_parallel")
 OF_LEARNING = (
     *OF_SCORING, "recompute", "recompute_layers", "recompute_method", "offload_activations", "offload_optimizer", "offload_grads",
 )  # fmt: skip
@@ -499,9 +500,13 @@ class Decisions:
         keys = {**self.keys, role: {**self.keys[role], key: value}}
         return Decisions(keys, self.reasons if why is None else {**self.reasons, (role, key): why})
 
+    def sequence(self, role: str) -> int:
+        given = self.keys[role]["sequence_parallel"]
+        return 1 if given == "auto" else int(given)
+
     def settings(self) -> dict[str, RoleSettings]:
         """Every `auto` that nothing has decided otherwise is off, but for what saves memory at the cost of time alone."""
-        off: dict[str, Any] = {"recompute": "none", "head_recompute": True}
+        off: dict[str, Any] = {"recompute": "none", "head_recompute": True, "sequence_parallel": 1}
         return {
             role: RoleSettings(**{key: off.get(key, False) if value == "auto" else value for key, value in keys.items()})
             for role, keys in self.keys.items()
@@ -511,7 +516,7 @@ class Decisions:
 def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> RolePlan:
     """The settings of every role. What `auto` becomes depends on all memory that the device has and not on what happens to be free there,
     so that a resumed run decides alike; `kept`: its budgets, which the rest must fit."""
-    made = given_decisions(config, facts)
+    made = decide_sequence(config, given_decisions(config, facts), facts)
     check_layers(facts, made)
     budgets: dict[str, int] = {}
     if facts.device == "cuda":  # on a CPU there is no second memory, and time is shorter than memory
@@ -534,6 +539,43 @@ def given_decisions(config: Config, facts: Facts) -> Decisions:
     for role in facts.roles if facts.sharding.parameters or len(facts.roles) == 1 else ():
         made = made.decide(role, "offload_params", False)
     return made
+
+
+def decide_sequence(config: Config, made: Decisions, facts: Facts) -> Decisions:
+    """How many workers compute a micro-batch together: as few as give none of them more tokens of the longest sample than it may have."""
+    for role, keys in made.keys.items():
+        model = facts.roles.get(role) or facts.roles.get("actor")  # a reference may be the actor without its adapters
+        if model is None or (role not in facts.roles and role != "ref"):
+            continue
+        legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in model.shape.layers), facts.sharding.workers)
+        given, most = keys["sequence_parallel"], update_budget(config, facts.device, role, {})
+        if given != "auto" and given not in legal:
+            raise UserError(wrong_sequence_size(sequence_key(config, role), given, legal, facts.sharding.workers))
+        longest = longest_row(config, facts)
+        if facts.device == "cuda" and longest > most and len(legal) > 1:
+            size = next((size for size in legal if -(-longest // size) <= most), legal[-1])
+            made = made.decide(role, "sequence_parallel", size, f"the longest sample may have {longest} tokens, and a worker gets {most}")
+    return made
+
+
+def sequence_key(config: Config, role: str) -> str:
+    """The key that a role's size comes from."""
+    own = getattr(getattr(config, role), "sequence_parallel", None) is not None
+    return f"{role}.sequence_parallel" if own else "train.sequence_parallel"
+
+
+def wrong_sequence_size(key: str, size: int, legal: Sequence[int], workers: int) -> str:
+    """`workers`: those that have the role."""
+    must = f"the number must divide the {workers} that have this role, and fit the model's attention heads"
+    if workers == 1:
+        must = "only one has this role"
+    remedy = f"Use {either([str(each) for each in legal])}" if len(legal) > 1 else "Remove the key"
+    return f"{key}: {size} workers cannot share micro-batches: {must}. {remedy}"
+
+
+def longest_row(config: Config, facts: Facts) -> int:
+    """Tokens of the longest sample that there may be."""
+    return facts.longest + (longest_response(config) if facts.rollout else 0)
 
 
 def given_settings(config: Config, role: str) -> dict[str, Any]:
@@ -651,7 +693,8 @@ def decide_budget(config: Config, made: Decisions, facts: Facts, role: str) -> i
 
 def decide_activations(config: Config, made: Decisions, facts: Facts, role: str, budgets: Mapping[str, int]) -> Decisions:
     """The least recompute that fits, and what does not fit even so goes to the host. What the user sends there must fit the host."""
-    keys, model, tokens = made.keys[role], facts.roles[role], micro_batch_tokens(config, facts, role, budgets)
+    keys, model = made.keys[role], facts.roles[role]
+    tokens = micro_batch_tokens(config, facts, role, budgets, made.sequence(role))
     left, bonus = left_for_update(config, made, facts, role), bool(config.algorithm.entropy_coef)
     of_host = facts.host_bytes - sum(on_host(config, facts, made, budgets).values())
 
@@ -679,10 +722,10 @@ def decide_activations(config: Config, made: Decisions, facts: Facts, role: str,
     return made.decide(role, "head_recompute", again, None if again else "they fit")
 
 
-def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int]) -> int:
-    """Tokens of the largest micro-batch of an update."""
+def micro_batch_tokens(config: Config, facts: Facts, role: str, budgets: Mapping[str, int], sharing: int) -> int:
+    """Tokens that a worker has of the largest micro-batch of an update, which `sharing` workers compute together."""
     section = config.critic if role == "critic" else config.actor
-    longest = facts.longest + (longest_response(config) if facts.rollout else 0)
+    longest = -(-longest_row(config, facts) // sharing)
     if not section.dynamic_batch and section.micro_batch:
         return section.micro_batch * longest
     return max(update_budget(config, facts.device, role, budgets), longest)
@@ -703,7 +746,7 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
     for role, model in facts.roles.items():
         keys, counts = made.keys[role], {"optimizer": model.held(facts.sharding).optimizer, "parameters": model.parameter_bytes}
         if model.trained and keys["recompute"] != "auto":
-            counts["activations"] = micro_batch_tokens(config, facts, role, budgets) * model.kept_bytes(keys)
+            counts["activations"] = micro_batch_tokens(config, facts, role, budgets, made.sequence(role)) * model.kept_bytes(keys)
         found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
     if (
         "actor" in facts.roles
@@ -746,6 +789,7 @@ def role_in_words(role: str, own: RoleSettings, reasons: Mapping[tuple[str, str]
     in_pieces = "log-probs" if role == "ref" else "log-probs and entropy" if own.fused_head else "entropy"
     texts = {
         "packing": "samples padded to the longest of their micro-batch",
+        "sequence_parallel": f"{own.sequence_parallel} workers compute a micro-batch together, each a part of its tokens",
         "recompute": f"{own.recompute} recompute{layers}",
         "offload_activations": "activations on the host until the backward pass",
         "offload_params": "parameters on the host while another role works",

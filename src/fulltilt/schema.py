@@ -243,6 +243,7 @@ _if_recomputed = UsedIf(
 
 
 _if_several = UsedIf(("cluster.workers", "cluster.nodes"), lambda workers, nodes: workers != 1 or nodes != 1, "set cluster.workers above 1")
+_sequence = partial(_sharing, changes="tokens per rank in the layers = tokens / size", used_if=_if_several)
 _if_apart = replace(
     _if_several,
     reads=("cluster.workers", "cluster.processes", "cluster.address"),
@@ -587,6 +588,16 @@ class TrainConfig(Section):
         "ARR.actor.fsdp_config.forward_prefetch critic.{model.,}fsdp_config.forward_prefetch",
     )
     """Begin to gather a layer's parameters before the layer ahead of it computes. Off: when its own turn comes."""
+    sequence_parallel: Count = _sequence(
+        "auto",
+        aliases="ARR.actor.{,fsdp_config.}ulysses_sequence_parallel_size training.{sequence_parallel,ulysses_degree} ulysses_degree "
+        "| {models.policy_trainer.,}ulysses_sequence_parallel_size",
+    )
+    """Workers that compute a micro-batch together, each a part of its tokens, except in attention, where each has all tokens and a part of
+    the heads (Ulysses): for samples whose activations do not fit on one device. It divides the number of workers and of the model's heads.
+    A micro-batch then has so many times the token budget. `auto`: 1; on CUDA, where the longest sample may have more tokens than the token
+    budget of a micro-batch, the least that makes up for it. Note: training.sequence_parallel and ulysses_degree are one guide's spellings,
+    not verl keys."""
     compile: Switch = _training("auto", "kernels per layer; step time", "ARR.actor.{,fsdp_config.}use_torch_compile")
     """Run the layers through torch.compile in passes over packed samples (updates, log-probs, values), after checking that values and
     gradients agree. Rollout runs them uncompiled. `auto`: off."""
@@ -701,6 +712,10 @@ class RefConfig(Section):
     micro_batch: Positive | None = _micro_batch("ARR.ref.log_prob_micro_batch_size{_per_gpu,} | models.ref_policy.generation_batch_size")
     forward_token_budget: Count = _token_budget(aliases="ARR.ref.log_prob_max_token_len_per_gpu | models.ref_policy.max_token_in_packing")
     """Most tokens in a micro-batch. `auto`: the actor's; with a `path` of its own, not enlarged for a small actor."""
+    sequence_parallel: Count | None = _sequence(
+        None, aliases="ARR.ref.{,fsdp_config.}ulysses_sequence_parallel_size | models.ref_policy.ulysses_sequence_parallel_size"
+    )
+    """As `train.sequence_parallel`. Left out: as in `[train]`."""
 
 
 class CriticConfig(Section):
@@ -730,6 +745,8 @@ class CriticConfig(Section):
     16384 on CPU, and on CUDA 32768, or for critics below about 250 million parameters up to 131072 where they fit well."""
     forward_token_budget: Count = _token_budget(aliases="critic.forward_max_token_len_per_gpu")
     """Most tokens in a micro-batch of a pass without gradients. `auto`: twice the critic's token budget."""
+    sequence_parallel: Count | None = _sequence(None, aliases="critic.ulysses_sequence_parallel_size")
+    """As `train.sequence_parallel`. Left out: as in `[train]`."""
 
 
 class RewardModelConfig(Section):
@@ -750,6 +767,8 @@ class RewardModelConfig(Section):
     )
     forward_token_budget: Count = _token_budget(aliases="reward_model.forward_max_token_len_per_gpu | models.reward.max_token_in_packing")
     """Most tokens in a micro-batch. `auto`: twice the actor's forward budget, as there is no vocabulary head; no more for a small actor."""
+    sequence_parallel: Count | None = _sequence(None, aliases="reward_model.ulysses_sequence_parallel_size")
+    """As `train.sequence_parallel`. Left out: as in `[train]`."""
 
 
 class LoraConfig(Section):

@@ -32,13 +32,23 @@ from fulltilt.memory.host import usable_cores
 from fulltilt.memory.offload import why_not
 from fulltilt.model import load, lora
 from fulltilt.model.folder import inspect_adapter
-from fulltilt.plan import OFFLOADS, check_context, count_steps, graphs_without_device
+from fulltilt.parallel.layout import sequence_sizes
+from fulltilt.plan import (
+    OFFLOADS,
+    check_context,
+    count_steps,
+    given_settings,
+    graphs_without_device,
+    sequence_key,
+    wrong_sequence_size,
+)  # fmt: skip
 from fulltilt.records import Prompt, UserError
 from fulltilt.reward.base import RewardPool
 from fulltilt.reward.model import RewardEncoder
 from fulltilt.rollout.engine import engine_mistakes, why_one_worker
 from fulltilt.schema import Config, conditions, keys, row_of, shares_parameters, shown, uses_reward_model, value_of
 from fulltilt.settings import holds, is_set, own_functions
+from fulltilt.shape import UnknownParameters
 from fulltilt.user_code import UserCodeError
 from fulltilt.words import either, listed, many
 
@@ -189,6 +199,7 @@ def wrong_settings(config: Config, algorithm: Algorithm, device: str) -> list[st
         *wrong_workers(config, algorithm, device),
         *settings_without_effect(config, algorithm, device),
         *wrong_sharing(config, device),
+        *dict.fromkeys(wrong_sequence(config, algorithm, device)),  # the same for all roles that have no key of their own
         *among_own_checkpoints(config),
     ]
 
@@ -227,6 +238,32 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
     for key, why in unshared(config).items():
         value = shown(value_of(config, key))
         yield f'{key}: {value} is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
+
+
+def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
+    """Numbers of workers that cannot share micro-batches. What the cluster alone knows is checked when workers are made."""
+    if config.cluster.address and config.cluster.workers == "auto":
+        return
+    roles = {str(role): count for role, count in config.cluster.roles.items()}
+    workers = count_workers(config, device) * config.cluster.nodes
+    used = {
+        "actor": True,
+        "ref": "ref_logprobs" in algorithm.needs,
+        "critic": algorithm.value_loss,
+        "reward_model": uses_reward_model(config),
+    }
+    for role in (role for role, wanted in used.items() if wanted):
+        key, own = sequence_key(config, role), roles.get(role) or workers - sum(roles.values())
+        size, path = given_settings(config, role)["sequence_parallel"], None if role == "actor" else getattr(config, role).path
+        if size in ("auto", 1) or own < 1:
+            continue
+        try:
+            layers = load.shape_of(load.read_config(config.model, path)).layers
+        except (UserError, UnknownParameters):
+            continue  # said of the model itself, or not known before it is loaded
+        legal = sequence_sizes(((layer.heads, layer.key_heads) for layer in layers), own)
+        if size not in legal:
+            yield wrong_sequence_size(key, size, legal, own)
 
 
 def unshared(config: Config) -> dict[str, str]:

@@ -28,7 +28,7 @@ from fulltilt.cluster.sizes import forward_sizes, update_sizes
 from fulltilt.cluster.worker import BETWEEN_STEPS, Annotated, Metrics, SyncReport, UpdateSums, Worker, WorkerFacts, enough_memory
 from fulltilt.memory.account import Reading
 from fulltilt.observe.health import MEMORY
-from fulltilt.plan import Plan
+from fulltilt.plan import ROLE_KEYS, Plan, RoleSettings
 from fulltilt.records import AnyRow, BatchPlan, LossSums, Prompt, Row, RowHead, UserError
 from fulltilt.rollout.engine import FreeSeats
 from fulltilt.rollout.sampler import Sampling
@@ -52,6 +52,7 @@ class AnnotatedRows:
 # Micro-batches, a role's numbers for each unless workers hold the rows, and how many pad tokens were computed.
 Passes = tuple[list[list[int]], list[np.ndarray], int]
 Outcome = TypeVar("Outcome")
+Dealt = TypeVar("Dealt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,8 +80,10 @@ class Crew:
         self.holds_samples = facts[0].holds_samples  # whether workers do: the driver then has heads of groups and rows
         self._counted = self._bytes()  # that are in earlier metrics
         self._version = 0  # the version of the weights that engines sample from
-        self.update_sizes = update_sizes(config, self.plan.budgets)
-        self.forward_sizes = forward_sizes(config, self.plan.budgets)
+        # How many workers compute a micro-batch of a role together, each a part of its tokens. They are neighbours, and get the same.
+        self._sharing = {role: self.plan.roles.get(role, RoleSettings()).sequence_parallel for role in ROLE_KEYS}
+        self.update_sizes = update_sizes(config, self.plan.budgets, self._sharing)
+        self.forward_sizes = forward_sizes(config, self.plan.budgets, self._sharing)
 
     @property
     def worker(self) -> Worker:
@@ -91,6 +94,14 @@ class Crew:
     def _ranks_of(self, role: str) -> list[int]:
         """The workers that have the role; where nobody has it, the actor's."""
         return self._workers.get(role) or self._workers["actor"]
+
+    def _count_parts(self, role: str) -> int:
+        """Among how many workers, or groups of them, the role's micro-batches are dealt."""
+        return len(self._ranks_of(role)) // self._sharing[role]
+
+    def _to_each(self, role: str, parts: Sequence[Dealt]) -> list[Dealt]:
+        """For each worker that has the role what its group is dealt."""
+        return [part for part in parts for _ in range(self._sharing[role])]
 
     def own_workers(self, role: str) -> int:
         """How many workers have this role alone, and so compute beside the actor's."""
@@ -168,6 +179,10 @@ class Crew:
             self._progress = JointProgress(len(self._ranks_of("actor")), say)
             self._each("actor", "send_progress", interval, what="set-up")
 
+    def most_tokens(self, role: str) -> int:
+        """The most tokens of a worker in a pass of the role."""
+        return max(self._each(role, "most_tokens", role, what="a measurement"))
+
     def sync(self, version: int) -> Metrics:
         """Bring the engines to the trainer's weights, which have changed. All workers must end up with the same."""
         found: list[SyncReport] = self._each("actor", "sync", version, what="sync")
@@ -204,18 +219,18 @@ class Crew:
 
     def _start_passes(self, role: str, rows: Sequence[AnyRow], field: str) -> tuple[WorkerCall, Callable[[Report], Passes]]:
         """The call, and a function that waits for it."""
-        sizing, size = self.forward_sizes[role], len(self._ranks_of(role))
+        sizing, size, telling = self.forward_sizes[role], self._count_parts(role), self._ranks_of(role)[:: self._sharing[role]]
         plan = sizing.schedule([row.tokens for row in rows], size)
         dealt = distribute(self._costs(role, plan, rows), size, self.config.train.balance, together=role in self._gathers)
-        own = [[plan[place] for place in places] for places in dealt]
+        own = self._to_each(role, [[plan[place] for place in places] for places in dealt])
         given = self._bring(role, field, rows, own, whole=False)
         args = [(role, *each, sizing.packing) for each in zip(given, own, strict=True)]
         call = self._start(role, "annotate", args, what=f"a pass of the {role}", together=role in self._gathers)
 
         def finish(report: Report) -> Passes:
-            for done, _ in enumerate(call.items(), start=1):
+            for done, _ in enumerate((item for rank, item in call.items() if rank in telling), start=1):
                 report(done, len(plan))
-            results: list[Annotated] = self._results(role, call)
+            results: list[Annotated] = self._results(role, call)[:: self._sharing[role]]
             found = in_order(dealt, [each.numbers for each in results]) if rows_here(rows) else []
             return plan, found, sum(each.pad_tokens for each in results)
 
@@ -254,12 +269,12 @@ class Crew:
     def start_update(self, role: str, rows: Sequence[AnyRow], updates_before: int, report: Report) -> StartedWork[Metrics]:
         """Begin what `update` does."""
         sizing, alone = self.update_sizes[role], role == "actor" and self.algorithm.advantage_alone
-        size = len(self._ranks_of(role))
+        size = self._count_parts(role)
         plans = self._plan_minibatches(rows, sizing, size, advantage_alone=alone)
         costs = [self._costs(role, plan.micro_batches, rows) for plan in plans]
         together = role in self._gathers
         dealt = [distribute(each, size, self.config.train.balance, together=together) for each in costs]
-        parts = [[plan.part(places[worker]) for plan, places in zip(plans, dealt, strict=True)] for worker in range(size)]
+        parts = self._to_each(role, [[plan.part(places[part]) for plan, places in zip(plans, dealt, strict=True)] for part in range(size)])
         if not self.hosts.worker:  # other processes do not wait for the reader of their progress
             report(0, self.config.algorithm.epochs * len(plans))
         micro_batches = [[indices for part in own for indices in part.micro_batches] for own in parts]
@@ -271,7 +286,7 @@ class Crew:
             for rank, done in call.items():
                 if done and rank == self._ranks_of(role)[0]:
                     report(*done)
-            metrics = self._update_metrics(role, plans, self._results(role, call))
+            metrics = self._update_metrics(role, plans, self._results(role, call)[:: self._sharing[role]])
             if alone:
                 metrics[f"{role}/samples_left_out"] = len(rows) - sum(len(micro) for plan in plans for micro in plan.micro_batches)
             if size > 1 and plans:

@@ -36,6 +36,7 @@ from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.parallel.ranks import ALONE, Ranks
+from fulltilt.parallel.sequence import ONE, make_groups
 from fulltilt.parallel.twin import Twin
 from fulltilt.plan import RoleFacts, RoleSettings, count_steps, longest_response, make_plan, plan_roles, updates_per_step
 from fulltilt.reward.base import RewardPool
@@ -145,6 +146,9 @@ def make_worker(
     # Everything that holds memory comes before memory is measured.
     shared = share_out(config, models, ranks, device, sampled=sampled) if shares_out(config, roles, ranks) else SharedModels()
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks, shared.shards)
+    groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles})
+    for name, own in made.roles.items():
+        own.sequence = groups.get(settings[name].sequence_parallel, ONE)
     notes = restore(resume, made.trainers, models, adapters=config.lora.rank > 0) if resume else ()
     if shared.twin:
         shared.twin.sync()

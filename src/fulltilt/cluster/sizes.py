@@ -7,8 +7,9 @@ micro-batches are.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -32,6 +33,7 @@ from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
 from fulltilt.shape import UnknownParameters
 
+ALL_APART: Mapping[str, int] = MappingProxyType({})  # each worker computes micro-batches of its own
 THREADS = torch.get_num_threads()  # as torch chose them: an earlier run of this process may have changed the number since
 
 
@@ -135,19 +137,20 @@ def parameter_sizes(model: torch.nn.Module, *, learns: bool = True) -> Sizes:
     )
 
 
-def update_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
+def update_sizes(config: Config, budgets: Budgets, sharing: Mapping[str, int] = ALL_APART) -> dict[str, MicroSizing]:
+    """`sharing`: how many workers compute a role's micro-batch together, whose budgets it then has."""
     of_role = {"actor": budgets.token_budget, "critic": budgets.critic_token_budget}
-    return {name: sizing(config, name, budget) for name, budget in of_role.items()}
+    return {name: sizing(config, name, budget * sharing.get(name, 1)) for name, budget in of_role.items()}
 
 
-def forward_sizes(config: Config, budgets: Budgets) -> dict[str, MicroSizing]:
+def forward_sizes(config: Config, budgets: Budgets, sharing: Mapping[str, int] = ALL_APART) -> dict[str, MicroSizing]:
     of_role = {
         "actor": budgets.forward_token_budget,
         "ref": budgets.ref_token_budget,
         "critic": budgets.critic_forward_token_budget,
         "reward_model": budgets.reward_model_token_budget,
     }
-    return {name: sizing(config, name, budget) for name, budget in of_role.items()}
+    return {name: sizing(config, name, budget * sharing.get(name, 1)) for name, budget in of_role.items()}
 
 
 def sizing(config: Config, role: str, budget: int) -> MicroSizing:

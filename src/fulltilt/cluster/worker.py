@@ -363,7 +363,8 @@ class Worker:
         if not isinstance(rows, str):
             return Annotated(found, pads)
         assert self.shelf
-        self.shelf.note(rows, plan, found)
+        if self.roles[role].sequence.first:
+            self.shelf.note(rows, plan, found)
         return Annotated([], pads)
 
     def _passes(self, name: str, micro_batches: Sequence[MicroBatch]) -> Iterator[np.ndarray]:
@@ -393,6 +394,10 @@ class Worker:
         found = traced(shards, lambda: self.roles[role].annotate(FILLER))
         shards.rest()
         return found
+
+    def most_tokens(self, role: str) -> int:
+        """The most tokens that have entered the role's model in a pass."""
+        return self.roles[role].most_tokens
 
     @property
     def actor(self) -> Policy:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -67,6 +67,16 @@ class Scoring:
     softcap: float | None = None
 
 
+class TokensApart(Protocol):
+    """Workers that have a part of a stream's tokens each (parallel/sequence.py)."""
+
+    def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From all heads of this worker's tokens to all tokens of its heads."""
+
+    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        """The inverse, for attention's output."""
+
+
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Documents side by side in one stream of tokens; each attends to itself only."""
@@ -74,12 +84,13 @@ class Packed:
     bounds: np.ndarray  # int64 [documents + 1]: where each begins, and the end
     cu_seqlens: torch.Tensor  # the same, int32, on the device
     longest: int
+    apart: TokensApart | None = None  # the workers that share the stream, where layers see a part of it
     seen: dict[int, LayerShape] = field(default_factory=dict)  # layer index -> shape, filled as layers pass through
 
     @staticmethod
-    def of(cu_seqlens: np.ndarray | Sequence[int], device: torch.device) -> Packed:
+    def of(cu_seqlens: np.ndarray | Sequence[int], device: torch.device, apart: TokensApart | None = None) -> Packed:
         bounds = np.asarray(cu_seqlens, dtype=np.int64)
-        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(np.diff(bounds).max(initial=0)))
+        return Packed(bounds, to_device(bounds.astype(np.int32), device), int(np.diff(bounds).max(initial=0)), apart)
 
     @cached_property
     def parts(self) -> torch.Tensor:
@@ -157,7 +168,10 @@ def attention(
     q, k, v = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))  # [T, heads, width]
     if isinstance(fulltilt, Packed):
         fulltilt.seen[layer_of(module)] = LayerShape(k.shape[1], k.shape[2], sliding_window)
-        out = packed(q, k, v, fulltilt, scoring)
+        if fulltilt.apart is None:
+            out = packed(q, k, v, fulltilt, scoring)
+        else:
+            out = fulltilt.apart.to_tokens(packed(*fulltilt.apart.to_heads(q, k, v), fulltilt, scoring))
     elif isinstance(fulltilt, Decode):
         out = decode_batch(q, k, v, fulltilt, layer_of(module), scoring)
     else:

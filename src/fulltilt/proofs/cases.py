@@ -152,6 +152,11 @@ def workers(setup: ProofSetup) -> Iterator[ProofCase]:
     yield ProofCase("cluster.roles", "critic", measure.OWN_WORKERS, {"cluster.workers": 1}, apart, change="from zero")
     two: Settings = {**each, "cluster.workers": 2}
     yield ProofCase("train.balance", "sft", measure.LOAD_SPREAD, both=two)
+    yield ProofCase("train.sequence_parallel", "sft", measure.largest_pass("actor"), 1, 2, two)
+    for role in ("ref", "critic", "reward_model"):  # the actor learns from what the other two compute
+        own: Settings = {"cluster.workers": 2, f"{role}.dynamic_batch": False, f"{role}.micro_batch": 1}
+        learner = role if role in LEARNERS else "actor"
+        yield ProofCase(f"{role}.sequence_parallel", learner, measure.largest_pass(role), 1, 2, own)
     for kind in ("parameters", "gradients"):
         yield ProofCase("train.shard", "sft", measure.held(kind, "update-actor"), "optimizer", "full", two)
     yield ProofCase("train.shard", "sft", measure.held("optimizer", "update-actor").where("alone or shared out"), alone, two)

@@ -72,6 +72,11 @@ LOAD_SPREAD = Measurement(
 )
 
 
+def largest_pass(role: str) -> Measurement:
+    what = f"tokens of a worker in the {role}'s largest pass"
+    return Measurement(what, "tokens", lambda step, _: step.parts.crew.most_tokens(role))
+
+
 def of_trace(metric: str, unit: str, read: Callable[[PassTrace], int]) -> Measurement:
     """The most that a traced pass shows on any worker, where parameters are shared out."""
 

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from fulltilt.batching.pack import PAD
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Packed
 from fulltilt.model.forward import computing_type, hidden_states, in_one_pass
 from fulltilt.model.heads import Head, token_logprobs
 from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.sequence import ONE, SequenceGroup
 from fulltilt.records import MicroBatch, TokenTerms, ValueTerms
 from fulltilt.training.optim import Optimizer
 
@@ -45,10 +47,18 @@ class Role(ABC):
     name: str
     model: PreTrainedModel | ScalarModel
     optimizer: Optimizer | None = None
+    sequence: SequenceGroup = ONE  # the workers that compute a micro-batch together, each a part of its tokens
+    most_tokens: int = 0  # that have entered the model in a pass
 
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def part_of(self, micro: MicroBatch, read: np.ndarray) -> StreamPart:
+        """What this worker computes of a micro-batch. `read`: places in its stream whose results are read, ascending."""
+        part = StreamPart.of(micro, read, self.device, self.sequence)
+        self.most_tokens = max(self.most_tokens, len(part.ids))
+        return part
 
     @abstractmethod
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
@@ -76,24 +86,28 @@ class Policy(Role):
     entropy_gradient: bool = False
     as_role: Callable[[], AbstractContextManager[Any]] = nullcontext  # entered for every pass: the model may be another role too
     options: HeadOptions = field(default_factory=HeadOptions)
+    sequence: SequenceGroup = ONE
 
     def run(self, micro: MicroBatch, entropy: Entropy = "none") -> tuple[torch.Tensor, torch.Tensor | None]:
         """Log-prob, with gradient unless it is switched off, and entropy of each trained token [R]."""
-        ids, positions, trained = stream(micro, self.device)
+        part = self.part_of(micro, micro.trained - 1)
+        targets = part.targets(micro)
 
         def compute() -> tuple[torch.Tensor, torch.Tensor | None]:
-            hidden = hidden_states(self.model, ids, positions, Packed.of(micro.cu_seqlens, self.device))
-            return token_logprobs(hidden[trained - 1], Head.of(self.model), ids[trained], self.temperature, self.options, entropy=entropy)
+            hidden = hidden_states(self.model, part.ids, part.positions, part.context)
+            return token_logprobs(hidden[part.read], Head.of(self.model), targets, self.temperature, self.options, entropy=entropy)
 
         with self.as_role():
-            return in_one_pass(self.model, compute)
+            logprobs, entropies = in_one_pass(self.model, compute)
+        return part.of_all(logprobs), None if entropies is None else part.of_all(entropies)
 
     @property
     def learning_entropy(self) -> Entropy:
         return "gradient" if self.entropy_gradient else "value"
 
     def head_bytes(self, micro_batches: Sequence[MicroBatch], *, learns: bool) -> int:
-        weight, rows = Head.of(self.model).weight, max((len(micro.trained) for micro in micro_batches), default=0)
+        weight = Head.of(self.model).weight
+        rows = max((max(counts_of(micro, micro.trained - 1, self.sequence)) for micro in micro_batches), default=0)
         entropy, (vocabulary, width) = self.learning_entropy if learns else "none", weight.shape
         options = self.options if learns else replace(self.options, recompute=True)  # nothing is kept without a gradient
         itemsize = computing_type(self.model).itemsize
@@ -122,9 +136,10 @@ class Critic(Role):
     name: str
     model: ScalarModel
     optimizer: Optimizer | None = None
+    sequence: SequenceGroup = ONE
 
     def run(self, micro: MicroBatch) -> torch.Tensor:
-        return values_of(self.model, micro)[to_device(micro.trained, self.device) - 1]
+        return values_of(self.model, self.part_of(micro, micro.trained - 1))
 
     def terms(self, micro: MicroBatch) -> ValueTerms:
         values = self.run(micro)
@@ -145,15 +160,71 @@ class Scorer(Role):
 
     name: str
     model: ScalarModel
+    sequence: SequenceGroup = ONE
 
     @torch.no_grad()
     def annotate(self, micro: MicroBatch) -> torch.Tensor:
-        return values_of(self.model, micro)[to_device(micro.trained, self.device)].float()
+        return values_of(self.model, self.part_of(micro, micro.trained)).float()
 
 
-def values_of(model: ScalarModel, micro: MicroBatch) -> torch.Tensor:
-    ids, positions, _ = stream(micro, model.device)
-    return in_one_pass(model, lambda: model.values(ids, positions, Packed.of(micro.cu_seqlens, model.device)))
+def values_of(model: ScalarModel, part: StreamPart) -> torch.Tensor:
+    """The model's number at each token of the stream that is read."""
+    values = in_one_pass(model, lambda: model.values(part.ids, part.positions, part.context))
+    return part.of_all(values[part.read])
+
+
+@dataclass(frozen=True, eq=False)
+class StreamPart:
+    """A micro-batch as a worker computes it: the whole stream, or where several workers share it the part of this one."""
+
+    ids: torch.Tensor  # int64 [T], or [T / size]
+    positions: torch.Tensor
+    context: Packed
+    read: torch.Tensor  # int64: places in this part whose results are read; at least one
+    counts: Sequence[int]  # how many results are read of each worker's part
+    sequence: SequenceGroup
+
+    @staticmethod
+    def of(micro: MicroBatch, read: np.ndarray, device: torch.device, sequence: SequenceGroup) -> StreamPart:
+        """`read`: places in the stream whose results are read, ascending."""
+        ids, positions, bounds = micro.ids, micro.positions, micro.cu_seqlens
+        missing = -len(ids) % sequence.size
+        if missing:  # a document of its own, which no other sees
+            ids, positions = np.concatenate([ids, np.full(missing, PAD)]), np.concatenate([positions, np.arange(missing)])
+            bounds = np.append(bounds, len(ids))
+        own, counts = sequence.own(len(ids)), counts_of(micro, read, sequence)
+        places = chosen(read, counts, sequence.ranks.rank)
+        return StreamPart(
+            ids=to_device(ids[own], device),
+            positions=to_device(positions[own], device),
+            context=Packed.of(bounds, device, sequence if sequence.size > 1 else None),
+            read=to_device(places - own.start if len(places) else np.zeros(1, np.int64), device),
+            counts=counts,
+            sequence=sequence,
+        )
+
+    def targets(self, micro: MicroBatch) -> torch.Tensor:
+        """The trained tokens whose log-probs are read of this part."""
+        own = micro.ids[chosen(micro.trained, self.counts, self.sequence.ranks.rank)]
+        return to_device(own if len(own) else np.zeros(1, np.int64), self.context.cu_seqlens.device)
+
+    def of_all(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The results of the whole stream [R], from those of this part. One that was computed only so that there is one is left out."""
+        own = numbers if self.counts[self.sequence.ranks.rank] else numbers[:0]
+        return own if self.sequence.size == 1 else self.sequence.gather(own, self.counts)
+
+
+def chosen(whole: np.ndarray, counts: Sequence[int], rank: int) -> np.ndarray:
+    """The entries of one worker, of which each has so many."""
+    before = sum(counts[:rank])
+    return whole[before : before + counts[rank]]
+
+
+def counts_of(micro: MicroBatch, read: np.ndarray, sequence: SequenceGroup) -> list[int]:
+    """How many of the places of the stream are in each worker's part of it."""
+    each = -(-len(micro.ids) // sequence.size)
+    ends = np.searchsorted(read, each * np.arange(1, sequence.size + 1))
+    return np.diff(ends, prepend=0).tolist()
 
 
 def annotate_all(role: Role, micro_batches: Iterable[MicroBatch]) -> Iterator[np.ndarray]:
@@ -165,11 +236,6 @@ def annotate_all(role: Role, micro_batches: Iterable[MicroBatch]) -> Iterator[np
             yield before()
     if last is not None:
         yield last()
-
-
-def stream(micro: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids, positions, trained = (to_device(array, device) for array in (micro.ids, micro.positions, micro.trained))
-    return ids, positions, trained
 
 
 def like(array: np.ndarray, other: torch.Tensor) -> torch.Tensor:

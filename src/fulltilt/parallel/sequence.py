@@ -1,0 +1,120 @@
+"""Sequence parallelism by Ulysses: the workers of a group compute a micro-batch together, each a part of its tokens.
+
+Enters: a stream of tokens, the same on all workers of a group. Leaves: the numbers of all its tokens, on all of them. Guaranteed: outside
+attention a worker computes with its own tokens only; inside, with all tokens and a part of the heads; a gradient that comes back to a
+worker is that of its own tokens, so that the sum over the workers is the gradient of the whole micro-batch; every collective adds its bytes
+to `Ranks.moved`. All workers of a group must make the same passes at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fulltilt.parallel.ranks import ALONE, Ranks, gather_into
+
+
+def make_groups(ranks: Ranks, sizes: Collection[int]) -> dict[int, SequenceGroup]:
+    """For each size above 1 the group of this worker: neighbours, which are on one machine where a machine's workers are a multiple of the
+    size. All workers of `ranks` must call it with the same sizes."""
+    found = {}
+    for size in sorted({*sizes} - {1}):
+        first = ranks.before + ranks.rank // size * size
+        group = dist.new_group(list(range(first, first + size)), timeout=ranks.deadline, use_local_synchronization=True)
+        found[size] = SequenceGroup(replace(ranks, rank=ranks.rank % size, size=size, group=group))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroup:
+    ranks: Ranks  # the workers of the group, each with a part of every stream; its rank is the part's place
+
+    @property
+    def size(self) -> int:
+        return self.ranks.size
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker is the one that tells the group's results."""
+        return self.ranks.rank == 0
+
+    def own(self, tokens: int) -> slice:
+        """This worker's part of a stream, whose length is a multiple of the group's size."""
+        each = tokens // self.size
+        return slice(self.ranks.rank * each, (self.ranks.rank + 1) * each)
+
+    def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """From all heads of the own tokens to all tokens of the own heads: [T / size, heads, width] -> [T, heads / size, width]. Where
+        there are fewer key heads than workers, some have the same one."""
+        k, v = (self._enough(states) for states in (k, v))
+        tokens, width = q.shape[0], q.shape[2]
+        # In one exchange: the heads of a worker, of all three, lie side by side.
+        parts = torch.cat([states.reshape(tokens, self.size, -1, width) for states in (q, k, v)], dim=2)
+        found = Exchanged.apply(parts.transpose(0, 1), self.ranks).reshape(self.size * tokens, -1, width)
+        counts = [states.shape[1] // self.size for states in (q, k, v)]
+        return found.split(counts, dim=1)  # type: ignore[no-any-return]
+
+    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        """The inverse for attention's output: [T, heads / size, width] -> [T / size, heads, width]."""
+        tokens, heads, width = out.shape
+        parts = Exchanged.apply(out.reshape(self.size, tokens // self.size, heads, width), self.ranks)
+        return parts.transpose(0, 1).reshape(tokens // self.size, self.size * heads, width)
+
+    def _enough(self, states: torch.Tensor) -> torch.Tensor:
+        heads = states.shape[1]
+        return states if heads % self.size == 0 else states.repeat_interleave(self.size // heads, dim=1)
+
+    def gather(self, own: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        """The numbers of all workers [R], in order, from each worker's own; `counts`: how many each has. Its gradient is that of the own
+        numbers: all workers compute the same loss from all."""
+        return Gathered.apply(own, tuple(counts), self.ranks) if any(counts) else own  # type: ignore[no-any-return]
+
+
+class Exchanged(torch.autograd.Function):
+    """[size, ...] -> [size, ...]: place i goes to worker i, and place i of the result is from worker i."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+        ctx.ranks = ranks
+        return exchange(parts, ranks)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_parts: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return exchange(of_parts, ctx.ranks), None
+
+
+def exchange(parts: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    parts = parts.contiguous()
+    ranks.moved["all-to-all"] += parts.nbytes
+    if parts.is_cuda and dist.get_backend(ranks.group) == "gloo":  # workers that share a GPU: gloo exchanges main memory only
+        on_host = parts.cpu()
+        found = torch.empty_like(on_host)
+        dist.all_to_all_single(found, on_host, group=ranks.group)
+        return found.to(parts.device)
+    found = torch.empty_like(parts)
+    dist.all_to_all_single(found, parts, group=ranks.group)
+    return found
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, counts: tuple[int, ...], ranks: Ranks) -> torch.Tensor:
+        ctx.own = slice(sum(counts[: ranks.rank]), sum(counts[: ranks.rank + 1]))
+        widest = max(counts)
+        found = own.new_empty(len(counts) * widest)
+        ranks.moved["all-gather"] += found.nbytes
+        gather_into(found, torch.nn.functional.pad(own.detach(), (0, widest - len(own))), group=ranks.group)
+        return torch.cat([numbers[:count] for numbers, count in zip(found.split(widest), counts, strict=True)])
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_all: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return of_all[ctx.own], None, None
+
+
+ONE = SequenceGroup(ALONE)

@@ -1,0 +1,221 @@
+"""Workers that compute a micro-batch together, each a part of its tokens (`sequence_parallel`), compute what one process computes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import devices
+import models
+import pytest
+import runs
+from test_devices import (
+    ADVERSARIAL,
+    CASES,
+    DEALT,
+    FORCED,
+    ONE_STEP,
+    assert_same_gradients,
+    assert_same_metrics,
+    assert_same_run,
+    differ,
+    forced,
+    update_all,
+)  # fmt: skip
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from fulltilt.algo.build import build
+from fulltilt.cluster.checks import wrong_settings
+from fulltilt.parallel.layout import Sharding, sequence_sizes
+from fulltilt.plan import Facts, RoleFacts, plan_roles
+from fulltilt.shape import Shape
+
+ModelFolders = Callable[[str], Path]
+Pool = devices.Pool
+
+TWO, FOUR = "train.sequence_parallel=2", "train.sequence_parallel=4"
+OWN = ("train.sequence_parallel=2", "ref.sequence_parallel=1", "critic.sequence_parallel=4")
+FAMILIES: Mapping[str, tuple[str, Mapping[str, Any], tuple[str, ...]]] = {
+    **CASES,
+    "gemma2": ("gemma2", runs.GRPO, ()),
+    "mixtral": ("mixtral", runs.GRPO, ()),
+    "llama": ("llama", runs.GRPO, ()),
+}
+WAYS: Mapping[str, tuple[int, tuple[str, ...]]] = {
+    "two of two": (2, (TWO,)),
+    "two of four": (4, (TWO,)),
+    "four of four": (4, (FOUR,)),
+    "two of four, full": (4, (TWO, "train.shard=full")),
+    "two of four, hybrid": (4, (TWO, "train.shard=hybrid", "train.shard_size=2")),
+}
+SHORT = {("dense", "two of two"), ("ppo", "two of four, full"), ("experts", "four of four")}
+LONG = {(case, "two of four") for case in FAMILIES} | {("recompute", "four of four"), ("lora", "two of four, full")}
+
+
+@pytest.fixture(scope="module")
+def alone(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Path, devices.Noted]]:
+    """One step of each case in one process."""
+    made: dict[str, tuple[Path, devices.Noted]] = {}
+
+    def run(case: str) -> tuple[Path, devices.Noted]:
+        if case not in made:
+            family, tables, overrides = FAMILIES[case]
+            folder = runs.make(tmp_path_factory.mktemp("alone") / case, model_folders(family), tables)
+            made[case] = folder, pool_of_devices.train(folder, 1, *ONE_STEP, *overrides)[1]
+        return made[case]
+
+    return run
+
+
+def marks_of(case: str, way: str) -> list[pytest.MarkDecorator]:
+    if (case, way) in SHORT:
+        return []
+    return [pytest.mark.long if (case, way) in LONG else pytest.mark.matrix]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"), [pytest.param(case, way, marks=marks_of(case, way), id=f"{case}, {way}") for case in FAMILIES for way in WAYS]
+)
+def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
+    pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path, case: str, way: str
+) -> None:
+    family, tables, overrides = FAMILIES[case]
+    workers, settings = WAYS[way]
+    expected_folder, expected = alone(case)
+    folder = runs.make(tmp_path / "folder", model_folders(family), tables)
+    noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides, *settings)
+    largest = assert_same_gradients(noted, expected)
+    print(f"{case}, {way}: largest difference of gradients {largest:.1e}")
+    assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
+
+
+def test_sizes_that_heads_and_workers_allow() -> None:
+    assert sequence_sizes([(12, 2)], 8) == [1, 2, 4]
+    assert sequence_sizes([(14, 2)], 8) == [1, 2]
+    assert sequence_sizes([(32, 8), (32, 4)], 16) == [1, 2, 4, 8, 16]
+    assert sequence_sizes([(12, 3)], 12) == [1, 3, 6, 12]
+    assert sequence_sizes([(4, 4)], 3) == [1]
+
+
+def test_every_role_has_a_size_of_its_own(
+    pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path
+) -> None:
+    """Of a micro-batch of 30 tokens, 15 enter the actor on each worker, 8 the critic, and all the reference."""
+    family, tables, overrides = FAMILIES["ppo"]
+    folder = runs.make(tmp_path / "folder", model_folders(family), tables)
+    expected_folder, expected = alone("ppo")
+    noted = assert_same_run(pool_of_devices, folder, 4, expected_folder, *ONE_STEP, *overrides, *OWN)
+    assert_same_gradients(noted, expected)
+    with pool_of_devices.assembled(folder, 4, *ONE_STEP, *overrides, *OWN, "run.dir=again") as parts:
+        for role, field in {"ref": "ref_logprobs", "actor": "old_logprobs", "critic": "values"}.items():
+            parts.crew.annotate(role, field, forced([30]), lambda done, total: None)
+        assert {role: parts.crew.most_tokens(role) for role in ("actor", "critic", "ref")} == {"actor": 15, "critic": 8, "ref": 30}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param((TWO, "cluster.roles={critic = 2}"), id="a critic with workers of its own"),
+        pytest.param((TWO, "cluster.roles={critic = 2}", "train.shard=full"), id="shared out", marks=pytest.mark.matrix),
+        pytest.param(("critic.sequence_parallel=2", "cluster.roles={critic = 2, ref = 1}"), id="alone", marks=pytest.mark.matrix),
+    ],
+)
+@pytest.mark.long
+def test_roles_on_workers_of_their_own(
+    pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path, settings: tuple[str, ...]
+) -> None:
+    family, tables, overrides = FAMILIES["ppo"]
+    folder = runs.make(tmp_path / "folder", model_folders(family), tables)
+    expected_folder, expected = alone("ppo")
+    _, noted = pool_of_devices.train(folder, 4, *ONE_STEP, *overrides, *settings)
+    assert_same_gradients(noted, expected)
+    assert_same_metrics(folder, expected_folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("workers", "settings"), [(2, (TWO,)), (4, (TWO,)), (4, (FOUR,)), (4, (TWO, "train.shard=full"))])
+def test_rows_that_cannot_be_shared_out_evenly(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, workers: int, settings: tuple[str, ...]
+) -> None:
+    """Micro-batches of a few tokens, of which some workers have none that is trained on, or padding alone."""
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    batches, common = list(ADVERSARIAL.values()), (*FORCED, "actor.token_budget=40", "algorithm.kl_coef=0.1")
+    expected, metrics = update_all(pool_of_devices, folder, 1, batches, *common)
+    noted, found = update_all(pool_of_devices, folder, workers, batches, *common, *settings)
+    assert_same_gradients(noted, expected)
+    for name, mine, theirs in zip(ADVERSARIAL, found, metrics, strict=True):
+        same = [{key: value for key, value in each.items() if not key.startswith(DEALT)} for each in (mine, theirs)]
+        assert same[0] == pytest.approx(same[1], rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize(("workers", "settings"), [(2, (TWO,)), (4, (FOUR,))])
+def test_fewer_key_heads_than_workers_and_as_many(
+    pool_of_devices: Pool, tmp_path: Path, key_heads: int, workers: int, settings: tuple[str, ...]
+) -> None:
+    model = tmp_path / "model"
+    AutoModelForCausalLM.from_config(Qwen2Config(**{**models.SMALL, "num_key_value_heads": key_heads})).save_pretrained(model)
+    models.tokenizer().save_pretrained(model)
+    one, several = (runs.make(tmp_path / name, model) for name in ("one", "several"))
+    _, expected = pool_of_devices.train(one, 1, *ONE_STEP)
+    noted = assert_same_run(pool_of_devices, several, workers, one, *ONE_STEP, *settings)
+    assert_same_gradients(noted, expected)
+
+
+@pytest.mark.long
+def test_rows_that_other_machines_hold(
+    pool_of_devices: Pool, alone: Callable[..., Any], model_folders: ModelFolders, tmp_path: Path
+) -> None:
+    """Each worker as if it had a machine of its own: a row goes to all workers that compute it, and its numbers come back once."""
+    family, tables, overrides = FAMILIES["ppo"]
+    folder = runs.make(tmp_path / "folder", model_folders(family), tables)
+    expected_folder, expected = alone("ppo")
+    pool_of_devices.apart = True
+    try:
+        noted = assert_same_run(pool_of_devices, folder, 4, expected_folder, *ONE_STEP, *overrides, *OWN)
+    finally:
+        pool_of_devices.apart = False
+    assert_same_gradients(noted, expected)
+
+
+REFUSED = {
+    "three": (("cluster.workers=3", "train.sequence_parallel=3"), r"train.sequence_parallel: 3 workers cannot share .* Remove the key"),
+    "four of six": (("cluster.workers=6", "train.sequence_parallel=4"), r"must divide the 6 that have this role, .*\. Use 1 or 2$"),
+    "a role's own": (
+        ("cluster.workers=4", "algorithm.name=ppo", "cluster.roles={critic = 1}", "critic.sequence_parallel=2"),
+        r"critic.sequence_parallel: 2 workers cannot share micro-batches: only one has this role. Remove the key",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sizes_that_are_refused_before_anything_loads(
+    model_folders: ModelFolders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    settings, message = REFUSED[case]
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2")), *settings)
+    with contextlib.chdir(tmp_path / "folder"):
+        (found,) = wrong_settings(config, build(config), "cpu")
+    assert re.search(message, found)
+
+
+def test_auto_shares_samples_that_are_longer_than_a_micro_batch(model_folders: ModelFolders, tmp_path: Path) -> None:
+    config = runs.read_config(runs.make(tmp_path / "folder", model_folders("qwen2"), runs.SFT))
+
+    def size(longest: int, workers: int) -> int:
+        shape = Shape.named("7B")
+        facts = Facts("cuda", 80 << 30, 200 << 30, {"actor": RoleFacts.of_shape(shape, config, "cuda", learns=True)}, longest, 1)
+        facts = replace(facts, rollout=False, sharding=Sharding(workers=workers))
+        return plan_roles(config, facts).settings["actor"].sequence_parallel
+
+    assert size(16384, 8) == 1 and size(16385, 8) == 2 and size(40000, 8) == 4
+    assert size(40000, 1) == 1 and size(40000, 2) == 2
+    assert size(10**6, 8) == 4, "28 heads"
