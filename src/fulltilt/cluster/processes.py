@@ -193,6 +193,11 @@ class Processes:
             raise
 
     @property
+    def closed(self) -> bool:
+        """Whether the workers have been ended, perhaps because one has failed."""
+        return self._closing or bool(self._breakdowns)
+
+    @property
     def pids(self) -> list[int]:
         return [peer.process.pid for peer in self._peers]
 
