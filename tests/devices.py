@@ -39,6 +39,7 @@ from fulltilt.cluster.worker import Worker
 from fulltilt.model.arrays import local
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.parcels import Parcels
+from fulltilt.proofs.pool import TeamCall
 
 SIZE = 4
 SIZES = (1, 2, 3, 4)
@@ -319,27 +320,6 @@ class Guests:
 
     def start(self, method: str, args: Sequence[tuple[Any, ...]], *, what: str) -> ProcessCall:
         return self._pool.processes.start("call_guest", [(self._make, method, own) for own in args], what=what)
-
-
-class TeamCall:
-    def __init__(self, call: ProcessCall, size: int) -> None:
-        self._call, self._size = call, size
-
-    def items(self) -> Iterator[tuple[int, Any]]:
-        return self._call.items()
-
-    def tell(self, rank: int, message: Any) -> None:
-        self._call.tell(rank, message)
-
-    def results(self) -> list[Any]:
-        return self._call.results()[: self._size]
-
-    def cancel(self) -> None:
-        self._call.cancel()
-
-    @property
-    def seconds(self) -> float:
-        return self._call.seconds
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import toy_worker
@@ -351,7 +352,7 @@ def launch_and_greet(ranks: Sequence[int], environment: Mapping[str, str]) -> It
 
 
 @pytest.mark.usefixtures("slow_stacks")
-def test_a_worker_that_loads_is_given_more_time_and_named_as_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_hangs_while_it_loads_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the stack of what it does, which may be an import."""
     told = tmp_path / "told"
     source = f"import os\nwhile not os.path.exists({str(told)!r}): __import__('time').sleep(0.01)\ndef make(order): return object()\n"
@@ -364,11 +365,43 @@ def test_a_worker_that_loads_is_given_more_time_and_named_as_loading(tmp_path: P
         told.write_text(text)
 
     began = time.monotonic()
-    Processes([0], "slow_toy:make", launch=launch_and_greet, on_stall=on_stall, stall_s=0.6).close()
-    assert len(seconds) == 1 and seconds[0] > 2.4
+    Processes([0], "slow_toy:make", launch=launch_and_greet, on_stall=on_stall, stall_s=1.5).close()
+    assert len(seconds) == 1 and seconds[0] > 1.5
     text = told.read_text()
     assert re.match(r"worker 0 \(process \d+\) is still loading, without progress for \d+ s\n", text)
     assert re.search(r"worker 0 \(process \d+\): loading \(slow_toy:make\), at work\n +slow_toy.py:2 in <module>", text)
+
+
+LOADER = """
+import mmap, time
+import torch
+def make(order):
+    rank, path, store = order
+    if rank:
+        read(path)
+    torch.distributed.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
+    return object()
+
+def read(path):
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as weights:
+        for place in range(0, len(weights), 2**18):
+            weights[place : place + 2**18]
+            time.sleep(0.05)
+"""
+
+
+def test_neither_a_worker_that_loads_slowly_nor_one_that_waits_for_it_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads five megabytes in a second, for longer than it may be silent."""
+    forked.use(monkeypatch)
+    (tmp_path / "slow_loader.py").write_text(LOADER)
+    weights = tmp_path / "weights"
+    weights.write_bytes(bytes(40 * 2**20))
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+    began = time.monotonic()
+    orders = [(rank, str(weights), str(tmp_path / "store")) for rank in range(2)]
+    Processes(orders, "slow_loader:make", launch=launch_and_greet, on_stall=told.append, stall_s=4.0).close()
+    assert not told and time.monotonic() - began > 8.0
 
 
 @pytest.mark.parametrize("how", ["stopped", "asleep"])

@@ -7,10 +7,12 @@ weights are equal to the bit; metrics that are sums over workers differ by the o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import devices
 import numpy as np
@@ -19,8 +21,12 @@ import runs
 from transformers import AutoModelForSequenceClassification
 
 from fulltilt.algo.advantage import exact_parts, whitened
+from fulltilt.cluster.crew import Crew
 from fulltilt.cluster.samples import GATHERED
 from fulltilt.observe.metrics import RowSums
+from fulltilt.parallel.layout import UNSHARDED
+from fulltilt.parallel.parcels import pack_numbers, pack_rows, unpack_numbers, unpack_rows
+from fulltilt.parallel.traffic import WHITENING, Exchange, RowTraffic, Trip, predict
 from fulltilt.records import Row
 
 ModelFolders = Callable[[str], Path]
@@ -101,6 +107,71 @@ def test_a_run_is_the_one_whose_samples_pass_through_the_driver(
     assert errors[0] == errors[1] and bool(errors[0]) == (case == "grpo")
     moved = [line["communication/all_to_all_bytes"] for line in runs.metrics(folders[1]) if line["step"]]
     assert min(moved) > 0 and "communication/all_to_all_bytes" not in runs.metrics(folders[0])[-1]
+
+
+# Numbers for each token that a row has in an update: rollout, old and reference log-probs, values, advantages, returns.
+FIELDS = {"grpo": 4, "ppo": 6, "judged": 4}
+
+
+@pytest.fixture
+def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[list[Trip], bool]]]:
+    """What the driver has had workers exchange, by steps: the ways of rows, and whether they went with all their numbers."""
+    found: list[list[tuple[list[Trip], bool]]] = [[]]
+    bring, metrics = Crew._bring, Crew.metrics
+
+    def noting(crew: Crew, role: str, purpose: str, rows: Any, micro_batches: Any, *, whole: bool) -> Any:
+        workers = zip(crew._ranks_of(role), micro_batches, strict=True)
+        trips = [Trip(rows[index].tokens, rows[index].home, rank) for rank, own in workers for indices in own for index in indices]
+        found[-1].append((trips, whole))
+        return bring(crew, role, purpose, rows, micro_batches, whole=whole)
+
+    def ending(crew: Crew) -> Any:
+        found.append([])
+        return metrics(crew)
+
+    monkeypatch.setattr(Crew, "_bring", noting)
+    monkeypatch.setattr(Crew, "metrics", ending)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "workers"), [("ppo", 3), *(pytest.param(*each, marks=pytest.mark.long) for each in (("grpo", 4), ("judged", 2)))]
+)
+def test_rows_that_go_between_workers_take_the_bytes_that_are_predicted(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, exchanged: list[list[Any]], case: str, workers: int
+) -> None:
+    folder = make(tmp_path / "there", model_folders("qwen2"))
+    if case == "judged":
+        make_judge(model_folders("qwen2"), tmp_path / "judge")
+    with apart(pool_of_devices):
+        pool_of_devices.train(folder, workers, *QUIET, "run.steps=2", "run.save_every=0", *CASES[case])
+    lines, steps = [line for line in runs.metrics(folder) if line["step"]], [own for own in exchanged if own]
+    for line, own in zip(lines, steps, strict=True):
+        assert any(trip.home != trip.computed for trips, _ in own for trip in trips)
+        exchanges = [Exchange(trips, fields=FIELDS[case] if whole else 0, returns=not whole) for trips, whole in own]
+        traffic = RowTraffic(workers, exchanges, WHITENING if case == "ppo" else 0)
+        assert line["communication/all_to_all_bytes"] == predict([], UNSHARDED, traffic)["all-to-all"]
+
+
+def test_rows_survive_the_way() -> None:
+    draw = np.random.default_rng(5)
+    fields = {name: draw.normal(size=9).astype(np.float32) for name in ("rollout_logprobs", "values", "returns")}
+    rows = [
+        (7, Row(np.arange(9) + 2**30, np.arange(9) > 3, 4, -0.25, 0.5, 2, **fields)),
+        (1, Row(np.arange(3), np.zeros(3, dtype=bool), reward=float("nan"))),
+    ]
+    for (index, row), (number, found) in zip(rows, unpack_rows(memoryview(pack_rows(rows))), strict=True):
+        assert index == number
+        for field in dataclasses.fields(Row):
+            expected, got = getattr(row, field.name), getattr(found, field.name)
+            assert type(expected) is type(got), field.name
+            if expected is not None:
+                np.testing.assert_array_equal(got, expected)
+            assert not isinstance(got, np.ndarray) or (got.dtype == expected.dtype and got.flags.writeable)
+    numbers = [(3, fields["values"]), (8, np.zeros(0, dtype=np.float32))]
+    for (index, own), (number, got) in zip(numbers, unpack_numbers(memoryview(pack_numbers(numbers))), strict=True):
+        assert index == number and own.tobytes() == got.tobytes()
+    assert unpack_rows(memoryview(pack_rows([]))) == [] and unpack_numbers(memoryview(pack_numbers([]))) == []
 
 
 @pytest.mark.parametrize("there", [True, pytest.param(False, marks=pytest.mark.long)])

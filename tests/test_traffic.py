@@ -169,6 +169,7 @@ def test_large_models() -> None:
     assert sent_bytes(Counter({"all-gather": 800, "reduce-scatter": 80, "all-reduce": 8}), 8) == 700 + 70 + 14
 
 
-def test_the_page_shows_the_table_that_the_command_prints() -> None:
+def test_the_page_shows_the_tables_that_the_command_prints() -> None:
     page = (Path(__file__).parents[1] / "docs" / "scaling.md").read_text()
     assert "\n".join(scaling.table()) in page
+    assert "\n".join(scaling.rows_table()) in page

@@ -144,6 +144,9 @@ class Row:
         return self.advantages is None or bool(self.advantages[self.mask].any())
 
 
+PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")  # of a row, that updates read
+
+
 @dataclass(frozen=True, eq=False)
 class RowHead:
     """What the driver knows of a row that a worker holds, under a key that is the row's own in the step."""

@@ -919,8 +919,7 @@ class ClusterConfig(Section):
     )
     """Run a single worker in a process of its own too, as several always do: to measure what that costs."""
     stall_s: Seconds = row(45.0, used_if=_if_apart)
-    """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers; four times as
-    many while it loads."""
+    """Seconds without a sign of progress after which a worker is reported, with the Python stacks of all workers."""
     deadline_s: Seconds = row(1800.0, used_if=_if_apart)
     """Seconds without a sign of progress after which a worker is given up, and the run ends."""
     restarts: NotNegative = row(0, used_if=_if_apart)

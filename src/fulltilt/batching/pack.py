@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from fulltilt.batching.schedule import fill, fill_padded, fixed
-from fulltilt.records import AnyRow, BatchPlan, MicroBatch, MiniBatch, Row
+from fulltilt.records import PER_TOKEN_FIELDS, AnyRow, BatchPlan, MicroBatch, MiniBatch, Row
 
 Rows = Sequence[Row] | Mapping[int, Row]
 Weights = Sequence[float] | Mapping[int, float]
 PAD = 0  # a token that every vocabulary has; nothing reads its results
-PER_TOKEN_FIELDS = ("rollout_logprobs", "old_logprobs", "ref_logprobs", "values", "advantages", "returns")
 
 
 @dataclass(frozen=True)

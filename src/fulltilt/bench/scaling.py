@@ -1,6 +1,6 @@
-"""What the collectives of a step cost at sizes that nobody can try here: the table of docs/scaling.md.
+"""What the collectives of a step cost at sizes that nobody can try here: the tables of docs/scaling.md.
 
-Enters: nothing; devices and the work of a step are in this file. Leaves: a table on standard output, in Markdown. Guaranteed: bytes are
+Enters: nothing; devices and the work of a step are in this file. Leaves: two tables on standard output, in Markdown. Guaranteed: bytes are
 those of parallel/traffic.py and parallel/holdings.py, which equal what is counted; what `auto` chooses is that of the plan; arithmetic is
 that of batching/cost.py; nothing is loaded or measured.
 
@@ -16,8 +16,8 @@ from functools import cached_property
 from fulltilt.batching.cost import ModelSize, update_flops
 from fulltilt.bench.roofline import DEVICES
 from fulltilt.parallel.holdings import held_bytes, passing_bytes, twin_bytes
-from fulltilt.parallel.layout import Sharding, Sizes
-from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
+from fulltilt.parallel.layout import UNSHARDED, Sharding, Sizes
+from fulltilt.parallel.traffic import WHITENING, Exchange, RoleWork, RowTraffic, Trip, predict, sent_bytes
 from fulltilt.plan import TOKEN_BUDGET, Facts, RoleFacts, choose_sharding
 from fulltilt.schema import Config
 from fulltilt.shape import Shape
@@ -129,8 +129,26 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
 
 
+def rows_table() -> Iterator[str]:
+    """Bytes of rows, each of which another worker than its holder computes with: old and reference log-probs, PPO's values, updates."""
+    yield "| GPUs | samples on each | GRPO | PPO | PPO, 8 adapters | PPO, 1 adapter |"
+    yield f"|{'---|' * 6}"
+    for gpus in GPUS:
+        own = SAMPLES // gpus
+        if gpus <= OF_MACHINE:
+            yield f"| {gpus} | {own:,} | none | none | | |"
+            continue
+        trips = [Trip(PROMPT + RESPONSE, rank, (rank + 1) % gpus) for rank in range(gpus) for _ in range(own)]
+        passes = [Exchange(trips, returns=True)] * 2
+        grpo = RowTraffic(gpus, [*passes, Exchange(trips, fields=4)])
+        ppo = RowTraffic(gpus, [*passes, passes[0], Exchange(trips, fields=6), Exchange(trips, fields=6)], WHITENING)
+        moved = [predict([], UNSHARDED, each)["all-to-all"] for each in (grpo, ppo)]
+        times = [f"{max(moved) / speed * 1e3:.1f} ms" for speed in (NETWORK, NETWORK / OF_MACHINE)]
+        yield f"| {' | '.join([f'{gpus:,}', f'{own:,}', *(f'{count / 1e6:.1f} MB' for count in moved), *times])} |"
+
+
 def main() -> None:
-    for line in table():
+    for line in (*table(), "", *rows_table()):
         print(line)
 
 

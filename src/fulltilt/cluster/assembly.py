@@ -55,6 +55,8 @@ from fulltilt.schema import Config
 from fulltilt.training.checkpoint import Checkpoint
 from fulltilt.words import joined
 
+StartHosts = Callable[[WorkerOrder, torch.device, int], Hosts]  # so many workers, on this machine
+
 
 @dataclass(frozen=True, eq=False)
 class RunParts:
@@ -96,12 +98,15 @@ def torch_as_it_was() -> Iterator[None]:
         torch.backends.mkldnn.set_flags(onednn)
 
 
-def assemble(config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None) -> RunParts:
-    """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits."""
+def assemble(
+    config: Config, resume: Checkpoint | None = None, *, kept: dict[str, Any] | None = None, start: StartHosts | None = None
+) -> RunParts:
+    """The parts of a training run. `kept`: the budgets of an earlier plan, to compute in the same shapes and get the same bits. `start`:
+    what starts several workers of this machine, if not new processes."""
     algorithm = build(config)
     device = open_device(config, wrong_settings(config, algorithm, choose_device(config.run.device).type))
     roles = ("actor", *(["critic"] if algorithm.value_loss else []), *(["ref"] if "ref_logprobs" in algorithm.needs else []))
-    return put_together(config, algorithm, device, read_training_data, roles, resume, kept)
+    return put_together(config, algorithm, device, read_training_data, roles, resume, kept, start)
 
 
 def assemble_evaluation(config: Config, resume: Checkpoint | None = None) -> RunParts:
@@ -137,7 +142,7 @@ def open_device(config: Config, mistakes: Iterable[str]) -> torch.device:
 
 def put_together(
     config: Config, algorithm: Algorithm, device: torch.device, read: Callable[[Config, Algorithm], RunData], roles: Collection[str],
-    resume: Checkpoint | None, kept: dict[str, Any] | None,
+    resume: Checkpoint | None, kept: dict[str, Any] | None, start: StartHosts | None = None,
 ) -> RunParts:  # fmt: skip
     """The parts of a run. `roles`: those of a training run, none if nothing learns."""
     with contextlib.ExitStack() as on_error:
@@ -152,7 +157,7 @@ def put_together(
         truths = check_truths(data, reward) if reward else []
         order = WorkerOrder(config, tuple(roles), TextFacts(data.tokenizer, data.ends, data.longest, data.steps_per_epoch), data.encoder)
         order = replace(order, sampled=reward is not None, resume=resume, kept=kept, writer=data.encoder)
-        crew = gather_crew(order, algorithm, device, paths)
+        crew = gather_crew(order, algorithm, device, paths, start)
         on_error.callback(crew.close)
         notes = (*data.notes, *truths, *describe(config, reward), *crew.notes)
         digests = data.train.digest(), data.val.digest() if data.val else None
@@ -176,9 +181,9 @@ def describe(config: Config, reward: RewardPool | None) -> Iterator[str]:
         yield f"this kernel does not keep reward functions from what reward.sandbox forbids: they could {joined(reward.lacking, 'and')}"
 
 
-def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str]) -> Crew:
+def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str], start: StartHosts | None) -> Crew:
     """The workers that the configuration asks for, each with its models loaded. `paths`: the settings that name models."""
-    hosts = open_hosts(order, algorithm, device, paths)
+    hosts = open_hosts(order, algorithm, device, paths, start)
     try:
         return Crew(order.config, algorithm, hosts)
     except BaseException:
@@ -186,9 +191,9 @@ def gather_crew(order: WorkerOrder, algorithm: Algorithm, device: torch.device, 
         raise
 
 
-def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str]) -> Hosts:
+def open_hosts(order: WorkerOrder, algorithm: Algorithm, device: torch.device, paths: Mapping[str, str], start: StartHosts | None) -> Hosts:
     if order.config.cluster.address:
         return start_on_ray(order, device, paths)
     size = count_workers(order.config, device.type)
     apart = size > 1 or order.config.cluster.processes
-    return start_processes(order, device, size) if apart else Local(load_worker(order, algorithm, device))
+    return (start or start_processes)(order, device, size) if apart else Local(load_worker(order, algorithm, device))

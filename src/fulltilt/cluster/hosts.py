@@ -57,7 +57,9 @@ class Hosts(Protocol):
 
 
 class WorkerCall(Protocol):
-    seconds: float  # from the start to the last result, once it is there
+    @property
+    def seconds(self) -> float:
+        """From the start to the last result, once it is there."""
 
     def items(self) -> Iterator[tuple[int, Any]]:
         """Rank and item, in order of arrival, until every worker has returned. If the iterator ends early, because it is closed or because

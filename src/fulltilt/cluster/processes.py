@@ -2,10 +2,11 @@
 
 Enters: orders, from each of which a process makes its worker, and calls. Leaves: items and results, or the first failure. Guaranteed:
 
-- Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for `stall_s`
-  seconds, four times as many while it is made, is reported once per call with the stacks of all workers; after `deadline_s` seconds it is
-  given up. Once the driver has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited
-  for a disk.
+- Every wait is watched. A worker that dies is named with the signal or exit code and its last output; one that sends nothing for
+  `stall_s` seconds is reported once per call with the stacks of all workers; after `deadline_s` seconds it is given up. Once the driver
+  has asked to `hurry`, so is one that for `HURRY_S` seconds has neither sent nor computed anything, nor waited for a disk. A worker that
+  is being made sends signs of progress (`serve`); one that meanwhile waits in a collective operation for another that makes progress is
+  not silent.
 - The first failure ends all workers, for the others may wait for the one that failed. Errors of torch.distributed are often only a
   consequence: another cause that arrives within a moment is raised in their place.
 - An exception that arrives in the driver at any moment, as that of Ctrl-C does, loses no message and mixes none up: threads that no signal
@@ -30,6 +31,7 @@ from typing import Any, TypeAlias
 
 from fulltilt.cluster.child import REAP_S, ChildProcess, start_child
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck, WorkerTraceback, no_results
+from fulltilt.cluster.serve import STALL_S
 from fulltilt.cluster.stacks import Whereabouts, frames_of_calls, report
 from fulltilt.cluster.wire import Cancel, Connection, Failure, Hello, Item, Leave, Result, Start, Tell, pack
 from fulltilt.records import UserError
@@ -38,7 +40,6 @@ LOOK_S = 0.25  # how often a wait looks for deaths that the socket does not show
 CAUSE_S = 1.0  # how long the cause of an error of torch.distributed may take to arrive
 LEAVE_S = 1.0  # how long workers may take to end by themselves
 HURRY_S = 15.0  # seconds after Ctrl-C in which a worker may do nothing
-LOADING_STALLS = 4  # times `stall_s` that a worker may be silent while it is made: it imports and reads much
 STACK_S = 1.0  # how long workers may take to write their stacks
 
 Envelope: TypeAlias = "tuple[list[memoryview], ProcessCall | None]"  # a packed message, and the call that waits until it was sent
@@ -179,7 +180,7 @@ class Processes:
         self._threads: list[threading.Thread] = []
         atexit.register(self.close)
         try:
-            for peer in launch(range(self.size), environment or {}):
+            for peer in launch(range(self.size), {STALL_S: str(stall_s), **(environment or {})}):
                 self._peers.append(peer)
                 peer.label = labels[peer.rank] if labels else ""
             for peer in self._peers:
@@ -191,6 +192,11 @@ class Processes:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers have been ended, perhaps because one has failed."""
+        return self._closing or bool(self._breakdowns)
 
     @property
     def pids(self) -> list[int]:
@@ -378,8 +384,7 @@ class Processes:
 
     def _look_for_silence(self, call: ProcessCall) -> None:
         pending = [rank for rank, answered in enumerate(call.answered) if not answered]
-        stall_s = self.stall_s * (LOADING_STALLS if call.makes else 1)
-        late = [rank for rank in pending if call.silent_s[rank] > stall_s and not call.reported[rank]]
+        late = [rank for rank in pending if call.silent_s[rank] > self.stall_s and not call.reported[rank]]
         if not late and not self._stuck(call):
             return
         everyone = self._whereabouts(call)
@@ -387,6 +392,8 @@ class Processes:
         if len(in_collective) < len(pending):
             for rank in in_collective:  # another one is the cause
                 call.idle_s[rank] = 0.0
+                if call.makes and not any(call.silent_s[other] > self.stall_s for other in pending if other not in in_collective):
+                    call.silent_s[rank] = 0.0
         waiting = [rank for rank in pending if everyone[rank].waits_for_driver]
         if len(waiting) < len(pending):  # the driver will have messages for these when another worker has made progress
             for rank in waiting:

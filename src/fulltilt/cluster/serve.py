@@ -4,7 +4,8 @@ Enters: messages of the driver (`wire`). Leaves: items, results and failures. Gu
 sending to a worker never waits for what it computes; calls run one after the other in the main thread, those started `aside` in a thread
 each; whatever a call raises is reported. The process ends with the driver: by the system's signal where there is one (Linux), else at the
 end of the socket. Signals that ask processes to stop are the driver's to obey, who may want to save first: a worker ignores them. SIGUSR1
-has it write its stacks, even while it is stuck in C. Imports neither torch nor anything that the driver did not name.
+has it write its stacks, even while it is stuck in C. While it makes its object, it tells the driver that it gets on: by the pages of memory
+that it fills, not by the clock. Imports neither torch nor anything that the driver did not name.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import faulthandler
 import importlib
 import io
 import os
+import resource
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
@@ -32,6 +34,9 @@ from fulltilt.words import first_line
 
 LONGEST_TRACEBACK = 20_000  # characters
 LARGEST_OUTPUT = 16 * 2**20  # bytes of standard output and error that are kept
+STALL_S = "FULLTILT_STALL_S"  # the variable with the seconds after which the driver reports a worker that is silent
+SIGNS = 4  # looks in this time at whether the worker gets on
+PAGES = 16  # fewest pages between two signs: a process that only waits touches a new one now and then
 _PR_SET_PDEATHSIG = 1
 
 
@@ -143,9 +148,36 @@ class Server:
 
 def imported_and_called(path: str, args: tuple[Any, ...], inbox: ProcessInbox) -> Generator[Any, None, Any]:
     module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    yield "imported"  # which takes long on a busy machine
-    return (yield from produced(function, args, inbox))
+    with signs_of_progress(inbox.send, float(os.environ.get(STALL_S, "45")) / SIGNS):
+        function = getattr(importlib.import_module(module), name)
+        return (yield from produced(function, args, inbox))
+
+
+@contextlib.contextmanager
+def signs_of_progress(send: Callable[[str], None], interval_s: float) -> Iterator[None]:
+    """Send a sign every so often, as long as the process has brought pages into its memory since the last one: read from files, as those of
+    modules and weights are, or filled anew. One that hangs brings in none."""
+    over = threading.Event()
+
+    def look() -> None:
+        seen = pages_brought_in()
+        while not over.wait(interval_s):
+            if (count := pages_brought_in()) >= seen + PAGES:
+                send("progress")
+                seen = count
+
+    thread = threading.Thread(target=look, name="progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()  # nothing may follow the result
+
+
+def pages_brought_in() -> int:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt + usage.ru_majflt
 
 
 def failure_of(error: BaseException, call: int | None) -> Failure:

@@ -103,11 +103,19 @@ def report_stall(text: str) -> None:
 
 def start_processes(order: WorkerOrder, device: torch.device, size: int) -> Processes:
     """One process for each worker, on this machine."""
+    services, options = services_here(order, device, size)
+    return Processes(services, SERVE, environment=own_interface(), **options)
+
+
+def services_here(order: WorkerOrder, device: torch.device, size: int) -> tuple[list[Service], dict[str, Any]]:
+    """What each worker of this machine is made from, and the settings of their host."""
     gpus = [f"cuda:{rank % torch.cuda.device_count()}" if device.type == "cuda" else "" for rank in range(size)]
-    services, options = services_of(order, "127.0.0.1", [Place("", gpu, gpu or "cpu") for gpu in gpus])
-    # Workers of one machine talk over its own interface, whatever its name resolves to.
-    variables = {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
-    return Processes(services, SERVE, environment=variables, **options)
+    return services_of(order, "127.0.0.1", [Place("", gpu, gpu or "cpu") for gpu in gpus])
+
+
+def own_interface() -> dict[str, str]:
+    """Variables with which workers of one machine talk over its own interface, whatever its name resolves to."""
+    return {} if "GLOO_SOCKET_IFNAME" in os.environ else {"GLOO_SOCKET_IFNAME": "lo"}
 
 
 def start_on_ray(order: WorkerOrder, device: torch.device, paths: Mapping[str, str]) -> Processes:

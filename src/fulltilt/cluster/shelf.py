@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
 from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import fsum
@@ -22,11 +21,11 @@ import numpy as np
 
 from fulltilt.algo.advantage import Everyone, exact_parts
 from fulltilt.algo.base import Algorithm
-from fulltilt.batching.pack import PER_TOKEN_FIELDS, numbers_of_rows
+from fulltilt.batching.pack import numbers_of_rows
 from fulltilt.memory.host import usable_cores
 from fulltilt.observe.metrics import RowSums, rollout_lines, write_stretches
-from fulltilt.parallel.parcels import Parcels
-from fulltilt.records import AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
+from fulltilt.parallel.parcels import COUNT, MOST_NUMBERS, Parcels, pack_numbers, pack_rows, unpack_numbers, unpack_rows
+from fulltilt.records import PER_TOKEN_FIELDS, AnySample, Group, GroupHead, Prompt, Row, RowHead, SampleHead, Score, UserError
 from fulltilt.reward.base import RewardPool, RewardStats
 from fulltilt.reward.model import RewardEncoder, add_model_scores, model_weight
 from fulltilt.rollout import surplus
@@ -110,9 +109,14 @@ class AllWorkers(Everyone):
         self.parcels = parcels
 
     def gather(self, numbers: Sequence[float]) -> list[float]:
-        parcel = np.array([len(numbers), *numbers], dtype=np.float64).tobytes()
+        padded = np.zeros(MOST_NUMBERS)
+        padded[: len(numbers)] = numbers
+        parcel = np.int64(len(numbers)).tobytes() + padded.tobytes()
         received = self.parcels.swap([parcel] * self.parcels.size)
-        return [float(number) for found in received for number in np.frombuffer(found, np.float64)[1:]]
+        counts = [int(np.frombuffer(found, np.int64, 1)[0]) for found in received]
+        return [
+            number for found, count in zip(received, counts, strict=True) for number in np.frombuffer(found, "f8", count, COUNT).tolist()
+        ]
 
     def sum(self, numbers: Sequence[float]) -> float:
         return fsum(self.gather(exact_parts(numbers)))
@@ -124,7 +128,6 @@ class Visitor:
 
     row: Row
     home: int  # the rank of the worker that holds it
-    key: Hashable
 
 
 class Shelf:
@@ -142,6 +145,7 @@ class Shelf:
         self._rows: dict[Hashable, Row] = {}
         # Rows that this worker computes with, by what they are for, then by their indices in the list that the driver plans with.
         self._visitors: dict[str, dict[int, Visitor]] = {}
+        self._lent: dict[str, dict[int, Hashable]] = {}  # keys of rows held here that workers compute with, in the same way
         self._found: dict[str, dict[int, np.ndarray]] = {}  # what passes have computed for them
 
     # -- samples and scores ---------------------------------------------------------------------------------------------------------
@@ -225,7 +229,7 @@ class Shelf:
     def release(self, numbers: Sequence[int]) -> list[str]:
         """Drop all rows, and all groups but these. Returns lines for the file of failed reward calls."""
         self._groups = {number: self._groups[number] for number in numbers}
-        self._visitors, self._rows, self._found = {}, {}, {}
+        self._visitors, self._lent, self._rows, self._found = {}, {}, {}, {}
         return self._reward.take_errors() if self._reward else []
 
     # -- rows -----------------------------------------------------------------------------------------------------------------------
@@ -238,19 +242,16 @@ class Shelf:
         """Send rows to the workers that compute with them. `wanted`: for each worker, the keys of rows held here, by the indices that the
         driver's plan has. `whole`: with all numbers, not only what a pass reads."""
         own = self._parcels.rank
-        sent = [[(index, self._sent(key, whole=whole), key) for index, key in each.items()] for each in wanted]
+        sent = [[(index, self._sent(key, whole=whole)) for index, key in each.items()] for each in wanted]
         stay, sent[own] = sent[own], []
-        self._visitors[purpose] = {
-            index: Visitor(row, home, key) for home, found in [(own, stay), *self._swap(sent)] for index, row, key in found
-        }
+        received = self._parcels.swap([pack_rows(rows) for rows in sent])
+        found = [(own, stay), *((home, unpack_rows(parcel)) for home, parcel in enumerate(received))]
+        self._visitors[purpose] = {index: Visitor(row, home) for home, rows in found for index, row in rows}
+        self._lent[purpose] = {index: key for each in wanted for index, key in each.items()}
 
     def _sent(self, key: Hashable, *, whole: bool) -> Row:
-        nothing: dict[str, Any] = dict.fromkeys((*PER_TOKEN_FIELDS, "token_rewards"))
+        nothing: dict[str, Any] = dict.fromkeys(PER_TOKEN_FIELDS)
         return self._rows[key] if whole else replace(self._rows[key], **nothing)
-
-    def _swap(self, parcels: Sequence[list]) -> list[tuple[int, list]]:
-        """Send a list to each worker. Returns those received, each with the rank of its sender."""
-        return list(enumerate(pickle.loads(found) for found in self._parcels.swap([pickle.dumps(parcel, 5) for parcel in parcels])))
 
     def visiting(self, purpose: str) -> dict[int, Row]:
         """The rows that were sent here for a purpose, by their indices in the driver's plan."""
@@ -262,13 +263,14 @@ class Shelf:
 
     def give_back(self, field: str) -> None:
         """Send what a pass for this field has computed to the workers that hold the rows."""
-        visitors = self._visitors.pop(field)
-        parcels: list[list[tuple[Hashable, np.ndarray]]] = [[] for _ in range(self._parcels.size)]
+        own, visitors, keys = self._parcels.rank, self._visitors.pop(field), self._lent.pop(field)
+        sent: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(self._parcels.size)]
         for index, numbers in self._found.pop(field, {}).items():
-            parcels[visitors[index].home].append((visitors[index].key, numbers))
-        for _, found in self._swap(parcels):
-            for key, numbers in found:
-                self._rows[key] = replace(self._rows[key], **{field: numbers})
+            sent[visitors[index].home].append((index, numbers))
+        stay, sent[own] = sent[own], []
+        received = self._parcels.swap([pack_numbers(numbers) for numbers in sent])
+        for index, numbers in [*stay, *(each for parcel in received for each in unpack_numbers(parcel))]:
+            self._rows[keys[index]] = replace(self._rows[keys[index]], **{field: numbers})  # type: ignore[arg-type]
 
     # -- advantages -----------------------------------------------------------------------------------------------------------------
 

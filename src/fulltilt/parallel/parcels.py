@@ -1,20 +1,34 @@
-"""Parcels between all workers of a run, through main memory.
+"""Parcels between all workers of a run, through main memory, and what is in them: rows, numbers for their tokens, or a few plain numbers.
 
 Enters: one parcel of bytes for each worker. Leaves: one from each. Guaranteed: nothing passes through the driver; the bytes that this
-worker sends are counted in `moved`. All workers must call at the same time.
+worker sends are counted in `moved`. All workers must call at the same time. The size of a parcel depends on the number of rows and their
+tokens alone (`traffic` predicts it).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from fulltilt.records import PER_TOKEN_FIELDS, Row
+
 KIND = "all-to-all"
+COUNT = 8  # bytes at the beginning of a parcel: how many entries it has; also those of its size, which are sent first
+# A row's entry: `fields` has a bit for each of PER_TOKEN_FIELDS that the row has, and a last one for its baseline.
+ROW_ENTRY = np.dtype(
+    [("index", "i8"), ("tokens", "i8"), ("group", "i8"), ("lag", "i8"), ("fields", "i8"), ("reward", "f8"), ("baseline", "f8")]
+)
+TOKEN_BYTES = 5  # of a row's token: its id, and whether it is trained on
+NUMBER_BYTES = 4  # of a number for a token
+NUMBERS_ENTRY = np.dtype([("index", "i8"), ("tokens", "i8")])
+MOST_NUMBERS = 40  # in a parcel of plain numbers: no sum of float64 has more exact parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,3 +49,54 @@ class Parcels:
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.all_to_all_single(incoming, outgoing, sizes, sent.tolist(), group=self.group)
         return [incoming.numpy().data[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def pack_rows(rows: Sequence[tuple[int, Row]]) -> bytes:
+    """Rows, each with a number of the caller's, without their token rewards."""
+    table, parts = np.zeros(len(rows), ROW_ENTRY), list[np.ndarray]()
+    for place, (index, row) in enumerate(rows):
+        fields = [getattr(row, name) for name in PER_TOKEN_FIELDS]
+        bits = sum(1 << bit for bit, numbers in enumerate([*fields, row.baseline]) if numbers is not None)
+        table[place] = (index, row.tokens, row.group, row.lag, bits, row.reward, row.baseline or 0.0)
+        parts += [row.ids.astype("i4"), row.mask.astype("?"), *(numbers.astype("f4") for numbers in fields if numbers is not None)]
+    return joined(table, parts)
+
+
+def unpack_rows(parcel: memoryview) -> list[tuple[int, Row]]:
+    table, take = opened(parcel, ROW_ENTRY)
+    found = []
+    for index, tokens, group, lag, bits, reward, baseline in table.tolist():
+        ids, mask = take("i4", tokens).astype(np.int64), take("?", tokens)
+        fields: dict[str, Any] = {name: take("f4", tokens) for bit, name in enumerate(PER_TOKEN_FIELDS) if bits >> bit & 1}
+        has_baseline = bits >> len(PER_TOKEN_FIELDS) & 1
+        found.append((index, Row(ids, mask, group, reward, baseline if has_baseline else None, lag, **fields)))
+    return found
+
+
+def pack_numbers(numbers: Sequence[tuple[int, np.ndarray]]) -> bytes:
+    """One number for each token of some rows, each row with a number of the caller's."""
+    table = np.array([(index, len(own)) for index, own in numbers], NUMBERS_ENTRY)
+    return joined(table, [own.astype("f4") for _, own in numbers])
+
+
+def unpack_numbers(parcel: memoryview) -> list[tuple[int, np.ndarray]]:
+    table, take = opened(parcel, NUMBERS_ENTRY)
+    return [(index, take("f4", tokens)) for index, tokens in table.tolist()]
+
+
+def joined(table: np.ndarray, parts: Sequence[np.ndarray]) -> bytes:
+    return b"".join([np.int64(len(table)).tobytes(), table.tobytes(), *(part.tobytes() for part in parts)])
+
+
+def opened(parcel: memoryview, entry: np.dtype[Any]) -> tuple[np.ndarray, Callable[[str, int], np.ndarray]]:
+    """The table at the beginning of a parcel, and a function that takes the next so many numbers of a type from behind it."""
+    (count,) = np.frombuffer(parcel, np.int64, 1)
+    table, place = np.frombuffer(parcel, entry, count, COUNT), COUNT + count * entry.itemsize
+
+    def take(kind: str, numbers: int) -> np.ndarray:
+        nonlocal place
+        found = np.frombuffer(parcel, kind, numbers, place).copy()
+        place += found.nbytes
+        return found
+
+    return table, take

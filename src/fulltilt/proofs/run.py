@@ -118,6 +118,7 @@ class ProofRunner:
         for case in cases:
             for step in case.steps if self._can_run(case) else ():
                 self._readers.setdefault(step, []).append(case)
+        setup.pool.size = max((dict(settings).get("cluster.workers", 1) for _, settings in self._readers), default=1)
         self._spreads: dict[StepKind, dict[str, float]] = {}  # what re-runs differ by, for each role
 
     def results(self) -> Iterator[ProofResult]:
@@ -167,7 +168,8 @@ class ProofRunner:
         kind, settings = step
         self.say(f"running one {kind} step with {', '.join(f'{key} = {value}' for key, value in settings) or 'default settings'}")
         try:
-            with watched_step(self.setup.config(step), None if kind == "rollout" else self.setup.response) as seen:
+            given = None if kind == "rollout" else self.setup.response
+            with watched_step(self.setup.config(step), given, self.setup.pool.start) as seen:
                 numbers = {case: case.measurement.read(seen, case.model_role) for case in readers}
                 return StepEvidence(numbers=numbers, results=seen.results, samples=seen.samples)
         except CannotBeShown as lack:

@@ -23,6 +23,7 @@ from fulltilt import config as configuration
 from fulltilt.cluster.checks import require_ray
 from fulltilt.cluster.sizes import free_bytes
 from fulltilt.demo import save_tokenizer, write_lines
+from fulltilt.proofs.pool import Pool
 from fulltilt.records import UserError
 from fulltilt.schema import Config, keys, toml_value
 
@@ -80,6 +81,7 @@ class ProofSetup:
         self.prompt, self.response = LENGTHS[device.type]
         # Made when a configuration names them.
         self.large_model, self.large_scalar_model = str(folder / "large-model"), str(folder / "large-scalar-model")
+        self.pool = Pool()
         self._cluster = contextlib.ExitStack()
         self._address: str | None = None  # where the cluster answers, once it is there
         transformers_logging.disable_progress_bar()
@@ -119,7 +121,8 @@ class ProofSetup:
         return configuration.parse({}, [f"{key}={toml_value(value)}" for key, value in given.items()], ORIGIN)
 
     def close(self) -> None:
-        """End the Ray cluster, if a configuration has named it."""
+        """End the processes of workers, and the Ray cluster if a configuration has named it."""
+        self.pool.close()
         self._address = None
         self._cluster.close()
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fulltilt.cluster.assembly import RunParts, assemble
+from fulltilt.cluster.assembly import RunParts, StartHosts, assemble
 from fulltilt.cluster.checks import SHARE_DEVICES
 from fulltilt.cluster.worker import CRITIC_TENSORS, Worker
 from fulltilt.loop.run import Progress, Run
@@ -83,11 +83,11 @@ class WatchedStep:
 
 
 @contextmanager
-def watched_step(config: Config, responses: tuple[int, int] | None) -> Iterator[WatchedStep]:
+def watched_step(config: Config, responses: tuple[int, int] | None, start: StartHosts | None = None) -> Iterator[WatchedStep]:
     """The step; its parts stay loaded until the end of the context. `responses`: fewest and most tokens of the samples that are given;
-    None: the engine draws them."""
+    None: the engine draws them. `start`: what starts several workers, if not new processes."""
     with devices_shared():
-        parts = assemble(config)
+        parts = assemble(config, start=start)
     try:
         step = WatchedStep(parts)
         console = Console(stdout=step.log, stderr=step.log, terminal=False)

@@ -1,0 +1,133 @@
+"""Processes of workers that stay from step to step, so that steps with several workers pay once for what a process imports.
+
+Enters: the order of each step's workers. Leaves: the hosts of these workers.
+Guaranteed: workers are made by the code of a run, one in each process, and join torch.distributed anew; nothing of an earlier step's
+workers is left when the next ones are made. Where one has failed, the next step gets new processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fulltilt.cluster.assembly import torch_as_it_was
+from fulltilt.cluster.hosts import WorkerCall, WorkerError
+from fulltilt.cluster.making import WorkerOrder
+from fulltilt.cluster.processes import Processes
+from fulltilt.cluster.service import ServedWorker, Service, own_interface, report_stall, serve, services_here
+
+MEMBER = "fulltilt.proofs.pool:Member"
+
+
+class Member:
+    """In one of the processes: the worker of the current step, which answers all other calls."""
+
+    def __init__(self, number: int) -> None:
+        self._worker: ServedWorker | None = None
+        self._until_dropped = contextlib.ExitStack()
+
+    def make(self, service: Service) -> Generator[str, None, None]:
+        self._until_dropped.enter_context(torch_as_it_was())
+        self._until_dropped.callback(leave_group)
+        self._worker = yield from serve(service)
+
+    def drop(self) -> None:
+        """Close the worker, and give back everything that it has taken."""
+        if self._worker:
+            self._worker.close()
+        self._worker = None
+        gc.collect()
+        self._until_dropped.close()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._worker, name)
+
+
+def leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Pool:
+    def __init__(self) -> None:
+        self.size = 1  # processes to start when the first are needed; more, if a step needs more
+        self._processes: Processes | None = None
+
+    def start(self, order: WorkerOrder, device: torch.device, size: int) -> Team:
+        """What `start_processes` does for a run, in the first processes of the pool."""
+        if self._processes and (self._processes.closed or self._processes.size < size):
+            self.close()
+        if self._processes is None:
+            numbers = range(max(size, self.size))
+            self._processes = Processes(numbers, MEMBER, environment=own_interface(), on_stall=report_stall)
+        services, options = services_here(order, device, size)
+        return Team(self._processes, services, kept=options["kept"])
+
+    def close(self) -> None:
+        if self._processes:
+            self._processes.close()
+            self._processes = None
+
+
+class Team:
+    """The workers of a step, as its hosts."""
+
+    worker = None
+
+    def __init__(self, processes: Processes, services: Sequence[Service], kept: Any) -> None:
+        self.size, self._processes, self._kept = len(services), processes, kept
+        self.start("make", [(service,) for service in services], what="loading").results()
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._processes.sent_bytes
+
+    @property
+    def received_bytes(self) -> int:
+        return self._processes.received_bytes
+
+    def start(
+        self, method: str, args: Sequence[tuple[Any, ...] | None], *, what: str, aside: bool = False, together: bool = False
+    ) -> TeamCall:
+        others = [None] * (self._processes.size - self.size)
+        call = self._processes.start(method, [*args, *others], what=what, aside=aside, together=together)
+        return TeamCall(call, self.size)
+
+    def hurry(self) -> None:
+        self._processes.hurry()
+
+    def close(self) -> None:
+        """The processes stay."""
+        if not self._processes.closed:
+            with contextlib.suppress(WorkerError):  # the next step gets new processes
+                self.start("drop", [()] * self.size, what="the end").results()
+
+
+class TeamCall:
+    """A call of the first `size` workers of a host."""
+
+    def __init__(self, call: WorkerCall, size: int) -> None:
+        self._call, self._size = call, size
+
+    def items(self) -> Iterator[tuple[int, Any]]:
+        return self._call.items()
+
+    def tell(self, rank: int, message: Any) -> None:
+        self._call.tell(rank, message)
+
+    def results(self) -> list[Any]:
+        return self._call.results()[: self._size]
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+    @property
+    def seconds(self) -> float:
+        return self._call.seconds
