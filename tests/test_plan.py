@@ -576,7 +576,7 @@ def shared_out(shape: str, workers: int, beside: int = 8, *, rollout: bool = Tru
         ("32B", 8, False, "full", 8),
         ("32B", 64, False, "hybrid", 8),  # in each machine
         ("32B", 64, True, "full", 64),  # with a whole copy for rollouts, a machine's share is too much
-        ("70B", 64, False, "full", 64),
+        ("70B", 64, False, "full", 64),  # too large to be loaded, so the one that takes least
     ],
 )
 def test_auto_shares_out_the_optimizer_where_it_fits_and_else_parameters(
@@ -595,7 +595,7 @@ def test_auto_says_why() -> None:
     plan = plan_of(Shape.named("32B"), config(), **facts, sharding=larger)  # type: ignore[arg-type]
     (words,) = [text for text in plan.words if "sharding" in text]
     assert words.startswith("full sharding: 64 workers share out parameters, gradients, master weights and moments (auto: parameters, ")
-    assert re.search(r"\); each holds \d+\.\d GiB in an update$", words)
+    assert re.search(r"\); each holds \d+\.\d GiB in an update, and \d+\.\d GiB while the actor is loaded$", words)
 
 
 def test_auto_stays_with_the_optimizer_where_more_is_not_possible() -> None:

@@ -208,11 +208,10 @@ def config(workers: int, **train: Any) -> Config:
         ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 2 or 4"),
         ({"workers": 4, "shard": "hybrid", "shard_size": 1}, "train.shard_size: groups of 1 worker share nothing out"),
         ({"workers": 2, "shard": "full", "offload_grads": True}, "train.offload_grads: true is not available with"),
-        ({"workers": 2, "shard": "full", "offload_params": True}, "train.offload_params: true is not available with train.shard"),
         ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
         (
             {"workers": 2, "shard": "full", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 2},
-            'train.recompute_method: "uniform" is not available with train.shard = "full" yet: 2 layers would be recomputed together',
+            'train.recompute_method: "uniform" is not available with train.shard = "full": 2 layers would be recomputed together',
         ),
     ],
 )
@@ -225,7 +224,7 @@ def test_what_goes_together_is_not_refused() -> None:
     for settings in (
         {"shard": "optimizer"},
         {"shard": "full", "recompute": "full", "fused_layers": True, "offload_activations": True},
-        {"shard": "hybrid", "shard_size": 2},
+        {"shard": "hybrid", "shard_size": 2, "offload_params": True, "offload_optimizer": True},
     ):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
 

@@ -618,8 +618,8 @@ def loading_order(facts: Facts) -> dict[str, int]:
             staying["actor"] += twin_bytes(facts.actor.known_sizes, facts.sharding)
     found, before = dict[str, int](), 0
     for role in sorted(staying, key=lambda role: staying[role] - facts.roles[role].parameter_bytes):
-        stays = role == "actor" and facts.rollout
-        found[role] = before + loading_bytes(facts.roles[role].known_sizes, facts.sharding, stays=stays)
+        model, stays = facts.roles[role], role == "actor" and facts.rollout
+        found[role] = before + loading_bytes(model.known_sizes, facts.sharding, fused=model.fused, stays=stays)
         before += staying[role]
     return found
 
@@ -665,8 +665,9 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
         each.sharding for made_ways in (places, offloading)
         for (each, made), loads in zip(made_ways, can_load, strict=True) if loads and not why_crowded(made, each)
     ]  # fmt: skip
-    least = min(offloading, key=lambda place: max(most_while_loading(place[0])[1], most_resident(place[1], place[0])))
-    chosen = fitting[0] if fitting else least[0].sharding
+    needs = [(most_while_loading(each)[1], most_resident(made, each)) for each, made in offloading]
+    least = min(range(len(needs)), key=lambda place: (max(needs[place]), needs[place][1]))
+    chosen = fitting[0] if fitting else possible[least]
     of_whole, made = places[0]
     otherwise = "" if chosen is possible[0] else ' with "optimizer"'
     what, needed = "parameters, gradients and optimizer", most_resident(made, of_whole)

@@ -100,9 +100,9 @@ def passing_bytes(sizes: Sizes, sharding: Sharding, itemsize: int) -> int:
 
 
 @cache
-def loading_bytes(sizes: Sizes, sharding: Sharding, *, stays: bool) -> int:
-    """About the most bytes that a model takes while it is loaded whole, compared with fused layers and shared out unit by unit. `stays`:
-    whether its whole parameters stay for a rollout engine.
+def loading_bytes(sizes: Sizes, sharding: Sharding, *, fused: bool, stays: bool) -> int:
+    """About the most bytes that a model takes while it is loaded whole, compared with its fused layers if they are fused, and shared out
+    unit by unit. `stays`: whether its whole parameters stay for a rollout engine.
 
     Comparing takes two sets of gradients of two layers. A unit that is shared out has its shards and its whole parameters, those that learn
     as wide as their shards; units before it have only shards, and those behind it are as they were loaded.
@@ -110,7 +110,7 @@ def loading_bytes(sizes: Sizes, sharding: Sharding, *, stays: bool) -> int:
     whole, units = sum(own.bytes for own in sizes), units_of(sizes)
     if not sharding.parameters:
         return whole
-    of_layers = (sum(own.count * own.wide for own in unit if own.learns) for layer, unit in units if layer is not None)
+    of_layers = (sum(own.count * own.wide for own in unit if own.learns) for layer, unit in units if fused and layer is not None)
     most, rest, shards = whole + 4 * max(of_layers, default=0), whole, 0
     for _, unit in units:
         layout = lay_out_rows(unit, sharding.group)
