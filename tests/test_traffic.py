@@ -161,9 +161,8 @@ def test_roles_are_shared_out_one_by_one_as_they_are_loaded(
         assert counted["most"] <= predicted[role] <= counted["most"] + held  # the shards of a unit beside its whole parameters
         assert counted["shared"] == before + held + (whole if role == "actor" else 0)
         before = counted["shared"]
-    assert words.endswith(
-        f", and {in_bytes(max(predicted.values()))} while the {max(predicted, key=lambda role: predicted[role])} is loaded"
-    )
+    largest = max(predicted, key=lambda role: predicted[role])
+    assert words.endswith(f", and {in_bytes(predicted[largest])} while the {largest} is loaded")
 
 
 @pytest.mark.parametrize(("gb", "shard"), [(400, "optimizer"), (200, "hybrid"), (160, "full")])
