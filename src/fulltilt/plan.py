@@ -21,7 +21,7 @@ from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.records import UserError
 from fulltilt.schema import Config, shares_parameters
 from fulltilt.shape import Recompute, Shape
-from fulltilt.words import in_bytes, many
+from fulltilt.words import either, in_bytes, many
 
 # What `auto` means until it is measured: generous on a GPU, where small passes waste the chip; small on a CPU, where they cost nothing.
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 8192}
@@ -636,13 +636,22 @@ def check_loading(facts: Facts) -> None:
     role, most = most_while_loading(facts)
     if most <= facts.device_bytes:
         return
-    whole, shard = facts.roles[role].parameter_bytes, facts.sharding.shard
-    others = "what the roles before it hold" if facts.sharding.parameters else "the whole roles before it"
-    one_by_one = "" if facts.sharding.parameters else ', train.shard = "full", with which roles are loaded and shared out one by one'
+    order = list(loading_order(facts))
+    before = order[: order.index(role)]
+    sharing = ", and for sharing it out" if facts.sharding.parameters else ""
+    rest = f"what is there of {' and '.join(before)}{sharing}" if before else "sharing it out, layer by layer"
+    ways = ["a smaller model"]
+    if not facts.sharding.parameters:
+        ways.append('train.shard = "full" (each role is then shared out as it is loaded)')
+    plain = {name: replace(model, fused=False) for name, model in facts.roles.items()}
+    if most_while_loading(replace(facts, roles=plain))[1] <= facts.device_bytes:
+        ways.append("train.fused_layers = false (no layers are compared then)")
+    if before:
+        ways.append(f"workers of its own for {either([other for other in order if other != 'actor'])} (cluster.roles)")
     raise UserError(
-        f'train.shard: with "{shard}", loading the {role} would take {in_bytes(most)} of each device\'s {in_bytes(facts.device_bytes)}: '
-        f"{in_bytes(whole)} for its whole parameters, and the rest for {others} and for sharing it out. Use smaller models{one_by_one}, or "
-        "workers of its own for a role (cluster.roles)"
+        f'train.shard: with "{facts.sharding.shard}", loading the {role} would take {in_bytes(most)} of each device\'s '
+        f"{in_bytes(facts.device_bytes)}: {in_bytes(facts.roles[role].parameter_bytes)} for its whole parameters, and the rest for {rest}. "
+        f"Use {either(ways)}"
     )
 
 
