@@ -139,6 +139,18 @@ def test_a_worker_holds_its_part_and_moves_what_is_predicted(
         assert each["moved"]["all-reduce"] == over_groups + count  # the workers agree on the number of passes first
 
 
+@pytest.mark.parametrize(("role", "shard"), [("actor", "full"), ("critic", "hybrid")])
+def test_shards_leave_the_device_and_a_role_without_them_is_refused(
+    pool: devices.Guests, model_folders: Folders, role: str, shard: str
+) -> None:
+    case = Case(model_folders("qwen2"), 4, shard, role=role)
+    for found in call(pool, "away", case, one_batch().micro_batches[0]):
+        here, away, back = found["bytes"]
+        assert here == back <= found["host"] and away == 0 < here
+        assert len(found["said"]) == 2 and all("on the host" in said for said in found["said"])  # a pass, and a checkpoint
+        assert np.array_equal(*found["numbers"])
+
+
 PREFETCHED = ("gather outside", "gather 0", "gather 1", "run 0", "run 1")
 IN_TURN = ("gather outside", "gather 0", "run 0", "gather 1", "run 1")
 
