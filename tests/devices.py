@@ -28,15 +28,18 @@ import torch
 import torch.distributed as dist
 
 from fulltilt.algo.build import build
-from fulltilt.cluster import assembly, sizes
+from fulltilt.cluster import assembly, loading, sizes
 from fulltilt.cluster.assembly import RunParts
 from fulltilt.cluster.hosts import Inbox, WorkerError, produced
 from fulltilt.cluster.making import WorkerOrder, load_worker
 from fulltilt.cluster.processes import ProcessCall, Processes
 from fulltilt.cluster.service import ServedWorker, report_stall
+from fulltilt.cluster.sharing import ModelSharer
 from fulltilt.cluster.teams import join_team, teams_of
 from fulltilt.cluster.worker import Worker
+from fulltilt.memory.offload import absent
 from fulltilt.model.arrays import local
+from fulltilt.parallel import apply
 from fulltilt.parallel.apply import Shards
 from fulltilt.parallel.parcels import Parcels
 from fulltilt.proofs.pool import TeamCall
@@ -70,6 +73,7 @@ class Notes:
         """Those that this worker has, which are all, or its rows of each."""
         if role not in self.worker.roles:
             return {}
+        self.worker.residents.need(role)
         model: Any = self.worker.roles[role].model  # type: ignore[attr-defined]
         parameters = dict(model.named_parameters())
         if shards := self.shards_of(model):
@@ -124,6 +128,11 @@ class Notes:
         buffers = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for own in models.values() for each in own.buffers()}
         found = dict(self.worker.account.held().device)
         return {**found, "parameters": found["parameters"] - sum(buffers.values())}
+
+    def away(self) -> set[str]:
+        """Roles whose parameters are on the host."""
+        models: dict[str, Any] = {name: role.model for name, role in self.worker.roles.items()}  # type: ignore[attr-defined]
+        return {name for name, model in models.items() if any(map(absent, model.parameters()))}
 
     def threads(self) -> int:
         return torch.get_num_threads()
@@ -239,6 +248,39 @@ class Member:
         before, sizes.THREADS = sizes.THREADS, count
         return before
 
+    def count_loading(self) -> None:
+        """Count the bytes of all parameters while the next worker is made: for each role those of its whole model before it is shared out,
+        the most when its units have become wider, and those when it is shared out."""
+        self.worker = self.notes = None
+        self.counted: dict[str, dict[str, int]] = {}
+        before, share_out, widen = parameter_bytes(), ModelSharer.share_out, apply.widen
+        loaders = loading.load.load_model, loading.load_scalar
+
+        def sharing_out(sharer: ModelSharer, role: str, model: torch.nn.Module) -> None:
+            own = self.counted[role] = {"whole": parameter_bytes() - before, "most": 0}
+
+            def widening(module: torch.nn.Module) -> None:
+                widen(module)
+                own["most"] = max(own["most"], parameter_bytes() - before)
+
+            apply.widen = widening
+            share_out(sharer, role, model)
+            own["shared"] = parameter_bytes() - before
+
+        ModelSharer.share_out = sharing_out  # type: ignore[method-assign]
+        loading.load.load_model, loading.load_scalar = map(in_own_memory, loaders)  # type: ignore[assignment]
+
+        def restore() -> None:
+            ModelSharer.share_out, apply.widen = share_out, widen  # type: ignore[method-assign]
+            loading.load.load_model, loading.load_scalar = loaders
+
+        self.uncount = restore
+
+    def counts_of_loading(self) -> dict[str, dict[str, int]]:
+        """What `count_loading` has counted, by role in the order of loading; counts no more."""
+        self.uncount()
+        return self.counted
+
     def break_at(self, rank: int, number: int, how: str, after: str, sign: str) -> None:
         """Have the worker of this rank fail in its `number`-th optimizer step (from 0), as soon as the file `after` exists; then it makes
         the file `sign`."""
@@ -257,6 +299,26 @@ class Member:
             return BREAKS[how]()
 
         optimizer.step = breaking  # type: ignore[method-assign]
+
+
+def parameter_bytes() -> int:
+    """Bytes of all parameters that exist in this process, each storage once."""
+    gc.collect()
+    found = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and isinstance(each, torch.nn.Parameter))
+    storages = (local(each.detach()).untyped_storage() for each in found if not each.is_meta)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def in_own_memory(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Parameters in memory of their own: read on a CPU, they are pages of the file, as large as all of them together."""
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        model = load(*args, **kwargs)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        return model
+
+    return loaded
 
 
 def fail() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,7 @@ from safetensors import safe_open
 
 from fulltilt.algo.build import build
 from fulltilt.memory.activations import offload_activations
-from fulltilt.memory.offload import OffloadSetting
+from fulltilt.memory.offload import OffloadSetting, Residence
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import lora
 from fulltilt.model.arrays import local
@@ -30,7 +31,7 @@ from fulltilt.parallel.apply import Shards, shard, share
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.trace import PassTrace, traced
 from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
-from fulltilt.records import MiniBatch
+from fulltilt.records import MicroBatch, MiniBatch
 from fulltilt.schema import Config, LoraConfig, ModelConfig, TrainConfig
 from fulltilt.shape import Recompute
 from fulltilt.training.checkpoint import SavedTensors, pieces_of, write_tensors
@@ -150,6 +151,33 @@ class ShardWorker:
             "accumulated": sum(local(p.grad).numel() for p in parameters if p.grad is not None),
             "states": sum(tensor.nbytes for tensor in made.trainer.optimizer.memory()),
         }
+
+    def away(self, case: Case, micro: MicroBatch) -> dict[str, Any]:
+        """A role whose shards leave and come back: their bytes, what it says without them, and its numbers before and after."""
+        made = Trained.of(case, self.ranks(case.workers))
+        assert made.shards
+        model: Any = made.trainer.role.model  # type: ignore[attr-defined]
+
+        def held() -> int:
+            return sum(local(parameter.detach()).untyped_storage().nbytes() for parameter in model.parameters())
+
+        numbers = [made.trainer.role.annotate(micro).numpy()]
+        made.shards.rest()
+        found = [held()]
+        residence = Residence(model, case.role, learns=True)
+        residence.to_host()
+        found.append(held())
+        said = []
+        for use in (partial(made.trainer.role.annotate, micro), made.trainer.optimizer.tensors):
+            try:
+                use()
+            except AssertionError as error:
+                said.append(str(error))
+        residence.to_device()
+        found.append(held())
+        numbers.append(made.trainer.role.annotate(micro).numpy())
+        made.shards.rest()
+        return {"bytes": found, "host": sum(memory.nbytes for memory in residence.memory()), "said": said, "numbers": numbers}
 
     def train(self, case: Case, parts: Sequence[MiniBatch], folder: Path) -> dict[str, Any]:
         """Two steps, after which the worker's part of a checkpoint is written."""

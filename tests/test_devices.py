@@ -31,7 +31,9 @@ from safetensors.torch import load_file
 from test_processes import running
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from fulltilt.cluster import checks
 from fulltilt.cluster.hosts import WorkerDied, WorkerError, WorkerStuck
+from fulltilt.memory.offload import why_not
 from fulltilt.records import Row, UserError
 from fulltilt.training.checkpoint import CheckpointStore
 
@@ -159,6 +161,73 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     largest = assert_same_gradients(noted, expected)
     print(f"{case}, {shard}, {workers} workers: largest difference of gradients {largest:.1e}")
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
+
+
+# -- shards that are not on the device all the time ---------------------------------------------------------------------------------------
+
+AWAY = ("train.offload_params=true", "ref.offload_params=true")  # the critic's as in [train]
+
+
+@pytest.fixture
+def offload_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a CPU had a second memory."""
+    monkeypatch.setattr(checks, "why_not", lambda key, role, device, **other: why_not(key, role, "cuda", **other))
+
+
+@pytest.mark.parametrize(("shard", "workers"), [("full", 2), pytest.param("hybrid", 4, marks=pytest.mark.long)])
+def test_shards_that_leave_come_back_bit_for_bit(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, offload_anyway: None, shard: str, workers: int
+) -> None:
+    """In updates, rollouts and checkpoints, together with an optimizer that is streamed; and after a resume."""
+    settings = (*QUIET, *PPO, "run.steps=2", "run.save_every=1", "run.keep=2", *SHARDS[shard])
+    here, away = (runs.make(tmp_path / name, model_folders("qwen2")) for name in ("here", "away"))
+    pool_of_devices.train(here, workers, *settings)
+    _, noted = pool_of_devices.train(away, workers, *settings, *AWAY, "train.offload_optimizer=true")
+    assert len(set(noted.digests)) == 1 and noted.gradients.keys() == {"actor", "critic"}
+    for step in (1, 2):
+        assert same_bits(saved_tensors(away, step), saved_tensors(here, step))
+        assert same_bits(exported_tensors(away, step), exported_tensors(here, step))
+    shutil.rmtree(runs.checkpoints(away)[2])
+    pool_of_devices.train(away, workers, *settings, *AWAY)
+    assert same_bits(saved_tensors(away, 2), saved_tensors(here, 2))
+
+
+def test_shards_of_roles_that_do_not_work_are_away(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, offload_anyway: None
+) -> None:
+    folder, rows = runs.make(tmp_path / "folder", model_folders("qwen2")), forced([9, 14, 11, 8])
+    roles = {"actor", "critic", "ref"}
+    with pool_of_devices.assembled(folder, 2, DOUBLE, *PPO, *SHARDS["full"], *AWAY) as parts:
+        worker = pool_of_devices.ask
+
+        def here() -> set[str]:
+            (found, other) = worker("note", "away", ())[:2]
+            assert found == other
+            return roles - found
+
+        here()  # what tests note of a new worker brings its parameters
+        for role, field in (("ref", "ref_logprobs"), ("critic", "values"), ("actor", "old_logprobs")):
+            with parts.crew.phase("old-logprob"):
+                parts.crew.annotate(role, field, rows, lambda done, total: None)
+            assert here() == {role}
+        with parts.crew.phase("update-actor"):
+            parts.crew.update("actor", rows, 0, lambda done, total: None)
+        assert here() == {"actor"}
+        with parts.crew.phase("sync"):
+            parts.crew.sync(1)
+        assert here() == set(), "an engine reads the whole copy"
+
+
+def test_an_actor_alone_may_be_away_in_rollouts_where_it_is_shared_out(
+    pool_of_devices: Pool, model_folders: ModelFolders, tmp_path: Path, offload_anyway: None
+) -> None:
+    folder = runs.make(tmp_path / "folder", model_folders("qwen2"))
+    settings = (DOUBLE, "algorithm.kl_coef=0", "train.offload_params=true")
+    with pool_of_devices.assembled(folder, 2, *settings, *SHARDS["full"]):
+        pass
+    with pytest.raises(UserError, match=r"train.offload_params: true, but no other role has a model"):  # noqa: SIM117
+        with pool_of_devices.assembled(folder, 2, *settings):
+            pass
 
 
 # -- rows that cannot be shared out evenly -------------------------------------------------------------------------------------------------

@@ -303,3 +303,36 @@ def test_resume_is_bit_equal_in_deterministic_mode(family: str, options: tuple[s
     assert finals[0].keys() == finals[1].keys() and any(name.startswith("master/") for name in finals[0])
     for name, tensor in finals[0].items():
         assert torch.equal(tensor, finals[1][name]), name
+
+
+SHARED_BY_TWO = (
+    "run.device=cuda", "run.deterministic=true", "cluster.workers=2", "train.shard=full", "algorithm.name=ppo", "algorithm.kl_coef=0.05",
+    "critic.lr=1e-3", "run.steps=2", "run.save_every=2", "run.eval_before=false", "run.eval_every=0", f"rollout.kv_bytes={2**26}",
+    "actor.token_budget=1024",
+)  # fmt: skip
+
+
+def test_shards_that_leave_the_device_come_back_bit_for_bit(model_folders, tmp_path: Path) -> None:
+    """Two workers share the GPU. Outside their phases, shards of actor, critic and reference take no memory of it."""
+    away = ("train.offload_params=true", "ref.offload_params=true", "train.offload_optimizer=true")  # the critic's as in [train]
+    folders, lines, said = {}, {}, {}
+    for name, options in {"here": (), "away": away}.items():
+        folders[name] = runs.make(tmp_path / name, model_folders("qwen2"))
+        ended = runs.command(folders[name], "train", "run.toml", *SHARED_BY_TWO, *options)
+        assert ended.code == 0, ended.error
+        lines[name], said[name] = runs.metrics(folders[name]), ended.out + ended.error
+    assert all("CUDA graphs of" in words for words in said.values())  # they read the whole copy, which stays
+    for here, there in zip(lines["here"], lines["away"], strict=True):
+        for metric in ("actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "critic/vf_loss"):
+            assert here.get(metric) == there.get(metric), metric
+        held = {phase: [each[f"memory_gib/{phase}/parameters"] for each in (here, there)] for phase in ("gen", "ref", "update_actor")}
+        report("parameters in GiB, here and away", held)
+        # In a rollout nothing but the whole copy is there; in an update the actor's shards are, which its phase needs.
+        assert held["gen"][0] - held["gen"][1] > held["update_actor"][0] - held["update_actor"][1] > 0
+        assert held["ref"][0] > held["ref"][1] and held["gen"][1] < held["update_actor"][1]
+        assert here["memory_gib/gen/host"] < there["memory_gib/gen/host"]
+    files = sorted(path.name for path in runs.checkpoints(folders["here"])[2].glob("trainer*.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        one, other = (load_file(runs.checkpoints(folders[name])[2] / file) for name in folders)
+        assert one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())

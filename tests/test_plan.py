@@ -15,6 +15,7 @@ import pytest
 
 from fulltilt.parallel.layout import UNSHARDED, Sharding
 from fulltilt.plan import (
+    SLACK,
     Budgets,
     Facts,
     Plan,
@@ -22,13 +23,19 @@ from fulltilt.plan import (
     RolePlan,
     RoleSettings,
     check_context,
+    check_loading,
     choose_sharding,
     decode_bytes,
+    given_decisions,
     graphs_in_words,
+    loading_order,
     make_plan,
     micro_batch_tokens,
+    most_while_loading,
+    on_host,
     plan_of,
     plan_roles,
+    resident,
     returning,
     uses_graphs,
 )
@@ -576,7 +583,7 @@ def shared_out(shape: str, workers: int, beside: int = 8, *, rollout: bool = Tru
         ("32B", 8, False, "full", 8),
         ("32B", 64, False, "hybrid", 8),  # in each machine
         ("32B", 64, True, "full", 64),  # with a whole copy for rollouts, a machine's share is too much
-        ("70B", 64, False, "full", 64),
+        ("70B", 64, False, "full", 64),  # too large to be loaded, so the one that takes least
     ],
 )
 def test_auto_shares_out_the_optimizer_where_it_fits_and_else_parameters(
@@ -595,7 +602,7 @@ def test_auto_says_why() -> None:
     plan = plan_of(Shape.named("32B"), config(), **facts, sharding=larger)  # type: ignore[arg-type]
     (words,) = [text for text in plan.words if "sharding" in text]
     assert words.startswith("full sharding: 64 workers share out parameters, gradients, master weights and moments (auto: parameters, ")
-    assert re.search(r"\); each holds \d+\.\d GiB in an update$", words)
+    assert re.search(r"\); each holds \d+\.\d GiB in an update, and \d+\.\d GiB while the actor is loaded$", words)
 
 
 def test_auto_stays_with_the_optimizer_where_more_is_not_possible() -> None:
@@ -604,6 +611,59 @@ def test_auto_stays_with_the_optimizer_where_more_is_not_possible() -> None:
     assert shared_out("70B", 64, lora={"rank": 16}).shard == "optimizer"  # few numbers learn: shards would come on top of the whole model
     cpu = Facts("cpu", 0, GIB, {}, 512, 1, sharding=Sharding(workers=4))
     assert choose_sharding(config(), cpu, 4) == Sharding("optimizer", 4, 4)
+
+
+def several(workers: int, sharding: Sharding | None = None, *, gib: int = 140, **shapes: str) -> Facts:
+    """Roles of these shapes on several workers; the actor is trained with adapters."""
+    given = config(lora={"rank": 16})
+    roles = {
+        role: RoleFacts.of_shape(Shape.named(shape), given, "cuda", learns=role == "actor", role=role) for role, shape in shapes.items()
+    }
+    return Facts("cuda", gib * GIB, 1000 * GIB, roles, 512, 1, sharding=sharding or Sharding(workers=workers))
+
+
+def test_auto_shares_out_parameters_where_all_roles_cannot_be_loaded_whole() -> None:
+    """Once they were there, the reference and the reward model could wait on the host."""
+    facts = several(8, actor="7B", ref="32B", reward_model="32B")
+    whole = sum(model.parameter_bytes for model in facts.roles.values())
+    assert sum(loading_order(replace(facts, sharding=Sharding("optimizer", 8, 8))).values()) > whole
+    assert most_while_loading(replace(facts, sharding=Sharding("optimizer", 8, 8)))[1] == whole > (1 - SLACK) * facts.device_bytes
+    found = choose_sharding(config(lora={"rank": 16}), facts, 8)
+    assert found.shard == "full" and 'with "optimizer"' in found.why
+    held, fits = {role: model.held(found).parameters for role, model in facts.roles.items()}, replace(facts, sharding=found)
+    peaks = loading_order(fits)
+    assert list(peaks) == ["ref", "reward_model", "actor"]
+    assert peaks["reward_model"] >= held["ref"] + facts.roles["reward_model"].parameter_bytes
+    assert peaks["actor"] > held["ref"] + held["reward_model"] + facts.actor.parameter_bytes
+    check_loading(fits)
+
+
+def test_roles_that_cannot_be_loaded_are_refused() -> None:
+    whole = several(8, Sharding("optimizer", 8, 8), actor="7B", ref="70B")
+    with pytest.raises(UserError, match=r'with "optimizer", loading the .* would take .* train.shard = "full" \(each'):
+        check_loading(whole)
+    check_loading(replace(whole, sharding=Sharding("full", 8, 8)))
+    with pytest.raises(UserError, match=r'"full", loading the ref would take 131.* 100.0 GiB: 131.4 GiB .* Use a smaller model$'):
+        check_loading(several(8, Sharding("full", 8, 8), gib=100, actor="7B", ref="70B"))
+    crowded = several(2, Sharding("full", 2, 2), gib=100, actor="32B", ref="32B", reward_model="32B")
+    with pytest.raises(UserError, match=r"loading the actor .* there of ref and reward_model, .* of its own for ref or reward_model \("):
+        check_loading(crowded)
+    check_loading(replace(whole, sharding=UNSHARDED))  # one worker: its plan is made when all are loaded
+    facts = {"device": "cuda", "device_bytes": 140 * GIB, "host_bytes": 1000 * GIB, "longest": 512, "rollout": False}
+    with pytest.raises(UserError, match=r"Use a smaller model or train.fused_layers = false \("):
+        plan_of(Shape.named("70B"), config(), **facts, sharding=Sharding("full", 64, 64))  # type: ignore[arg-type]
+
+
+def test_shards_that_are_away_are_counted_on_the_host_and_not_on_the_device() -> None:
+    facts = several(8, Sharding("full", 8, 8), actor="7B", ref="7B")
+    held = {role: model.held(facts.sharding).parameters for role, model in facts.roles.items()}
+    here = given_decisions(config(train={"offload_params": False}, ref={"offload_params": False}), facts)
+    away = given_decisions(config(train={"offload_params": True}, ref={"offload_params": True}), facts)
+    assert resident(here.keys, facts, "actor") - resident(away.keys, facts, "actor") == held["ref"]
+    assert resident(here.keys, facts, None) - resident(away.keys, facts, None) == held["ref"] + held["actor"]  # a rollout reads a copy
+    found = on_host(config(), facts, away, {})
+    assert (found["the actor's parameters"], found["the ref's parameters"]) == (held["actor"], held["ref"])
+    assert uses_graphs(config(train={"offload_params": True, "shard": "full"}), "cuda")
 
 
 def test_what_is_given_is_taken() -> None:

@@ -19,6 +19,7 @@ from test_devices import (
     DEALT,
     FORCED,
     ONE_STEP,
+    TOLERANCE,
     assert_same_gradients,
     assert_same_metrics,
     assert_same_run,
@@ -90,7 +91,8 @@ def test_one_step_has_the_samples_losses_and_gradients_of_one_process(
     expected_folder, expected = alone(case)
     folder = runs.make(tmp_path / "folder", model_folders(family), tables)
     noted = assert_same_run(pool_of_devices, folder, workers, expected_folder, *ONE_STEP, *overrides, *settings)
-    largest = assert_same_gradients(noted, expected)
+    # Gemma's norms compute in float32 whatever the type of the model, and their gradients are sums over tokens.
+    largest = assert_same_gradients(noted, expected, 1e-6 if case == "gemma2" else TOLERANCE)
     print(f"{case}, {way}: largest difference of gradients {largest:.1e}")
     assert differ(noted.parameters[0], expected.parameters[0]) < 1e-6
 
@@ -114,7 +116,8 @@ def test_every_role_has_a_size_of_its_own(
     assert_same_gradients(noted, expected)
     with pool_of_devices.assembled(folder, 4, *ONE_STEP, *overrides, *OWN, "run.dir=again") as parts:
         for role, field in {"ref": "ref_logprobs", "actor": "old_logprobs", "critic": "values"}.items():
-            parts.crew.annotate(role, field, forced([30]), lambda done, total: None)
+            with parts.crew.phase({"actor": "old-logprob", "critic": "values", "ref": "ref-logprob"}[role]):
+                parts.crew.annotate(role, field, forced([30]), lambda done, total: None)
         assert {role: parts.crew.most_tokens(role) for role in ("actor", "critic", "ref")} == {"actor": 15, "critic": 8, "ref": 30}
 
 

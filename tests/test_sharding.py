@@ -139,6 +139,18 @@ def test_a_worker_holds_its_part_and_moves_what_is_predicted(
         assert each["moved"]["all-reduce"] == over_groups + count  # the workers agree on the number of passes first
 
 
+@pytest.mark.parametrize(("role", "shard"), [("actor", "full"), ("critic", "hybrid")])
+def test_shards_leave_the_device_and_a_role_without_them_is_refused(
+    pool: devices.Guests, model_folders: Folders, role: str, shard: str
+) -> None:
+    case = Case(model_folders("qwen2"), 4, shard, role=role)
+    for found in call(pool, "away", case, one_batch().micro_batches[0]):
+        here, away, back = found["bytes"]
+        assert here == back <= found["host"] and away == 0 < here
+        assert len(found["said"]) == 2 and all("on the host" in said for said in found["said"])  # a pass, and a checkpoint
+        assert np.array_equal(*found["numbers"])
+
+
 PREFETCHED = ("gather outside", "gather 0", "gather 1", "run 0", "run 1")
 IN_TURN = ("gather outside", "gather 0", "run 0", "gather 1", "run 1")
 
@@ -208,11 +220,10 @@ def config(workers: int, **train: Any) -> Config:
         ({"workers": 4, "shard": "hybrid", "shard_size": 3}, "train.shard_size: 3 does not divide the 4 workers .* Use 2 or 4"),
         ({"workers": 4, "shard": "hybrid", "shard_size": 1}, "train.shard_size: groups of 1 worker share nothing out"),
         ({"workers": 2, "shard": "full", "offload_grads": True}, "train.offload_grads: true is not available with"),
-        ({"workers": 2, "shard": "full", "offload_params": True}, "train.offload_params: true is not available with train.shard"),
         ({"workers": 2, "shard": "full", "compile": True}, "train.compile: true is not available"),
         (
             {"workers": 2, "shard": "full", "recompute": "full", "recompute_method": "uniform", "recompute_layers": 2},
-            'train.recompute_method: "uniform" is not available with train.shard = "full" yet: 2 layers would be recomputed together',
+            'train.recompute_method: "uniform" is not available with train.shard = "full": 2 layers would be recomputed together',
         ),
     ],
 )
@@ -225,7 +236,7 @@ def test_what_goes_together_is_not_refused() -> None:
     for settings in (
         {"shard": "optimizer"},
         {"shard": "full", "recompute": "full", "fused_layers": True, "offload_activations": True},
-        {"shard": "hybrid", "shard_size": 2},
+        {"shard": "hybrid", "shard_size": 2, "offload_params": True, "offload_optimizer": True},
     ):
         assert not list(wrong_sharing(config(4, **settings), "cpu"))
 

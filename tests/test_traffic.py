@@ -24,9 +24,11 @@ from fulltilt.parallel.holdings import held_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.traffic import RoleWork, predict, sent_bytes
+from fulltilt.plan import Facts, loading_order
 from fulltilt.records import Row
 from fulltilt.schema import Config
 from fulltilt.shape import SHAPES
+from fulltilt.words import in_bytes
 
 ModelFolders = Callable[[str], Path]
 UPDATES = 4  # two mini-batches, twice
@@ -133,6 +135,34 @@ def test_a_worker_holds_and_moves_what_is_predicted(
         assert found["optimizer"] == sum(each.optimizer for each in own)
         if len(own) == 1:  # else another role's accumulators are there too
             assert round(metrics["memory_gib/update_actor/gradients"] * 2**30) == own[0].gradients
+
+
+@pytest.mark.parametrize(("shard", "workers"), [("full", 3), ("hybrid", 4)])
+def test_roles_are_shared_out_one_by_one_as_they_are_loaded(
+    pool_of_devices: devices.Pool, model_folders: ModelFolders, tmp_path: Path, shard: str, workers: int
+) -> None:
+    """And the plan knows what is there at each moment. The reference is the largest, and comes first; the actor, which stays, last."""
+    folder = runs.make(tmp_path / "run", model_folders("qwen2"))
+    overrides = ("algorithm.name=ppo", "algorithm.kl_coef=0.1", "model.dtype=bfloat16", f"ref.path={model_folders('qwen3')}")
+    with pool_of_devices.assembled(folder, 1, *overrides) as parts:
+        learners = parts.worker.trainers
+        facts = {role: sizes.role_facts(own.model, learns=role in learners) for role, own in parts.worker.roles.items()}  # type: ignore[attr-defined]
+    pool_of_devices.ask("count_loading")
+    with pool_of_devices.assembled(folder, workers, *overrides, *SHARDED[shard]) as parts:
+        (words,) = [text for text in parts.plan.words if "sharding" in text]
+    found = pool_of_devices.ask("counts_of_loading")[0]
+    sharding = Sharding(shard, workers, 2 if shard == "hybrid" else workers)  # type: ignore[arg-type]
+    predicted = loading_order(Facts("cpu", 0, 0, facts, 0, 1, sharding=sharding))
+    assert list(found) == list(predicted) and list(found)[-1] == "actor" and len(found) == 3
+    before = 0
+    for role, counted in found.items():
+        held, whole = facts[role].held(sharding).parameters, facts[role].parameter_bytes
+        assert counted["whole"] == before + whole  # of no other role are whole parameters left
+        assert counted["most"] <= predicted[role] <= counted["most"] + held  # the shards of a unit beside its whole parameters
+        assert counted["shared"] == before + held + (whole if role == "actor" else 0)
+        before = counted["shared"]
+    largest = max(predicted, key=lambda role: predicted[role])
+    assert words.endswith(f", and {in_bytes(predicted[largest])} while the {largest} is loaded")
 
 
 @pytest.mark.parametrize(("gb", "shard"), [(400, "optimizer"), (200, "hybrid"), (160, "full")])

@@ -39,6 +39,7 @@ from fulltilt.schema import (
     legal_values,
     row_of,
     sections,
+    shares_parameters,
     shown,
     toml_value,
     value_of,
@@ -592,7 +593,8 @@ def _together(config: Config) -> Iterator[str]:
     values = flatten(config)
     for pair in knobs.TOGETHER:
         one, other = (knobs.FEATURES[name].setting(values) for name in (pair.one, pair.other))
-        if not pair.allowed and one and other:
+        allowed = pair.allowed or (pair.if_shared and shares_parameters(config))
+        if not allowed and one and other:
             yield f"{one.partition(' ')[0]}: {one} does not go with {other}: {pair.why}. Remove one of them"
 
 

@@ -151,6 +151,7 @@ class Pair:
     other: str
     allowed: bool
     why: str  # why not; or how they share the work
+    if_shared: bool = False  # whether they may where workers share out parameters (`train.shard`)
 
 
 TOGETHER: tuple[Pair, ...] = (
@@ -183,7 +184,13 @@ TOGETHER: tuple[Pair, ...] = (
     Pair("cuda_graphs", "selective", True, "only passes with gradients recompute"),
     Pair("cuda_graphs", "full", True, "only passes with gradients recompute"),
     Pair("cuda_graphs", "offload_activations", True, "only passes with gradients keep activations"),
-    Pair("cuda_graphs", "offload_params", False, "graphs read weights by address, and weights return to another one"),
+    Pair(
+        "cuda_graphs",
+        "offload_params",
+        False,
+        'graphs read weights by address, and weights return to another one. With train.shard = "full" or "hybrid" graphs read a copy',
+        if_shared=True,
+    ),
     Pair("selective", "offload_activations", True, "activations that are kept are moved"),
     Pair("selective", "offload_params", True, "layers are recomputed while their role works"),
     Pair("full", "offload_activations", True, "the layers' inputs are moved"),

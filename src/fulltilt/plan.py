@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 from fulltilt import footprint
 from fulltilt.footprint import HeadOptions, head_bytes
-from fulltilt.parallel.holdings import Holdings, held_bytes, passing_bytes, twin_bytes
+from fulltilt.parallel.holdings import Holdings, held_bytes, loading_bytes, passing_bytes, twin_bytes
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes, sequence_sizes
 from fulltilt.records import UserError
-from fulltilt.schema import Config
+from fulltilt.schema import Config, shares_parameters
 from fulltilt.shape import Recompute, Shape
 from fulltilt.words import either, in_bytes, many
 
@@ -226,7 +226,9 @@ def plan_of(
     run that have a model of their own, all of this shape; `more`: other fields of `Facts`."""
     shape = model if isinstance(model, Shape) else Shape.from_config(model) if isinstance(model, Mapping) else Shape.read(model)
     found = {role: RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role) for role in roles}
-    return make_plan(config, Facts(device, device_bytes, host_bytes, found, longest, steps_per_epoch, **more))
+    facts = Facts(device, device_bytes, host_bytes, found, longest, steps_per_epoch, **more)
+    check_loading(facts)
+    return make_plan(config, facts)
 
 
 def make_plan(config: Config, facts: Facts, kept: Mapping[str, Any] | None = None) -> Plan:
@@ -400,7 +402,9 @@ def graphs_without_device(config: Config, device: str) -> Iterator[str]:
 
 
 def uses_graphs(config: Config, device: str) -> bool:
-    return device == "cuda" and config.rollout.cuda_graphs is not False and config.train.offload_params is not True
+    # Where workers share out parameters, an engine has a whole copy of the actor, which stays where it is.
+    moves = config.train.offload_params is True and not shares_parameters(config)
+    return device == "cuda" and config.rollout.cuda_graphs is not False and not moves
 
 
 def releases_memory(config: Config) -> bool:
@@ -534,9 +538,9 @@ def plan_roles(config: Config, facts: Facts, kept: Mapping[str, Any] | None = No
 
 
 def given_decisions(config: Config, facts: Facts) -> Decisions:
-    """What the user has decided. Parameters cannot leave the device where they are shared out, nor where no other role ever works."""
+    """What the user has decided. By `auto` parameters never leave the device where no other role works."""
     made = Decisions({role: given_settings(config, role) for role in {**facts.roles, "ref": None, "actor": None}})
-    for role in facts.roles if facts.sharding.parameters or len(facts.roles) == 1 else ():
+    for role in facts.roles if len(facts.roles) == 1 else ():
         made = made.decide(role, "offload_params", False)
     return made
 
@@ -599,7 +603,8 @@ def resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, updated: str |
 def role_resident(keys: Mapping[str, Mapping[str, Any]], facts: Facts, role: str, updated: str | None) -> int:
     model, away = facts.roles[role], {key for key in OFFLOADS if keys[role].get(key) is True}
     held, shared = model.held(facts.sharding), facts.sharding.parameters
-    parameters = held.parameters if role == (updated or "actor") or "offload_params" not in away else 0
+    at_work = updated or ("" if shared else "actor")  # an engine reads the whole copy of an actor that is shared out
+    parameters = held.parameters if role == at_work or "offload_params" not in away else 0
     gradients = held.gradients if role == updated or not ("offload_grads" in away or shared) else 0  # of shards they come with a pass
     optimizer = min(STREAMED, held.optimizer) if "offload_optimizer" in away else held.optimizer
     gathered = passing_bytes(model.known_sizes, facts.sharding, model.itemsize) if role == updated else 0
@@ -644,6 +649,54 @@ def decide_offloads(made: Decisions, facts: Facts) -> Decisions:
     return made.decide("actor", "offload_params", False)
 
 
+def loading_order(facts: Facts) -> dict[str, int]:
+    """About the bytes on the device while each role is loaded, in the order in which roles are loaded. Where parameters are not shared out,
+    all stay whole. Where they are, each role is shared out before the next one is loaded: first the roles that give most memory back then,
+    last the actor, whose whole copy stays for rollouts."""
+    staying = {role: model.parameter_bytes for role, model in facts.roles.items()}
+    if facts.sharding.parameters:
+        staying = {role: model.held(facts.sharding).parameters for role, model in facts.roles.items()}
+        if "actor" in staying and facts.rollout:
+            staying["actor"] += twin_bytes(facts.actor.known_sizes, facts.sharding)
+    found, before = dict[str, int](), 0
+    for role in sorted(staying, key=lambda role: staying[role] - facts.roles[role].parameter_bytes):
+        model, stays = facts.roles[role], role == "actor" and facts.rollout
+        found[role] = before + loading_bytes(model.known_sizes, facts.sharding, fused=model.fused, stays=stays)
+        before += staying[role]
+    return found
+
+
+def most_while_loading(facts: Facts) -> tuple[str, int]:
+    """The role at whose loading the device has to hold most, and the bytes."""
+    return max(loading_order(facts).items(), key=lambda item: item[1])
+
+
+def check_loading(facts: Facts) -> None:
+    """Refuse roles of several workers that do not fit on a device while they are loaded."""
+    if facts.device != "cuda" or facts.sharding.workers == 1 or not facts.roles:
+        return
+    role, most = most_while_loading(facts)
+    if most <= facts.device_bytes:
+        return
+    order = list(loading_order(facts))
+    before = order[: order.index(role)]
+    sharing = ", and for sharing it out" if facts.sharding.parameters else ""
+    rest = f"what is there of {' and '.join(before)}{sharing}" if before else "sharing it out, layer by layer"
+    ways = ["a smaller model"]
+    if not facts.sharding.parameters:
+        ways.append('train.shard = "full" (each role is then shared out as it is loaded)')
+    plain = {name: replace(model, fused=False) for name, model in facts.roles.items()}
+    if most_while_loading(replace(facts, roles=plain))[1] <= facts.device_bytes:
+        ways.append("train.fused_layers = false (no layers are compared then)")
+    if before:
+        ways.append(f"workers of its own for {either([other for other in order if other != 'actor'])} (cluster.roles)")
+    raise UserError(
+        f'train.shard: with "{facts.sharding.shard}", loading the {role} would take {in_bytes(most)} of each device\'s '
+        f"{in_bytes(facts.device_bytes)}: {in_bytes(facts.roles[role].parameter_bytes)} for its whole parameters, and the rest for {rest}. "
+        f"Use {either(ways)}"
+    )
+
+
 def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | None = None) -> Sharding:
     """What the workers of a run share out. `auto`: the optimizer where it fits, else parameters too, within the `beside` workers of a
     machine or among all; first without anything on the host, then with what `auto` may offload. `only`: why it must be the optimizer."""
@@ -658,11 +711,20 @@ def choose_sharding(config: Config, facts: Facts, beside: int, *, only: str | No
         return replace(possible[0], why=only or "")
     places = [(each, given_decisions(config, each)) for each in (replace(facts, sharding=sharding) for sharding in possible)]
     offloading = [(each, decide_offloads(made, each)) for each, made in places]
-    fitting = (each.sharding for each, made in (*places, *offloading) if not why_crowded(made, each))
-    chosen = next(fitting, None) or min(offloading, key=lambda place: most_resident(place[1], place[0]))[0].sharding
-    needed = f"{in_bytes(most_resident(places[0][1], places[0][0]))} of each device's {in_bytes(facts.device_bytes)}"
+    can_load = [most_while_loading(each)[1] <= (1 - SLACK) * facts.device_bytes for each, _ in places]
+    fitting = [
+        each.sharding for made_ways in (places, offloading)
+        for (each, made), loads in zip(made_ways, can_load, strict=True) if loads and not why_crowded(made, each)
+    ]  # fmt: skip
+    needs = [(most_while_loading(each)[1], most_resident(made, each)) for each, made in offloading]
+    least = min(range(len(needs)), key=lambda place: (max(needs[place]), needs[place][1]))
+    chosen = fitting[0] if fitting else possible[least]
+    of_whole, made = places[0]
     otherwise = "" if chosen is possible[0] else ' with "optimizer"'
-    return replace(chosen, why=f"parameters, gradients and optimizer would take {needed}{otherwise}")
+    what, needed = "parameters, gradients and optimizer", most_resident(made, of_whole)
+    if otherwise and not can_load[0] and needed <= (loaded := most_while_loading(of_whole)[1]):
+        what, needed = "all roles as they are loaded", loaded
+    return replace(chosen, why=f"{what} would take {in_bytes(needed)} of each device's {in_bytes(facts.device_bytes)}{otherwise}")
 
 
 def left_for_update(config: Config, made: Decisions, facts: Facts, role: str) -> int:
@@ -744,7 +806,8 @@ def on_host(config: Config, facts: Facts, made: Decisions, budgets: Mapping[str,
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_params", "activations": "offload_activations"}
     found: dict[str, int] = {}
     for role, model in facts.roles.items():
-        keys, counts = made.keys[role], {"optimizer": model.held(facts.sharding).optimizer, "parameters": model.parameter_bytes}
+        keys, held = made.keys[role], model.held(facts.sharding)
+        counts = {"optimizer": held.optimizer, "parameters": held.parameters if facts.sharding.parameters else model.parameter_bytes}
         if model.trained and keys["recompute"] != "auto":
             counts["activations"] = micro_batch_tokens(config, facts, role, budgets, made.sequence(role)) * model.kept_bytes(keys)
         found |= {f"the {role}'s {kind}": count for kind, count in counts.items() if keys.get(kinds[kind]) is True and count}
@@ -844,7 +907,11 @@ def sharding_in_words(facts: Facts, roles: RolePlan) -> Iterator[str]:
     groups = f", in groups of {sharding.group}" if sharding.shard == "hybrid" else ""
     why = f" (auto: {sharding.why})" if sharding.why else ""
     most = max(resident({role: vars(own) for role, own in roles.settings.items()}, facts, role) for role in trained)
-    yield f"{sharding.shard} sharding: {sharding.workers} workers share out {what}{groups}{why}; each holds {in_bytes(most)} in an update"
+    held = f"each holds {in_bytes(most)} in an update"
+    if sharding.parameters:
+        role, loading = most_while_loading(facts)
+        held += f", and {in_bytes(loading)} while the {role} is loaded"
+    yield f"{sharding.shard} sharding: {sharding.workers} workers share out {what}{groups}{why}; {held}"
 
 
 def words_of_own_workers(config: Config, facts: Facts, roles: RolePlan, budgets: Budgets) -> Iterator[str]:

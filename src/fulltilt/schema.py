@@ -625,10 +625,13 @@ class TrainConfig(Section):
     offload_activations: Switch = _activations("auto", aliases="ARR.model.enable_activation_offload")
     """Keep activations on the host until the backward pass, with `recompute` or alone. `auto`: on where recompute does not suffice."""
     offload_params: Switch = _offload(
-        "auto", aliases="ARR.actor.{fsdp_config,megatron}.param_offload | {,models.policy_trainer.}free_gpu_memory.offload_weights"
+        "auto",
+        aliases="ARR.actor.{fsdp_config.param_offload,fsdp_config.offload_policy,megatron.param_offload} "
+        "| {,models.policy_trainer.}free_gpu_memory.offload_weights",
     )
-    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs. `auto`: off, since CUDA graphs
-    would have to be off. Note: On one device the actor's parameters leave only while another role works."""
+    """Keep the actor's parameters on the host while another role works. Not together with CUDA graphs, unless workers share out parameters
+    (`train.shard`): then they are on the host in rollouts too, which read a whole copy. `auto`: off. Note: verl's offload_policy streams
+    each layer from the host in every pass; here a role's parameters come once for each of its phases."""
     offload_optimizer: Switch = _offload(
         "auto",
         aliases="ARR.{actor.fsdp_config,actor.megatron,ref.megatron}.optimizer_offload "

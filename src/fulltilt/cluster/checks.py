@@ -57,8 +57,7 @@ SHARE_DEVICES = "FULLTILT_SHARE_DEVICES"  # the environment variable that allows
 # Settings that do not go with parameters that are shared out.
 UNSHARED = {
     "train.compile": "compiled layers have not been tried with it",
-    **{f"{role}.offload_params": "gathered parameters have no copy on the host" for role in ("train", "critic", "ref", "reward_model")},
-    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step",
+    "train.offload_grads": "gradients of shards exist only from a pass to the optimizer step, so there are none to free between updates",
 }
 
 
@@ -237,7 +236,7 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
     for key, why in unshared(config).items():
         value = shown(value_of(config, key))
-        yield f'{key}: {value} is not available with train.shard = "{train.shard}" yet: {why}. Remove one of the keys'
+        yield f'{key}: {value} is not available with train.shard = "{train.shard}": {why}. Remove one of the keys'
 
 
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:
@@ -368,11 +367,12 @@ def refused_offloads(config: Config, algorithm: Algorithm, device: str) -> Itera
         "ref": "ref_logprobs" in algorithm.needs and not shared,
         "reward_model": uses_reward_model(config),
     }
+    of_copy = shares_parameters(config) and "rollout" in algorithm.needs  # the actor's shards have no part in rollouts
     others = any(used[role] and role not in apart for role in used)
     sections = {"train": "actor", "critic": "critic", "ref": "ref", "reward_model": "reward_model"}
     for section, role in sections.items():
         for key in OFFLOADS:
-            alone = role in apart if role != "actor" else not others
+            alone = role in apart if role != "actor" else not (others or of_copy)
             reason = why_not(key, role, device, alone=alone, shared=role == "ref" and shared)
             if reason and getattr(getattr(config, section), key, None) is True:
                 yield f"{section}.{key}: true, but {reason}. Remove the key"

@@ -44,22 +44,35 @@ class Models:
 
 def load_models(
     config: Config, roles: Collection[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, encoder: RewardEncoder | None,
-    resume: Checkpoint | None, *, sampled: bool, actor: bool = True,
+    resume: Checkpoint | None, *, sampled: bool, actor: bool = True, order: Sequence[str] = (),
+    loaded: Callable[[str, torch.nn.Module], None] | None = None,
 ) -> Models:  # fmt: skip
     """The actor, unless other workers have it, and those of `roles` that have a model of their own; with an `encoder`, the reward model
-    too. `sampled`: whether the run samples from the actor."""
-    fusing = Fusing(config, device, learns=bool(roles))
-    own: dict[str, torch.nn.Module] = {}
+    too. `sampled`: whether the run samples from the actor. `order`: the roles in the order in which they are loaded. `loaded`: called with
+    each role's model, verified and fused, before the next one is loaded."""
+    fusing, layers = Fusing(config, device, learns=bool(roles)), dict[int, LayerShape]()
+
+    def load_actor_and_layers() -> PreTrainedModel:
+        decodes = sampled and config.rollout.engine == "native"
+        model, shapes = load_actor(config, tokenizer, device, resume, fusing, decodes=decodes)
+        layers.update(shapes)
+        return model
+
+    loaders: dict[str, Callable[[], torch.nn.Module]] = {}
     if encoder is not None:
-        own["reward_model"] = load_reward_model(config, device, encoder, fusing)
-    layers: dict[int, LayerShape] = {}
+        loaders["reward_model"] = partial(load_reward_model, config, device, encoder, fusing)
     if actor:
-        own["actor"], layers = load_actor(config, tokenizer, device, resume, fusing, decodes=sampled and config.rollout.engine == "native")
+        loaders["actor"] = load_actor_and_layers
     if "critic" in roles:
-        own["critic"] = load_critic(config, tokenizer, device, fusing)
+        loaders["critic"] = partial(load_critic, config, tokenizer, device, fusing)
     if "ref" in roles and not shares_model(config):
-        own["ref"] = load_ref(config, tokenizer, device, fusing)
-    return Models(own, layers, fusing.words())
+        loaders["ref"] = partial(load_ref, config, tokenizer, device, fusing)
+    own: dict[str, torch.nn.Module] = {}
+    for role in sorted(loaders, key=order.index) if order else loaders:
+        own[role] = loaders[role]()
+        if loaded:
+            loaded(role, own[role])
+    return Models({role: own[role] for role in loaders}, layers, fusing.words())
 
 
 def shares_model(config: Config) -> bool:
@@ -113,7 +126,9 @@ class Fusing:
     def words(self) -> str:
         if self.off is not None and not self.compiles:
             return f"not fused: {self.off}"
-        roles = {text: [role for role, other in self.found.items() if other == text] for text in self.found.values()}
+        # In the same order wherever roles are loaded in another one.
+        found = {role: self.found[role] for role in ("reward_model", "actor", "critic", "ref") if role in self.found}
+        roles = {text: [role for role, other in found.items() if other == text] for text in found.values()}
         return "; ".join(f"{text} ({', '.join(names)})" for text, names in roles.items())
 
 

@@ -21,10 +21,10 @@ from fulltilt.algo.base import Algorithm
 from fulltilt.batching.cost import ModelSize
 from fulltilt.cluster.checks import TextFacts
 from fulltilt.cluster.loading import Models, load_models
-from fulltilt.cluster.sharing import SharedModels, share_out
+from fulltilt.cluster.sharing import ModelSharer, SharedModels
 from fulltilt.cluster.shelf import Shelf, share_of_rewards
-from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits
-from fulltilt.cluster.worker import CRITIC_TENSORS, SURPLUS_TENSORS, Residents, Worker
+from fulltilt.cluster.sizes import find_facts, find_sharding, free_bytes, limits, order_of_loading, role_facts
+from fulltilt.cluster.worker import CRITIC_TENSORS, ROLLOUT_ROLES, SURPLUS_TENSORS, Residents, Worker
 from fulltilt.footprint import HeadOptions
 from fulltilt.memory.account import Account, gradients_of, weights_of
 from fulltilt.memory.activations import ActivationOffload, offload_activations
@@ -90,14 +90,21 @@ def load_worker(
 ) -> Worker:
     """`parcels`: given where workers hold the samples that they draw."""
     began, judged = time.perf_counter(), ["reward_model"] if order.encoder and order.roles else []
-    sharding = find_sharding(order.config, list(dict.fromkeys([*order.roles, *judged])), device, ranks, sampled=order.sampled)
+    roles = list(dict.fromkeys([*order.roles, *judged]))
+    sharding = find_sharding(order.config, roles, device, ranks, sampled=order.sampled)
     config = decided(order.config, sharding) if order.roles else order.config
+    shared, how = SharedModels(), dict[str, Any]()
+    if shares_out(config, order.roles, ranks):
+        sharer = ModelSharer.of(config, ranks, device, learners_of(order.roles), sampled=order.sampled)
+        in_turn = order_of_loading(config, roles, device.type, sharding, sampled=order.sampled)
+        shared, how = sharer.found, {"loaded": sharer.share_out, "order": in_turn}
     models = load_models(
-        config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None
-    )
+        config, order.roles, order.texts.tokenizer, device, order.encoder, order.resume, sampled=order.sampled, actor=order.only is None,
+        **how,
+    )  # fmt: skip
     # On another number of workers last bits differ anyway, and each has another share of the machine.
     kept = order.kept if order.kept and order.kept.get("workers", ranks.size) == ranks.size else None
-    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, ranks, sharding)
+    worker = make_worker(config, algorithm, device, models, order.texts, order.roles, order.resume, kept, ranks, sharding, shared)
     if parcels:
         settings = share_of_rewards(config.reward, ranks.size, ranks.beside)
         pool = RewardPool(settings, Path(config.run.dir), write_errors=False, keep_errors=bool(order.roles)) if worker.engine else None
@@ -137,14 +144,16 @@ def describe_adapters(model: PreTrainedModel) -> str:
 def make_worker(
     config: Config, algorithm: Algorithm, device: torch.device, models: Models, texts: TextFacts, roles: Collection[str],
     resume: Checkpoint | None = None, kept: dict[str, Any] | None = None, ranks: Ranks = ALONE, sharding: Sharding = UNSHARDED,
+    shared: SharedModels | None = None,
 ) -> Worker:  # fmt: skip
     """The worker over loaded models. `roles`: those of a training run, none if nothing learns. `ranks`: it and the others, which must be
-    made at the same time."""
-    sampled, learners = "rollout" in algorithm.needs and "actor" in models.own, [role for role in ("actor", "critic") if role in roles]
-    facts = find_facts(device, models, texts, learners, rollout=sampled, ranks=ranks, sharding=sharding)
+    made at the same time. `shared`: the models as they are shared out among these."""
+    sampled, learners, shared = "rollout" in algorithm.needs and "actor" in models.own, learners_of(roles), shared or SharedModels()
+    whole = shared.rollout or models.actor if sampled else None
+    known = shared.facts or {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
+    facts = find_facts(device, {role: known[role] for role in models.own}, whole, models, texts, ranks=ranks, sharding=sharding)
     settings = plan_roles(config, facts, kept).settings
     # Everything that holds memory comes before memory is measured.
-    shared = share_out(config, models, ranks, device, sampled=sampled) if shares_out(config, roles, ranks) else SharedModels()
     made = make_roles(config, algorithm, models, settings, texts.steps_per_epoch, roles, ranks, shared.shards)
     groups = make_groups(ranks, {settings[role].sequence_parallel for role in made.roles})
     for name, own in made.roles.items():
@@ -157,7 +166,7 @@ def make_worker(
     for role in reversed(learners):  # their parameters may move from here on: they are restored, and known to their optimizers
         if settings[role].offload_params:
             made.residents.add(role, models.own[role], learns=True)
-    made.residents.need("actor")
+    made.residents.need(*ROLLOUT_ROLES[shared.twin is not None])
     plan = make_plan(config, replace(facts, free_bytes=ranks.least(free_bytes(device), device) // ranks.sharing), kept)
     torch.set_num_threads(plan.budgets.threads)
     export, export_bytes = shared.exporter(config, models, texts.tokenizer)
@@ -184,6 +193,10 @@ def make_worker(
         twin=shared.twin,
         collect=shared.collect,
     )
+
+
+def learners_of(roles: Collection[str]) -> list[str]:
+    return [role for role in ("actor", "critic") if role in roles]
 
 
 def shares_out(config: Config, roles: Collection[str], ranks: Ranks) -> bool:

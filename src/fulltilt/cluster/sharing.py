@@ -1,12 +1,13 @@
 """The models of a run whose workers share out parameters: `train.shard` "full" and "hybrid".
 
-Enters: the loaded models, with adapters, and the workers. Leaves: `SharedModels`: the same models shared out, and the whole actor for
-rollouts and exports. Guaranteed: where parameters are not shared out, nothing is done and nothing is held.
+Enters: one loaded model after another, with adapters, and the workers. Leaves: `SharedModels`: the same models shared out, and the whole
+actor for rollouts and exports. Guaranteed: a model's whole parameters are given back before the next one is loaded, but for those that a
+rollout engine reads; where parameters are not shared out, nothing is done and nothing is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,16 +15,19 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fulltilt.cluster.loading import Models, exporter
-from fulltilt.parallel.apply import Shards, shard, share
+from fulltilt.cluster.sizes import role_facts
+from fulltilt.parallel.apply import Shards, Sharing, shard, share
 from fulltilt.parallel.ranks import Ranks
 from fulltilt.parallel.twin import Twin, over_same_memory, whole_on_host, without_memory
+from fulltilt.plan import RoleFacts
 from fulltilt.schema import Config
 from fulltilt.words import in_bytes
 
 
 @dataclass(eq=False)
 class SharedModels:
-    shards: Mapping[str, Shards] = field(default_factory=dict)  # by role
+    shards: dict[str, Shards] = field(default_factory=dict)  # by role
+    facts: dict[str, RoleFacts] = field(default_factory=dict)  # of each role's model, as it was before it was shared out
     rollout: PreTrainedModel | None = None  # the whole actor, for the engine
     structure: PreTrainedModel | None = None  # the actor without memory, where no engine needs it whole
     twin: Twin | None = None  # keeps `rollout` at the latest weights
@@ -62,17 +66,33 @@ class SharedModels:
             yield f"rollout: every worker has the whole actor for it, {in_bytes(held)}"
 
 
-def share_out(config: Config, models: Models, ranks: Ranks, device: torch.device, *, sampled: bool) -> SharedModels:
-    """Share out the models of all roles. `sampled`: whether an engine needs the actor whole."""
-    train, found = config.train, SharedModels(adapters_alone=config.lora.rank > 0 and config.lora.export != "merged")
-    if "actor" in models.own and sampled:
-        found.rollout = over_same_memory(models.actor)
-    elif "actor" in models.own:
-        found.structure = without_memory(models.actor)
-    sharing = share(
-        ranks, device.type, train.shard_size, reshard_after_forward=train.reshard_after_forward, forward_prefetch=train.forward_prefetch
-    )
-    found.shards = {role: shard(model, sharing) for role, model in models.own.items()}
-    if found.rollout is not None:
-        found.twin = Twin(found.rollout, found.shards["actor"])
-    return found
+@dataclass(frozen=True, eq=False)
+class ModelSharer:
+    """Shares out one role's model after another, each as soon as it is loaded."""
+
+    found: SharedModels
+    sharing: Sharing
+    device: torch.device
+    learners: Collection[str]
+    sampled: bool  # whether an engine needs the actor whole
+
+    @staticmethod
+    def of(config: Config, ranks: Ranks, device: torch.device, learners: Collection[str], *, sampled: bool) -> ModelSharer:
+        train, found = config.train, SharedModels(adapters_alone=config.lora.rank > 0 and config.lora.export != "merged")
+        knobs = {"reshard_after_forward": train.reshard_after_forward, "forward_prefetch": train.forward_prefetch}
+        return ModelSharer(found, share(ranks, device.type, train.shard_size, **knobs), device, learners, sampled)
+
+    def share_out(self, role: str, model: torch.nn.Module) -> None:
+        found = self.found
+        found.facts[role] = role_facts(model, learns=role in self.learners)
+        if role == "actor":
+            assert isinstance(model, PreTrainedModel)
+            if self.sampled:
+                found.rollout = over_same_memory(model)
+            else:
+                found.structure = without_memory(model)
+        found.shards[role] = shard(model, self.sharing)
+        if role == "actor" and found.rollout is not None:
+            found.twin = Twin(found.rollout, found.shards[role])
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # whole parameters are in pieces into which those of the next role may not fit

@@ -27,7 +27,18 @@ from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.layout import UNSHARDED, ParameterSize, Sharding, Sizes
 from fulltilt.parallel.ranks import ALONE, Ranks
 from fulltilt.parallel.shard import neighbours
-from fulltilt.plan import KEPT_AS, Budgets, Facts, RoleFacts, choose_sharding, given_settings, longest_response, uses_graphs
+from fulltilt.plan import (
+    KEPT_AS,
+    Budgets,
+    Facts,
+    RoleFacts,
+    check_loading,
+    choose_sharding,
+    given_settings,
+    loading_order,
+    longest_response,
+    uses_graphs,
+)
 from fulltilt.rollout.engine import EngineLimits
 from fulltilt.rollout.runner import bytes_per_token
 from fulltilt.schema import ActorConfig, Config, CriticConfig, RefConfig, RewardModelConfig
@@ -55,14 +66,16 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
         return Sharding("optimizer", ranks.size, ranks.size)
     facts = Facts(device.type, device_bytes(device, ranks), 0, {}, 0, 1, rollout=sampled, sharding=Sharding(workers=ranks.size))
     only = next((f"{key} is set" for key in unshared(config)), None)
-    if config.train.shard == "auto" and device.type == "cuda" and ranks.size > 1:
+    if device.type == "cuda" and ranks.size > 1:
         try:
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
     found = choose_sharding(config, facts, ranks.beside, only=only)
     # Where roles have workers of their own, the workers of each role are one group.
-    return found if ranks.of_run == ranks.size or not found.parameters else replace(found, shard="full", group=ranks.size)
+    found = found if ranks.of_run == ranks.size or not found.parameters else replace(found, shard="full", group=ranks.size)
+    check_loading(replace(facts, sharding=found))
+    return found
 
 
 def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator[tuple[str, RoleFacts]]:
@@ -74,13 +87,21 @@ def known_roles(config: Config, roles: Collection[str], device: str) -> Iterator
             yield role, RoleFacts.of_shape(shape, config, device, learns=role in KEPT_AS, role=role)
 
 
+def order_of_loading(config: Config, roles: Collection[str], device: str, sharding: Sharding, *, sampled: bool) -> list[str]:
+    """The roles in the order in which loading them one by one takes least memory, where parameters are shared out."""
+    try:
+        found = dict(known_roles(config, roles, device))
+    except UnknownParameters:
+        return sorted(roles, key=lambda role: role == "actor")  # of which a whole copy may stay
+    return [*loading_order(Facts(device, 0, 0, found, 0, 1, rollout=sampled, sharding=sharding))]
+
+
 def find_facts(
-    device: torch.device, models: Models, texts: TextFacts, learners: Collection[str], *, rollout: bool, ranks: Ranks = ALONE,
-    sharding: Sharding = UNSHARDED,
+    device: torch.device, roles: Mapping[str, RoleFacts], sampled: PreTrainedModel | None, models: Models, texts: TextFacts, *,
+    ranks: Ranks = ALONE, sharding: Sharding = UNSHARDED,
 ) -> Facts:  # fmt: skip
     """The facts that the plan is made from, with everything measured but the free memory: optimizers are not there yet. All workers find
-    the same, so that all make the same plan."""
-    roles = {role: role_facts(model, learns=role in learners) for role, model in models.own.items()}
+    the same, so that all make the same plan. `sampled`: the whole model that an engine reads, if there is one."""
     return Facts(
         device=device.type,
         device_bytes=device_bytes(device, ranks),
@@ -88,12 +109,12 @@ def find_facts(
         roles=roles,
         longest=texts.longest,
         steps_per_epoch=texts.steps_per_epoch,
-        rollout=rollout,
+        rollout=sampled is not None,
         cores=max(1, ranks.least(THREADS, device) // ranks.beside),
         threads_given="OMP_NUM_THREADS" in os.environ,
         processors=processors_of(device),
-        kv_bytes_per_token=bytes_per_token(models.layers, models.actor.dtype) if rollout else None,
-        not_captured=why_not_captured(models.actor) if rollout else None,
+        kv_bytes_per_token=bytes_per_token(models.layers, sampled.dtype) if sampled is not None else None,
+        not_captured=why_not_captured(sampled) if sampled is not None else None,
         layers=models.fused,
         sharding=sharding,
     )

@@ -49,6 +49,7 @@ from fulltilt.words import first_line
 Metrics = dict[str, float]
 Done = tuple[int, int]  # how many micro-batches of a pass, or optimizer steps of an update, are done, and of how many
 BETWEEN_STEPS = ("eval", "save")  # phases that are in no step
+ROLLOUT_ROLES = {False: ("actor",), True: ()}  # whose parameters an engine reads, without a twin of the actor and with it
 CRITIC_TENSORS, SURPLUS_TENSORS = "critic/", "surplus/"  # prefixes of tensor names in a checkpoint; the actor's tensors have none
 
 
@@ -265,7 +266,7 @@ class Worker:
         if version != self.version:
             own = "weights that were changed after the last sync" if self.version is None else f"version {self.version} of the weights"
             raise RuntimeError(f"the engine would sample from {own}, and version {version} is asked for: sync comes after every update")
-        self.residents.need("actor")
+        self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         if inbox and self._progress_s is not None:
             self.engine.recorder.tell(inbox.send, self._progress_s)
         places, given = list(prompts), list(prompts.values())
@@ -321,15 +322,20 @@ class Worker:
                 copied += tensor.nbytes
 
         if self.twin:
-            self.twin.sync()
+            self._sync_twin(self.twin)
         self.engine.sync(version, counted())
         self.version = version
         if self.account.device.type == "cuda" and (several or copied):
             torch.cuda.synchronize(self.account.device)
         seconds, moved = time.perf_counter() - begin, copied + self.ranks.moved.total() - before
         if several:
-            self.residents.need("actor")
+            self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         return SyncReport(seconds, moved, checksum(self.engine.parameters(), version) if several else None)
+
+    def _sync_twin(self, twin: Twin) -> None:
+        if not twin.current:
+            self.residents.need("actor")
+            twin.sync()
 
     # -- passes without gradient ----------------------------------------------------------------------------------------------------
 
@@ -391,6 +397,7 @@ class Worker:
         """In which order a pass without gradient gathers parameters that are shared out, and what it leaves whole. On all workers at the
         same time."""
         (shards,) = self._shards_of(self.roles[role])
+        self.residents.need(role)
         found = traced(shards, lambda: self.roles[role].annotate(FILLER))
         shards.rest()
         return found
@@ -453,7 +460,7 @@ class Worker:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The actor's parameters by their names, one after another, for an engine that keeps a copy of its own."""
-        self.residents.need("actor")
+        self.residents.need(*ROLLOUT_ROLES[self.twin is not None])
         model = self.twin.model if self.twin else self.actor.model
         yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
@@ -465,6 +472,7 @@ class Worker:
         """Write the exported model and the trainer's tensors, the caller's arrays among them, into a checkpoint's folder. With `beside`
         the tensors may only be copied, for `finish_save` to write. What the disk refuses is returned: the worker is not at fault."""
         self._unwritten = None  # the copy of a save that failed
+        self.residents.need("actor", "critic")
         self.collect()
         held = {f"{SURPLUS_TENSORS}{name}": array for name, array in self.shelf.arrays.items()} if self.shelf else {}
         tensors = self._tensors() | {name: torch.from_numpy(array) for name, array in {**arrays, **held}.items()}

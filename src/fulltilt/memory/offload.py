@@ -2,12 +2,13 @@
 
 Enters: a role's model, or the states that an optimizer keeps per parameter. Leaves: the same tensors, on the device when they are used.
 
-`Residence` moves the parameters of a role. Device memory is given back, but every Parameter stays the same object and every view of it a
-view: only the storage is emptied and filled. What this means on one device:
+`Residence` moves the parameters of a role, or this worker's shards of them. Device memory is given back, but every Parameter stays the same
+object and every view of it a view: only the storage is emptied and filled. What this means on one device:
   ref, reward model   they never change: one copy to the host for the whole run, later only device memory is given back;
   critic              copied out again after an update;
   actor               may leave only while another role works, and not at all with CUDA graphs: graphs read parameters by address, and
-                      memory that was given back may belong to another tensor later. Reserving it would save nothing.
+                      memory that was given back may belong to another tensor later. Reserving it would save nothing. Where workers share
+                      out parameters, an engine reads a whole copy of the actor, and its shards are away in rollouts too.
 
 `States` holds an optimizer's states: on the device, or on the host and streamed in buckets through memory that is allocated once, so that
 the next bucket comes in and the previous one goes out while one is computed on.
@@ -26,13 +27,17 @@ from __future__ import annotations
 import contextlib
 import mmap
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from fulltilt.memory.host import free_host_bytes
+from fulltilt.model.arrays import local
+from fulltilt.model.forward import ONE_PASS
 from fulltilt.records import UserError
 
 ALIGN = 256  # bytes: alignment of tensors in one memory, and of buckets
@@ -155,7 +160,9 @@ class Residence:
 
     def __init__(self, model: torch.nn.Module, role: str, *, learns: bool) -> None:
         self.role, self.learns, self.on_device = role, learns, True
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in model.parameters() if tensor.numel()}
+        # The memory of a shard may be longer than what is this worker's of the parameter: all workers exchange as much.
+        found = (local(parameter.detach()).untyped_storage() for parameter in model.parameters())
+        storages = {storage.data_ptr(): storage for storage in found if storage.nbytes()}
         assert all(storage.resizable() for storage in storages.values()), "a parameter is in memory that cannot be given back"
         self.device = next(model.parameters()).device
         self._device_flats = [torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage) for storage in storages.values()]  # type: ignore[call-overload]
@@ -169,6 +176,8 @@ class Residence:
         body = next((module.base_model for module in model.modules() if isinstance(module, PreTrainedModel)), None)
         if body is not None:
             body.register_forward_pre_hook(self._refuse_absent)
+        if whole_pass := getattr(model, ONE_PASS, None):  # which gathers shards before the body runs
+            setattr(model, ONE_PASS, partial(self._refuse_or_run, whole_pass))
 
     @torch.no_grad()
     def to_host(self, *, unchanged: bool = False) -> None:
@@ -207,13 +216,18 @@ class Residence:
         for flat in self._device_flats:
             flat.untyped_storage().resize_(0)
 
+    def _refuse_or_run(self, run: Callable[..., Any], *given: Any) -> Any:
+        self._refuse_absent()
+        return run(*given)
+
     def _refuse_absent(self, *_: object) -> None:
         assert self.on_device, f"the parameters of the {self.role} are on the host: it runs only after to_device()"
 
 
 def absent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are on the host, its device memory given back."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    """Whether the tensor's values, or this worker's part of them, are on the host, the device memory given back."""
+    own = local(tensor.detach())
+    return own.numel() > 0 and own.untyped_storage().nbytes() == 0
 
 
 # ---- states of an optimizer ------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 Enters: the sizes of a model's parameters, and what workers share out. Leaves: `Holdings`. Guaranteed: arithmetic alone, without torch;
 equal to the bytes of the storages that a worker has in an update, padding included. `passing_bytes` is an estimate of what passes take in
-addition while parameters are gathered.
+addition while parameters are gathered, `loading_bytes` one of what loading a model takes.
 """
 
 from __future__ import annotations
@@ -97,6 +97,35 @@ def passing_bytes(sizes: Sizes, sharding: Sharding, itemsize: int) -> int:
     gathered = outside[0] + (min(2 * largest, sum(of_layers)) if sharding.reshard else sum(of_layers))
     through = max((max(itemsize * count, (itemsize + max(4, itemsize)) * learned) for count, learned in units.values()), default=0)
     return gathered * itemsize + through
+
+
+@cache
+def loading_bytes(sizes: Sizes, sharding: Sharding, *, fused: bool, stays: bool) -> int:
+    """About the most bytes that a model takes while it is loaded whole, compared with its fused layers if they are fused, and shared out
+    unit by unit. `stays`: whether its whole parameters stay for a rollout engine.
+
+    Comparing takes two sets of gradients of two layers. A unit that is shared out has its shards and its whole parameters, those that learn
+    as wide as their shards; units before it have only shards, and those behind it are as they were loaded.
+    """
+    whole, units = sum(own.bytes for own in sizes), units_of(sizes)
+    if not sharding.parameters:
+        return whole
+    of_layers = (sum(own.count * own.wide for own in unit if own.learns) for layer, unit in units if fused and layer is not None)
+    most, rest, shards = whole + 4 * max(of_layers, default=0), whole, 0
+    for _, unit in units:
+        layout = lay_out_rows(unit, sharding.group)
+        widened = sum(own.count * own.wide for own in unit if own.learns and own.wide > own.itemsize)
+        replaced = sum(own.bytes for own in unit if own.learns and own.wide > own.itemsize and not stays)
+        shards += sum(layout.width(str(place)) * (own.wide if own.learns else own.itemsize) for place, own in enumerate(unit))
+        most = max(most, rest - replaced + widened + shards)
+        rest -= 0 if stays else sum(own.bytes for own in unit)
+    return most
+
+
+def units_of(sizes: Sizes) -> list[tuple[int | None, Sizes]]:
+    """The parameters of each layer, and last those outside the layers, in the order in which they are shared out."""
+    layers = sorted({own.layer for own in sizes if own.layer is not None})
+    return [(layer, tuple(own for own in sizes if own.layer == layer)) for layer in (*layers, None)]
 
 
 def unit_counts(sizes: Iterable[ParameterSize]) -> dict[int | None, tuple[int, int]]:

@@ -160,7 +160,7 @@ class Optimizer:
         )  # fmt: skip
 
     def _require_presence(self) -> None:
-        away = [name for name, parameter in self._parameters.items() if not is_shard(parameter) and absent(parameter)]
+        away = [name for name, parameter in self._parameters.items() if absent(parameter)]
         assert not away, f"{away[0]} is on the host: the role's parameters must be on the device (Residence.to_device)"
 
     def tensors(self) -> dict[str, torch.Tensor]:
