@@ -6,8 +6,8 @@
 
 Enters: a device. Leaves: for each part what it has measured:
 
-    equal    a small model in float32 with deterministic kernels: one process, two workers with "full", four with "hybrid" in groups of two.
-             Samples, losses and gradient norms beside those of one process.
+    equal    a small model in float32 with deterministic kernels: one process, two workers with "full", four with "hybrid" in groups of two,
+             two that compute each micro-batch together (sequence_parallel). Samples, losses and gradient norms beside those of one process.
     memory   0.5B in bfloat16 on two workers, "optimizer" and "full": peaks of each phase, bytes moved, seconds, gradient norms.
     queue    0.5B on two workers with few seats, samples of very different lengths: with the queue and without it in turn. Every prompt must
              be answered once.
@@ -44,6 +44,7 @@ from fulltilt.training.checkpoint import CheckpointStore
 
 TWO, FOUR = "cluster.workers=2", "cluster.workers=4"
 FULL, HYBRID = "train.shard=full", ("train.shard=hybrid", "train.shard_size=2")
+SEQUENCE = "train.sequence_parallel=2"
 FUSED = "train.fused_layers=true"
 EXACT = (
     "run.deterministic=true", "model.dtype=float32", "run.steps=2", "train.lr=1e-5", "run.save_rollouts=64", FUSED,
@@ -59,7 +60,7 @@ SHOWN = (
 
 def equal(scratch: Path, device: str) -> dict[str, Any]:
     folder, runs = make(scratch / "equal", "small", device=device, prompts=8, samples=4), {"one": (), "full": (TWO, FULL)}
-    runs["hybrid"] = (FOUR, *HYBRID)
+    runs |= {"hybrid": (FOUR, *HYBRID), "sequence": (TWO, SEQUENCE), "sequence, full": (TWO, SEQUENCE, FULL)}
     with ThreadPoolExecutor() as at_once:  # most of their time is spent in starting
         found = dict(zip(runs, at_once.map(lambda name: train(folder, name, *EXACT, *runs[name]), runs), strict=True))
     for name in runs:

@@ -68,6 +68,7 @@ BUILT = {
     "reward_model.micro_batch": 2,
     "reward_model.forward_token_budget": 2048,
     "train.balance": False,
+    **{f"{section}.sequence_parallel": 2 for section in ("train", "ref", "critic", "reward_model")},
     "train.shard": "full",
     "train.shard_size": 2,
     "train.reshard_after_forward": False,
@@ -180,7 +181,7 @@ def test_aliases_are_refused_in_a_file_as_well(run: dict[str, Any]) -> None:
         error.value
     )
     assert "model.use_fused_kernels: verl's name for train.fused_head: write train.fused_head = true" in str(error.value)
-    assert "ref.ulysses_sequence_parallel_size: verl's name for ref.sequence_parallel, a known knob, not built" in str(error.value)
+    assert "ref.ulysses_sequence_parallel_size: verl's name for ref.sequence_parallel: write ref.sequence_parallel = 2" in str(error.value)
 
 
 def test_a_shared_alias_names_all_its_knobs(run: dict[str, Any]) -> None:
@@ -220,7 +221,7 @@ def test_translated_names_are_those_of_the_ledger() -> None:
         ("actor.ppo_max_token_len_per_gpu=4096", "verl's name for actor.token_budget: write actor.token_budget = 4096"),
         ("train.use_liger_kernel=true", "verl's name for train.fused_layers: write train.fused_layers = true"),
         ("rollout.packing=false", "unknown key; the nearest is train.packing"),  # a name of two knobs is not guessed
-        ("reward_model.ulysses_degree=2", "verl's name for train.sequence_parallel, a known knob, not built"),
+        ("reward_model.ulysses_degree=2", "verl's name for train.sequence_parallel: write train.sequence_parallel = 2"),
     ],
 )
 def test_a_name_put_into_a_section_of_ours_is_known(run: dict[str, Any], given: str, advice: str) -> None:

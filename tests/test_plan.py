@@ -390,12 +390,13 @@ def test_a_resumed_run_is_settled_for_the_budget_that_it_keeps(began: str, now: 
 
 def test_the_largest_micro_batch_counts() -> None:
     where = hardware(longest=5000)
-    assert micro_batch_tokens(config(), where, "actor", {}) == 16384 and micro_batch_tokens(config(), where, "critic", {}) == 32768
+    assert micro_batch_tokens(config(), where, "actor", {}, 1) == 16384 and micro_batch_tokens(config(), where, "critic", {}, 1) == 32768
     assert (
-        micro_batch_tokens(config(actor={"token_budget": 1000}), where, "actor", {"actor": 9000}) == 5000
+        micro_batch_tokens(config(actor={"token_budget": 1000}), where, "actor", {"actor": 9000}, 1) == 5000
     )  # a longer sample has one alone
     fixed = config(actor={"dynamic_batch": False, "micro_batch": 3}, critic={"token_budget": 7000})
-    assert micro_batch_tokens(fixed, where, "actor", {}) == 15000 and micro_batch_tokens(fixed, where, "critic", {}) == 7000
+    assert micro_batch_tokens(fixed, where, "actor", {}, 4) == 3750, "four workers have a quarter each"
+    assert micro_batch_tokens(fixed, where, "actor", {}, 1) == 15000 and micro_batch_tokens(fixed, where, "critic", {}, 1) == 7000
 
 
 def test_a_cache_that_stays_leaves_less_for_activations() -> None:

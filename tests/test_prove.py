@@ -36,6 +36,7 @@ LEARN = {"actor", "sft", "critic"}
 # Keys of [train] are the actor's and those of roles that have none of their own. A new one needs a line here, and a proof for each.
 OF_TRAIN = {
     "packing": {"actor", "sft", "ref"},
+    "sequence_parallel": {"sft"},
     "recompute": {"actor", "sft"},
     "recompute_layers": LEARN,
     "recompute_method": LEARN,
@@ -59,6 +60,8 @@ def roles_of(knob: str) -> set[str]:
         return OF_TRAIN[key]
     if section == "cluster":
         return {"critic"} if key == "roles" else {"sft"}
+    if key == "sequence_parallel":  # on workers in other processes gradients are compared, of a role that learns from this one
+        return {"critic"} if section == "critic" else {"actor"}
     learns_from_rows = section == "actor" and key != "forward_token_budget"
     return {section} | ({"sft"} if learns_from_rows else set())
 

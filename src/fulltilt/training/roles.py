@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from fulltilt.batching.pack import PAD
 from fulltilt.footprint import Entropy, HeadOptions, head_bytes
 from fulltilt.model.arrays import to_device, to_host
 from fulltilt.model.attention import Packed
@@ -190,7 +189,7 @@ class StreamPart:
         ids, positions, bounds = micro.ids, micro.positions, micro.cu_seqlens
         missing = -len(ids) % sequence.size
         if missing:  # a document of its own, which no other sees
-            ids, positions = np.concatenate([ids, np.full(missing, PAD)]), np.concatenate([positions, np.arange(missing)])
+            ids, positions = np.concatenate([ids, np.zeros(missing, np.int64)]), np.concatenate([positions, np.arange(missing)])
             bounds = np.append(bounds, len(ids))
         own, counts = sequence.own(len(ids)), counts_of(micro, read, sequence)
         places = chosen(read, counts, sequence.ranks.rank)
