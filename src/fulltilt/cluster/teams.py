@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fulltilt.cluster.checks import refuse, too_few
+from fulltilt.cluster.checks import refuse, too_few, wrong_groups
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.parallel.ranks import Ranks
 
@@ -32,7 +32,7 @@ class Team:
 def teams_of(order: WorkerOrder, size: int) -> list[Team]:
     used = {*order.roles, *(["reward_model"] if order.encoder else [])}
     counts = {role: count for role, count in sorted(order.config.cluster.roles.items()) if role in used}
-    refuse(too_few(order.config, size))
+    refuse((*too_few(order.config, size), *(wrong_groups(order.config, size) if order.roles else ())))
     end = size - sum(counts.values())
     found = [Team(order.of_team(None, counts), range(end))]
     for role, count in counts.items():
