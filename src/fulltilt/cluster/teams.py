@@ -45,7 +45,10 @@ def join_team(
     rank: int, teams: Sequence[range], everyone: dist.ProcessGroup | None, *, beside: int, sharing: int = 1,
     deadline: timedelta | None = None,
 ) -> Ranks:  # fmt: skip
-    """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers."""
+    """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers.
+
+    All workers of a team are in equally many groups afterwards. Those that make a group among themselves depend on it: torch names such a
+    group after its ranks and the number of groups that a process is in, and workers that name it differently wait for each other forever."""
     if len(teams) == 1:
         return Ranks(rank, len(teams[0]), everyone, beside, sharing, deadline=deadline)
     groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]
