@@ -176,6 +176,31 @@ def test_groups_of_workers_go_with_roles(template: Path, tmp_path: Path, critics
     assert noted.digests[same[0].start] == noted.digests[same[1].start] and len(set(noted.digests)) == 2
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (3, ("cluster.roles={critic = 1}", "train.sequence_parallel=2", "critic.sequence_parallel=1")),
+        (
+            6,
+            (
+                "cluster.roles={critic = 2}", "train.shard=hybrid", "train.shard_size=2",
+                "train.sequence_parallel=2", "ref.sequence_parallel=4", "critic.sequence_parallel=1",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_groups_of_all_kinds_in_processes_of_a_run(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, settings: tuple[str, ...]
+) -> None:
+    """Nothing evens out the numbers of groups that workers are in here, by which workers agree on the names of others."""
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    one, several = (runs.make(tmp_path / name, (template / "model").resolve()) for name in ("one", "several"))
+    runs.train(one, *ONE_STEP, *PPO[:2])
+    runs.train(several, *ONE_STEP, *PPO[:2], f"cluster.workers={workers}", *settings, "cluster.stall_s=300")
+    assert_same_metrics(several, one)
+
+
 def test_a_worker_is_named_with_its_role() -> None:
     host = Processes([0, 1], "toy_worker:make", labels=["", "critic"])
     os.kill(host.pids[1], signal.SIGKILL)

@@ -239,7 +239,7 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
 def wrong_groups(config: Config, workers: int) -> Iterator[str]:
     """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
     the run."""
-    given, roles = config.train.shard_size, config.cluster.roles
+    given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
     counts = {"actor": workers - sum(roles.values()), **roles}
     if not given or counts["actor"] < 1:
         return

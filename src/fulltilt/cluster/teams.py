@@ -47,8 +47,8 @@ def join_team(
 ) -> Ranks:  # fmt: skip
     """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers.
 
-    All workers of a team are in equally many groups afterwards. Those that make a group among themselves depend on it: torch names such a
-    group after its ranks and the number of groups that a process is in, and workers that name it differently wait for each other forever."""
+    Afterwards all workers of a team are in equally many groups, which matters when some of them make another one: torch names it after its
+    ranks and the number of groups that a process is in, and workers with different names for it wait for one another forever."""
     if len(teams) == 1:
         return Ranks(rank, len(teams[0]), everyone, beside, sharing, deadline=deadline)
     groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]
