@@ -45,7 +45,6 @@ from fulltilt.parallel.parcels import Parcels
 from fulltilt.proofs.pool import TeamCall
 
 SIZE = 4
-SIZES = (1, 2, 3, 4)
 CPU = torch.device("cpu")
 
 Pieces = dict[str, tuple[int, np.ndarray]]  # by name: place of the first number, and numbers
@@ -191,7 +190,7 @@ class Seat:
 def make(seat: Seat) -> Member:
     store = dist.TCPStore("127.0.0.1", seat.port, seat.size, is_master=False, timeout=timedelta(seconds=120))
     dist.init_process_group("gloo", store=store, rank=seat.rank, world_size=seat.size, timeout=timedelta(seconds=120))
-    groups, post = ({size: dist.new_group(list(range(size))) for size in SIZES if size <= seat.size} for _ in range(2))
+    groups, post = ({size: dist.new_group(list(range(size))) for size in range(1, seat.size + 1)} for _ in range(2))
     return Member(seat.rank, groups, post)
 
 
@@ -237,6 +236,7 @@ class Member:
         if make not in self.guests:
             module, _, function = make.partition(":")
             self.guests[make] = getattr(importlib.import_module(module), function)(self)
+        even_out_groups(self.rank)
         return produced(getattr(self.guests[make], method), args, inbox)
 
     def note(self, name: str, args: tuple[Any, ...]) -> Any:
@@ -458,8 +458,9 @@ class Pool:
 
         each, digests, groups = ask("gradients"), ask("digest"), [group or range(rank, rank + 1) for rank, group in enumerate(ask("group"))]
         steps = {role: [own[role] for own in each if own and role in own] for own in filter(None, each) for role in own}
-        copies = max(filter(None, ask("copies")))
-        gradients = {role: [joined(list(pieces), copies) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
+        counted = list(zip(ask("copies"), each, strict=True))
+        copies = {role: max(count for count, own in counted if own and role in own) for role in steps}
+        gradients = {role: [joined(list(pieces), copies[role]) for pieces in zip(*own, strict=True)] for role, own in steps.items()}
         begin, end = ([joined([pieces[rank] or {} for rank in group]) for group in groups] for pieces in (ask("loaded"), ask("parameters")))
         names = ["".join(digests[rank] or "" for rank in group) for group in groups]
         asked = (ask(name) for name in ("restored", "states", "skipped", "moved", "sampled_from"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -155,6 +156,51 @@ def test_a_critic_of_several_workers_is_shared_out(
     assert_same_metrics(several, one)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("critics", [2, 4])
+def test_groups_of_workers_go_with_roles(template: Path, tmp_path: Path, critics: int) -> None:
+    """Of six workers, the actor's, or the critic's, are two groups."""
+    one, several = (runs.make(tmp_path / name, (template / "model").resolve()) for name in ("one", "several"))
+    settings = (*ONE_STEP, *PPO[:2])
+    with contextlib.closing(Pool(6)) as pool:
+        _, expected = pool.train(one, 1, *settings)
+        shared = ("train.shard=hybrid", "train.shard_size=2", f"cluster.roles={{critic = {critics}}}")
+        trained, noted = pool.train(several, 6, *settings, *shared)
+    assert_same_gradients(noted, expected)
+    assert_same_metrics(several, one)
+    role = "actor" if critics == 2 else "critic"
+    assert f"{role}: parameters shared out among 2 workers, in 2 groups" in trained.said
+    groups = [range(0, 2), range(2, 4), range(4, 6)]
+    assert noted.groups == [group for group in groups for _ in group]
+    same = groups[:2] if role == "actor" else groups[1:]
+    assert noted.digests[same[0].start] == noted.digests[same[1].start] and len(set(noted.digests)) == 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("workers", "settings"),
+    [
+        (3, ("cluster.roles={critic = 1}", "train.sequence_parallel=2", "critic.sequence_parallel=1")),
+        (
+            6,
+            (
+                "cluster.roles={critic = 2}", "train.shard=hybrid", "train.shard_size=2",
+                "train.sequence_parallel=2", "ref.sequence_parallel=4", "critic.sequence_parallel=1",
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_groups_of_all_kinds_in_processes_of_a_run(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, settings: tuple[str, ...]
+) -> None:
+    """Nothing evens out the numbers of groups that workers are in here, by which workers agree on the names of others."""
+    monkeypatch.setenv("FULLTILT_SHARE_DEVICES", "1")
+    one, several = (runs.make(tmp_path / name, (template / "model").resolve()) for name in ("one", "several"))
+    runs.train(one, *ONE_STEP, *PPO[:2])
+    runs.train(several, *ONE_STEP, *PPO[:2], f"cluster.workers={workers}", *settings, "cluster.stall_s=300")
+    assert_same_metrics(several, one)
+
+
 def test_a_worker_is_named_with_its_role() -> None:
     host = Processes([0, 1], "toy_worker:make", labels=["", "critic"])
     os.kill(host.pids[1], signal.SIGKILL)
@@ -198,8 +244,16 @@ REFUSED = {
     "reward model": (("cluster.workers=2", "cluster.roles={reward_model = 1}"), "cluster.roles: reward_model would get .* no reward model"),
     "all workers": (("cluster.workers=2", "cluster.roles={ref = 2}"), r"takes 2 of the run's 2 workers, and the actor needs .* at most 1"),
     "groups": (
-        ("cluster.workers=5", "cluster.roles={ref = 1}", "train.shard=hybrid", "train.shard_size=2"),
-        'train.shard: "hybrid" is not available with cluster.roles yet',
+        ("cluster.workers=5", "cluster.roles={ref = 1}", "train.shard=hybrid", "train.shard_size=3"),
+        "train.shard_size: 3 does not divide the 4 workers of the actor into groups. Use 2 or 4$",
+    ),
+    "groups of a role": (
+        ("cluster.workers=15", "cluster.roles={ref = 3}", "train.shard=hybrid", "train.shard_size=2"),
+        "train.shard_size: 2 does not divide the 3 workers of the ref into groups. Use 3, 4, 6 or 12$",
+    ),
+    "no groups": (
+        ("cluster.workers=3", "cluster.roles={ref = 2}", "train.shard=hybrid", "train.shard_size=2"),
+        'train.shard_size: 2 does not divide the 1 worker of the actor into groups. Use train.shard = "full"$',
     ),
 }  # fmt: skip
 

@@ -183,7 +183,13 @@ def test_auto_is_decided_from_the_files_of_models(tmp_path: Path, monkeypatch: p
     assert (made.shard, made.shard_size) == (shard, 8 if shard == "hybrid" else None)
     explicit = config(SHAPES["32B"], shard="hybrid", shard_size=2)
     of_critic = sizes.find_sharding(explicit, ["critic"], cuda, Ranks(0, 4, beside=4, after=4), sampled=False)
-    assert of_critic == Sharding("full", 4, 4)  # workers of another role are one group
+    assert of_critic == Sharding("hybrid", 4, 2)
+    few = config(SHAPES["32B"], shard="hybrid", shard_size=8)
+    of_critic = sizes.find_sharding(few, ["critic"], cuda, Ranks(0, 4, beside=4, after=4), sampled=False)
+    assert of_critic == Sharding("full", 4, 4)  # fewer than a group of the actor's has: they are one
+    for before, expected in ((8, shard), (4, "full" if shard == "hybrid" else shard)):  # from the first worker of a machine, or not
+        found = sizes.find_sharding(given, ["actor", "ref"], cuda, Ranks(5, 16, beside=8, before=before), sampled=True)
+        assert (found.shard, found.workers, found.group) == (expected, 16, 8 if expected == "hybrid" else 16)
     compiled = config(SHAPES["32B"], compile=True)
     assert sizes.find_sharding(compiled, ["actor"], cuda, ranks, sampled=True).why == "train.compile is set"
     strange = config({**SHAPES["32B"], "model_type": "cohere"})

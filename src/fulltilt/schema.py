@@ -573,8 +573,9 @@ class TrainConfig(Section):
         "ARR.actor.fsdp_config.fsdp_size critic.{model.,}fsdp_config.fsdp_size",
         used_if=when("shard", "hybrid", required=True),
     )
-    """Workers of a group, with `shard` "hybrid". It divides the number of workers. Left out: not used, since `shard` is another. Note:
-    verl's -1, all workers, is `shard` "full"."""
+    """Workers of a group, with `shard` "hybrid". It divides the number of workers; with `cluster.roles`, that of the actor's workers, and
+    of every role's that has more workers than a group. Left out: not used, since `shard` is another. Note: verl's -1, all workers, is
+    `shard` "full"."""
     reshard_after_forward: bool = _if_shared(
         True,
         "gathers of a micro-batch; whole parameters between forward and backward",

@@ -227,16 +227,30 @@ def wrong_sharing(config: Config, device: str) -> Iterator[str]:
         return
     if train.shard_size == 1:
         yield 'train.shard_size: groups of 1 worker share nothing out. Use train.shard = "optimizer", or a larger number'
-    if apart and train.shard == "hybrid":
-        yield 'train.shard: "hybrid" is not available with cluster.roles yet. Use "full", or remove one of the keys'
-    elif known and max(workers, *apart, 1) == 1:
+    if known and max(workers, *apart, 1) == 1:
         yield f'train.shard: "{train.shard}", but the run has one worker, which shares nothing out. Remove the key, or set cluster.workers'
-    elif known and train.shard_size and workers % train.shard_size:
-        sizes = either([str(size) for size in range(2, workers + 1) if workers % size == 0])
-        yield f"train.shard_size: {train.shard_size} does not divide the {workers} workers of the run into groups. Use {sizes}"
+    elif known:
+        yield from wrong_groups(config, workers + sum(apart))
     for key, why in unshared(config).items():
         value = shown(value_of(config, key))
         yield f'{key}: {value} is not available with train.shard = "{train.shard}": {why}. Remove one of the keys'
+
+
+def wrong_groups(config: Config, workers: int) -> Iterator[str]:
+    """Roles whose workers cannot be divided into groups of `train.shard_size`; fewer workers than that are one group. `workers`: those of
+    the run."""
+    given, roles = config.train.shard_size, {str(role): count for role, count in config.cluster.roles.items()}
+    counts = {"actor": workers - sum(roles.values()), **roles}
+    if not given or counts["actor"] < 1:
+        return
+
+    def undivided(size: int) -> Iterator[str]:
+        yield from (role for role, count in counts.items() if count % size and (role == "actor" or count > size))
+
+    legal = [str(size) for size in range(2, counts["actor"] + 1) if not any(undivided(size))]
+    for role in undivided(given):
+        whose, remedy = f"the {many(counts[role], 'worker')} of the {role if roles else 'run'}", either(legal or ['train.shard = "full"'])
+        yield f"train.shard_size: {given} does not divide {whose} into groups. Use {remedy}"
 
 
 def wrong_sequence(config: Config, algorithm: Algorithm, device: str) -> Iterator[str]:

@@ -71,9 +71,10 @@ def find_sharding(config: Config, roles: Collection[str], device: torch.device, 
             facts = replace(facts, roles=dict(known_roles(config, roles, device.type)))
         except UnknownParameters:
             only = "how many parameters the model has is not known before it is loaded"
-    found = choose_sharding(config, facts, ranks.beside, only=only)
-    # Where roles have workers of their own, the workers of each role are one group.
-    found = found if ranks.of_run == ranks.size or not found.parameters else replace(found, shard="full", group=ranks.size)
+    # Groups of neighbours are the workers of a machine only where the first of them is the first of its machine.
+    found = choose_sharding(config, facts, ranks.beside if ranks.before % ranks.beside == 0 else 1, only=only)
+    if found.parameters and ranks.size < found.group:  # a role of its own with fewer workers than a group has
+        found = replace(found, shard="full", group=ranks.size)
     check_loading(replace(facts, sharding=found))
     return found
 

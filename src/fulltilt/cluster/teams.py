@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from fulltilt.cluster.checks import refuse, too_few
+from fulltilt.cluster.checks import refuse, too_few, wrong_groups
 from fulltilt.cluster.making import WorkerOrder
 from fulltilt.parallel.ranks import Ranks
 
@@ -32,7 +32,7 @@ class Team:
 def teams_of(order: WorkerOrder, size: int) -> list[Team]:
     used = {*order.roles, *(["reward_model"] if order.encoder else [])}
     counts = {role: count for role, count in sorted(order.config.cluster.roles.items()) if role in used}
-    refuse(too_few(order.config, size))
+    refuse((*too_few(order.config, size), *(wrong_groups(order.config, size) if order.roles else ())))
     end = size - sum(counts.values())
     found = [Team(order.of_team(None, counts), range(end))]
     for role, count in counts.items():
@@ -45,7 +45,10 @@ def join_team(
     rank: int, teams: Sequence[range], everyone: dist.ProcessGroup | None, *, beside: int, sharing: int = 1,
     deadline: timedelta | None = None,
 ) -> Ranks:  # fmt: skip
-    """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers."""
+    """A worker among those of its team. All processes of the run must call it at the same time. `everyone`: the group of all workers.
+
+    Afterwards all workers of a team are in equally many groups, which matters when some of them make another one: torch names it after its
+    ranks and the number of groups that a process is in, and workers with different names for it wait for one another forever."""
     if len(teams) == 1:
         return Ranks(rank, len(teams[0]), everyone, beside, sharing, deadline=deadline)
     groups = [dist.new_group(list(team), timeout=deadline) if len(team) > 1 else None for team in teams]

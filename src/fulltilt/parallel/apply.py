@@ -58,12 +58,11 @@ def share(ranks: Ranks, device: str, size: int | None = None, **knobs: bool) -> 
 
 
 def mesh_of(ranks: Ranks, device: str, size: int) -> DeviceMesh:
-    """The workers in groups of `size`. All workers of the run make all groups, so none may have other roles."""
-    assert ranks.of_run == ranks.size
-    places, groups = torch.arange(ranks.size).view(-1, size), []
-    for line in (*places.t().tolist(), *places.tolist()):
-        group = dist.new_group(line, timeout=ranks.deadline)
-        groups += [group] if ranks.rank in line else []
+    """The workers in groups of `size`. A group is made by its own workers alone, because workers with other roles do not come here; every
+    worker makes its group of replicas first."""
+    places = ranks.before + torch.arange(ranks.size).view(-1, size)
+    lines = [line for line in (*places.t().tolist(), *places.tolist()) if ranks.number in line]
+    groups = [dist.new_group(line, timeout=ranks.deadline, use_local_synchronization=True) for line in lines]
     return DeviceMesh.from_group(groups, device, mesh=places, mesh_dim_names=("replicate", "shard"))
 
 
