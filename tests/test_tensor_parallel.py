@@ -1,0 +1,268 @@
+"""Tensor parallelism: which sizes are legal, the table of slices, and that members compute what one process does.
+
+The four processes of the pool of workers serve all (tests/devices.py): groups of two run twice in it, in both halves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import devices
+import models
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModel, AutoModelForCausalLM
+
+from fulltilt.footprint import Entropy, HeadOptions
+from fulltilt.memory.recompute import apply_recompute
+from fulltilt.model import attention, experts, lora
+from fulltilt.model.fuse import fuse
+from fulltilt.model.scalar import ScalarModel
+from fulltilt.parallel.cuts import Cut, Section, even, legal_sizes, require_legal, vocabulary_rows, why_not
+from fulltilt.parallel.ranks import Ranks
+from fulltilt.parallel.tensor import SliceTable, TensorSplit, slice_table, split
+from fulltilt.records import MicroBatch, UserError
+from fulltilt.schema import LoraConfig
+from fulltilt.shape import SHAPES, Recompute, Shape
+from fulltilt.training.roles import Critic, Policy
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    size: int
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model's configuration
+    dtype: str = "float64"
+    role: str = "actor"
+    adapters: tuple[str, ...] = ()  # targets of adapters; names of stacked experts among them
+    recompute: str = "none"
+    fused: bool = False
+    options: HeadOptions = HeadOptions()  # noqa: RUF009 (frozen)
+    entropy: Entropy = "gradient"
+    bias: bool = False  # of the output embedding
+
+    def __str__(self) -> str:
+        plain = Case(self.family, self.size)
+        odd = [f"{name}={getattr(self, name)}" for name in self.__dataclass_fields__ if getattr(self, name) != getattr(plain, name)]
+        return " ".join([self.family, str(self.size), *odd])
+
+
+# ---- a model, whole or divided -----------------------------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> Any:
+    """The whole model, with the same numbers in every process."""
+    config = models.FAMILIES[case.family]()
+    for name, value in case.changes.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    kind: Any = AutoModel if case.role == "critic" else AutoModelForCausalLM
+    dtype = getattr(torch, case.dtype)
+    model = kind.from_config(
+        config, attn_implementation=attention.register(), experts_implementation=experts.register(), dtype=dtype
+    ).eval()
+    if case.bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(config.vocab_size, dtype=dtype))
+    if case.adapters:
+        stacked = [name for name in case.adapters if name.startswith("experts.")]
+        targets = [name for name in case.adapters if name not in stacked]
+        lora.add_adapters(model, LoraConfig(rank=2, targets=targets, parameters=stacked), 0)
+    if case.role == "critic":
+        model = ScalarModel(model, torch.nn.Linear(config.hidden_size, 1, dtype=dtype))
+    for name, parameter in model.named_parameters():  # what begins at zero or one would hide half of the gradient
+        if parameter.ndim == 1 or "lora_B" in name:
+            parameter.data += 0.2 * torch.randn(parameter.shape, dtype=dtype)
+    return model
+
+
+def finish(model: Any, case: Case) -> None:
+    """What comes after a model is divided."""
+    if case.fused:
+        report = fuse(model.body if case.role == "critic" else model)
+        assert report.left_alone is None and report.joined == (0 if case.adapters else 2 * report.layers)
+    if case.recompute != "none":
+        apply_recompute(model, Recompute(case.recompute))  # type: ignore[arg-type]
+
+
+def micro_batch(lengths: Sequence[int], seed: int) -> MicroBatch:
+    random, bounds = np.random.default_rng(seed), np.cumsum([0, *lengths])
+    trained = np.concatenate([np.arange(start + length // 3 + 1, start + length) for start, length in zip(bounds, lengths, strict=False)])
+    return MicroBatch(
+        ids=random.integers(0, 90, bounds[-1]),
+        positions=np.concatenate([np.arange(length) for length in lengths]),
+        cu_seqlens=bounds.astype(np.int32),
+        rows=(),
+        trained=trained,
+        trained_row=np.zeros(len(trained), np.int64),
+        weights=random.normal(size=len(trained)),
+        fresh=np.ones(len(trained), bool),
+    )
+
+
+MICRO_BATCHES = [micro_batch(lengths, seed) for seed, lengths in enumerate([(7, 20), (14, 3, 9), (5,), (2,)])]
+
+
+@dataclass(eq=False)
+class Found:
+    """What a process computes: numbers of each micro-batch, and its gradients, in all micro-batches together."""
+
+    numbers: list[list[np.ndarray]]
+    gradients: dict[str, np.ndarray | None]
+
+
+def learn(model: Any, case: Case) -> Found:
+    numbers = []
+    for micro in MICRO_BATCHES:
+        if case.role == "critic":
+            results = [Critic("critic", model).run(micro)]
+        else:
+            results = [each for each in Policy("actor", model, 0.8, options=case.options).run(micro, case.entropy) if each is not None]
+        weights = torch.from_numpy(micro.weights).to(results[0].dtype)
+        learning = [result for result in results if result.requires_grad]
+        assert len(learning) == (2 if case.role == "actor" and case.entropy == "gradient" else 1)
+        sum(((place + 1) * weights * result).sum() for place, result in enumerate(learning)).backward()  # type: ignore[union-attr]
+        numbers.append([result.detach().numpy() for result in results])
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return Found(numbers, {name: None if p.grad is None else p.grad.numpy() for name, p in named.items()})
+
+
+class TensorWorker:
+    """A member of a tensor-parallel group, in a process of the pool."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        pairs = [dist.new_group([first, first + 1]) for first in range(0, size, 2)]
+        self.groups = {size: dist.group.WORLD, 2: pairs[rank // 2]}
+
+    def split(self, case: Case) -> TensorSplit:
+        found = split(build(case), Ranks(self.rank % case.size, case.size, self.groups[case.size]))
+        finish(found.model, case)
+        return found
+
+    def learn(self, case: Case) -> Found:
+        return learn(self.split(case).model, case)
+
+    def sum_shared(self, case: Case) -> dict[str, np.ndarray]:
+        """The gradients after those of shared numbers were summed."""
+        made = self.split(case)
+        found = learn(made.model, case).gradients
+        parameters = dict(made.model.named_parameters())
+        gradients = {
+            name: torch.zeros_like(parameters[name]) if gradient is None else torch.from_numpy(gradient) for name, gradient in found.items()
+        }
+        made.sum_shared(gradients)
+        return {name: gradient.numpy() for name, gradient in gradients.items()}
+
+    def parts(self, case: Case) -> dict[str, Any]:
+        """This member's parameters, and what passes show of it."""
+        made = self.split(case)
+        model = made.model
+        seen: list[int] = []
+        layer = (model.body if case.role == "critic" else model.base_model).layers[0]  # type: ignore[union-attr, index]
+        layer.input_layernorm.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
+        learn(model, case)
+        same = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
+        plain = all(type(parameter) is torch.nn.Parameter and parameter.is_contiguous() for parameter in model.parameters())
+        return {"parts": {name: p.detach().numpy() for name, p in same.items()}, "plain": plain, "tokens": seen}
+
+
+def make(member: devices.Member) -> TensorWorker:
+    return TensorWorker(member.rank, dist.get_world_size())
+
+
+@pytest.fixture
+def pool(pool_of_devices: devices.Pool) -> devices.Guests:
+    return devices.Guests(pool_of_devices, "test_tensor_parallel:make")
+
+
+def call(pool: devices.Guests, method: str, case: Case) -> list[Any]:
+    """What all members answer; groups of fewer than all say the same."""
+    return pool.start(method, [(case,)] * pool.size, what=method).results()[: case.size]
+
+
+# ---- the same numbers --------------------------------------------------------------------------------------------------------------------
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STACKED = ("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")
+BIASED = {"attention_bias": True, "mlp_bias": True}
+UNEVEN = {"vocab_size": 157}
+
+SHORT = [
+    Case("qwen2", 2, {"tie_word_embeddings": True, **UNEVEN}, fused=True),
+    Case("qwen3", 4, recompute="full", options=HeadOptions(fused=False)),
+    Case("gemma2", 2, UNEVEN, dtype="float32"),
+    Case("qwen3-moe", 2, recompute="selective"),
+    Case("llama", 2, BIASED, adapters=ALL, fused=True),
+    Case("qwen2", 2, role="critic", fused=True),
+]
+PLAIN = HeadOptions(fused=False)
+MATRIX = [
+    *[Case(family, size) for family in ("qwen2", "qwen3", "llama", "gemma2", "phi3", "qwen3-moe", "mixtral") for size in (2, 4)],
+    *[Case(family, 4, dtype="float32") for family in ("qwen2", "qwen3", "llama", "phi3", "qwen3-moe", "mixtral")],
+    *[Case(family, 4, {"num_key_value_heads": heads}) for family in ("qwen3", "phi3") for heads in (1, 4)],
+    *[Case(family, 2) for family in ("mistral", "smollm3", "gemma3", "granite", "cohere")],
+    Case("llama", 2, {"num_key_value_heads": 1, **BIASED}, fused=True),
+    Case("llama", 4, {"num_key_value_heads": 1, **BIASED}),
+    Case("llama-tied", 4, UNEVEN),
+    Case("qwen2", 4, {"pad_token_id": 50}),
+    Case("qwen2", 4, UNEVEN, options=PLAIN, bias=True),
+    Case("qwen2", 2, UNEVEN, bias=True),
+    Case("gemma2", 4, options=PLAIN),
+    Case("cohere", 4, options=PLAIN, entropy="value"),
+    Case("qwen2", 2, options=PLAIN, entropy="none"),
+    *[Case("qwen2", 2, entropy=entropy) for entropy in ("value", "none")],
+    *[Case("gemma2", 2, UNEVEN, options=options) for options in (HeadOptions(entropy_chunk=5), HeadOptions(recompute=False))],
+    *[Case("qwen3", 4, role="critic", recompute=recompute) for recompute in ("none", "full")],
+    Case("qwen3-moe", 2, role="critic"),
+    Case("llama", 4, BIASED, adapters=ALL),
+    Case("qwen3", 4, {"num_key_value_heads": 1}, adapters=ALL, fused=True, recompute="full"),
+    Case("phi3", 2, adapters=("qkv_proj", "gate_up_proj", "o_proj", "down_proj")),
+    Case("qwen3-moe", 4, adapters=STACKED),
+    Case("mixtral", 2, adapters=STACKED),
+    *[Case("qwen2", 4, recompute=recompute, fused=True) for recompute in ("full", "selective")],
+    *[Case("qwen3", 2, recompute=recompute, fused=True, dtype="float32") for recompute in ("full", "selective")],
+    Case("gemma2", 2, recompute="selective"),
+    Case("mixtral", 4, recompute="full"),
+]
+
+
+@pytest.mark.parametrize("case", [*SHORT, *(pytest.param(case, marks=pytest.mark.matrix) for case in MATRIX)], ids=str)
+def test_members_compute_what_one_process_does(pool: devices.Guests, case: Case) -> None:
+    model = build(case)
+    table = slice_table(model, case.size)
+    expected, found = learn(model, case), call(pool, "learn", case)
+    tolerance = TOLERANCE[case.dtype]
+    for own in found:
+        for numbers, same in zip(own.numbers, expected.numbers, strict=True):
+            assert len(numbers) == len(same)
+            for one, other in zip(numbers, same, strict=True):
+                assert np.allclose(one, other, rtol=tolerance, atol=tolerance)
+    for own in found[1:]:
+        assert all(
+            np.array_equal(a, b) for one, other in zip(own.numbers, found[0].numbers, strict=True) for a, b in zip(one, other, strict=True)
+        )
+    assert_near(table, [own.gradients for own in found], expected.gradients, tolerance)
+
+
+def assert_near(
+    table: SliceTable, found: Sequence[dict[str, np.ndarray | None]], expected: dict[str, np.ndarray | None], tolerance: float
+) -> None:
+    """Gradients that members have found, joined, against whole ones."""
+    size = max(float(np.abs(numbers).max()) for numbers in expected.values() if numbers is not None)
+    assert expected and all(own.keys() == expected.keys() for own in found)
+    for name, numbers in expected.items():
+        assert numbers is not None
+        given = [own[name] for own in found if own[name] is not None]
+        if len(given) < len(found):
+            assert name.endswith("bias") and table.cuts[name].shared  # only the first member adds it
+            whole = given[0]
+        else:
+            whole = table.join_gradients(name, [torch.from_numpy(each) for each in given]).numpy()
+        assert whole is not None and whole.shape == numbers.shape, name
+        assert float(np.abs(whole - numbers).max()) <= tolerance * size, name
