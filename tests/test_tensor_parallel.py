@@ -6,7 +6,8 @@ The four processes of the pool of workers serve all (tests/devices.py): groups o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 import devices
@@ -78,7 +79,29 @@ def build(case: Case) -> Any:
     for name, parameter in model.named_parameters():  # what begins at zero or one would hide half of the gradient
         if parameter.ndim == 1 or "lora_B" in name:
             parameter.data += 0.2 * torch.randn(parameter.shape, dtype=dtype)
+    if case.dtype == "float64" and not case.fused:
+        compute_in_double(model)
     return model
+
+
+def compute_in_double(model: torch.nn.Module) -> None:
+    """transformers' norms and routers round to float32, and so do the gradients of parts before these are summed: by more than 1e-9."""
+
+    def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
+        normed = x * torch.rsqrt(
+            x.square().mean(-1, keepdim=True) + (self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps)
+        )
+        return normed * (1.0 + self.weight if "Gemma" in type(self).__name__ else self.weight)
+
+    def choose(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden_states @ self.weight.t()
+        chances, chosen = logits.softmax(-1).topk(self.top_k)
+        return logits, chances / chances.sum(-1, keepdim=True) if getattr(self, "norm_topk_prob", True) else chances, chosen
+
+    for module in model.modules():
+        kind = type(module).__name__
+        if kind.endswith(("RMSNorm", "TopKRouter")):
+            module.forward = MethodType(norm if kind.endswith("RMSNorm") else choose, module)
 
 
 def finish(model: Any, case: Case) -> None:
@@ -169,7 +192,12 @@ class TensorWorker:
         learn(model, case)
         same = {name: p for name, p in model.named_parameters(remove_duplicate=False)}
         plain = all(type(parameter) is torch.nn.Parameter and parameter.is_contiguous() for parameter in model.parameters())
-        return {"parts": {name: p.detach().numpy() for name, p in same.items()}, "plain": plain, "tokens": seen}
+        return {
+            "parts": {name: p.detach().numpy() for name, p in same.items()},
+            "plain": plain,
+            "tokens": seen,
+            "tied": len(same) > len(list(model.parameters())),
+        }
 
 
 def make(member: devices.Member) -> TensorWorker:
@@ -184,6 +212,112 @@ def pool(pool_of_devices: devices.Pool) -> devices.Guests:
 def call(pool: devices.Guests, method: str, case: Case) -> list[Any]:
     """What all members answer; groups of fewer than all say the same."""
     return pool.start(method, [(case,)] * pool.size, what=method).results()[: case.size]
+
+
+# ---- which sizes are legal ------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_are_legal_by_heads_widths_and_vocabulary() -> None:
+    legal = {name: legal_sizes(Shape.named(name)) for name in SHAPES}
+    assert legal["0.5B"] == [1, 2] and legal["1.5B"] == [1, 2, 4] and legal["7B"] == [1, 2, 4] and legal["32B"] == [1, 2, 4, 8]
+    assert legal["70B"] == [1, 2, 4, 8, 16, 32, 64] and legal["135M"] == [1, 3] and legal["Qwen3-30B-A3B"] == [1, 2, 4, 8, 16, 32]
+    assert legal["Mixtral-8x7B"] == [1, 2, 4, 8, 16, 32] and legal["Gemma-2-2B"] == [1, 2, 4, 8]
+
+
+WRONG = {
+    (3, "the model has 4 query heads"): {},
+    (6, "the model has 4 key-value heads, which can be divided among the members or duplicated, but not both"): {
+        "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8,
+    },
+    (4, "its gated layers are 50 numbers wide"): {"intermediate_size": 50},
+    (4, "its experts are 6 numbers wide"): {"num_experts": 4, "moe_intermediate_size": 6},
+    (4, "its shared experts are 10 numbers wide"): {
+        "num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 10,
+    },
+    (4, "the model has a vocabulary of 24 only"): {"vocab_size": 24},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "changes"), WRONG.items(), ids=lambda value: str(value[0]) if isinstance(value, tuple) else None)
+def test_another_size_is_refused_with_the_legal_ones(wrong: tuple[int, str], changes: dict[str, Any]) -> None:
+    shape = Shape.from_config({**models.SMALL, "model_type": "qwen3", **changes})
+    size, reason = wrong
+    assert why_not(shape, size) == reason
+    legal = ", ".join(map(str, legal_sizes(shape)))
+    with pytest.raises(UserError, match=f"^train.tensor_parallel = {size}: {reason}. Legal sizes for this model: {legal}$"):
+        require_legal(shape, size, "train.tensor_parallel")
+
+
+# ---- the table of slices -----------------------------------------------------------------------------------------------------------------
+
+TABLES = [
+    Case("qwen2", 4, {"tie_word_embeddings": True, "vocab_size": 157}), Case("qwen3", 4, {"num_key_value_heads": 1}), Case("phi3", 4),
+    Case("gemma2", 2), Case("qwen3-moe", 4, adapters=("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj")),
+    Case("mixtral", 2, role="critic"), Case("llama", 2, {"attention_bias": True, "mlp_bias": True}, adapters=("k_proj", "down_proj")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", TABLES, ids=str)
+def test_slices_of_a_tensor_are_assembled_to_it(case: Case) -> None:
+    model = build(case)
+    table = slice_table(model, case.size)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert table.cuts.keys() == parameters.keys() == model.state_dict().keys()
+    for name, whole in parameters.items():
+        whole, cut = whole.detach(), table.cuts[name]
+        parts = [table.local_slice(name, whole, rank) for rank in range(case.size)]
+        assert cut.length == whole.shape[cut.dim] and torch.equal(table.assemble(name, parts), whole), name
+        copies = table.join_gradients(name, [torch.ones_like(part) for part in parts])  # how many members hold each number
+        assert int(copies.min()) >= 1 and (copies.max() > 1) == cut.shared, name
+        assert sum(part.numel() for part in parts) == int(copies.sum()), name
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_cut_is_its_own_inverse(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    size, dim = int(random.choice([1, 2, 3, 4, 8])), int(random.integers(0, 3))
+    sections = []
+    for _ in range(random.integers(1, 4)):
+        unit, units = int(random.integers(1, 5)), int(random.choice([size, 2 * size, *(n for n in range(1, size) if size % n == 0)]))
+        sections.append(even(unit * units, size, unit))
+    if random.integers(2):
+        rows = int(random.integers(8 * size * size, 8 * size * size + 50))
+        sections = [Section(rows, vocabulary_rows(rows, size))]
+    cut = Cut(dim, tuple(sections))
+    shape = [2, 3, 4]
+    shape[dim] = cut.length
+    whole = torch.from_numpy(random.normal(size=shape))
+    table = SliceTable(size, {"x": cut})
+    parts = [table.local_slice("x", whole, rank) for rank in range(size)]
+    assert torch.equal(table.assemble("x", parts), whole)
+    for rank, part in enumerate(parts):
+        assert torch.equal(table.local_slice("x", table.assemble("x", parts), rank), part) and part.shape[dim] > 0
+
+
+def test_what_is_cut_how() -> None:
+    phi = slice_table(build(Case("phi3", 4)), 4).cuts  # 4 heads and 2 key-value heads of 8, 48 wide
+    assert phi["model.layers.0.self_attn.qkv_proj.weight"] == Cut(0, (Section(32, 8), Section(16, 8, 2), Section(16, 8, 2)))
+    assert phi["model.layers.0.mlp.gate_up_proj.weight"] == Cut(0, (Section(48, 12), Section(48, 12)))
+    assert phi["model.layers.0.self_attn.o_proj.weight"] == Cut(1, (Section(32, 8),))
+    assert phi["model.norm.weight"] == Cut.whole(32, 4) and phi["lm_head.weight"] == Cut.rows(160, 4)
+    adapted = slice_table(build(Case("qwen3-moe", 2, adapters=("q_proj", "o_proj", "experts.gate_up_proj", "experts.down_proj"))), 2).cuts
+    layer = "model.layers.0.self_attn"
+    assert adapted[f"{layer}.q_proj.lora_A.default.weight"].shared and adapted[f"{layer}.q_proj.lora_B.default.weight"] == Cut.rows(64, 2)
+    assert (
+        adapted[f"{layer}.o_proj.lora_A.default.weight"] == Cut.rows(64, 2, 1) and adapted[f"{layer}.o_proj.lora_B.default.weight"].shared
+    )
+    assert adapted[f"{layer}.q_norm.weight"].shared and adapted["model.layers.0.mlp.gate.weight"].shared
+
+
+def test_a_module_that_cannot_be_divided_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"^model.layers.0.self_attn.q_norm.weight \(Olmo2RMSNorm\) cannot be divided .* = 1, or use"):
+        slice_table(build(Case("olmo2", 2)), 2)
+    model = build(Case("llama", 2))
+    model.model.layers[1].mlp.extra = torch.nn.Linear(32, 32)
+    with pytest.raises(UserError, match=r"^model.layers.1.mlp.extra.weight \(Linear\) cannot be divided"):
+        slice_table(model, 2)
+    with pytest.raises(UserError, match=r"^train.tensor_parallel = 3: the model has 4 query heads. Legal sizes for this model: 1, 2, 4$"):
+        slice_table(build(Case("llama", 3)), 3)
 
 
 # ---- the same numbers --------------------------------------------------------------------------------------------------------------------
@@ -266,3 +400,32 @@ def assert_near(
             whole = table.join_gradients(name, [torch.from_numpy(each) for each in given]).numpy()
         assert whole is not None and whole.shape == numbers.shape, name
         assert float(np.abs(whole - numbers).max()) <= tolerance * size, name
+
+
+@pytest.mark.parametrize(
+    "case", [Case("phi3", 4), pytest.param(Case("llama", 4, {"num_key_value_heads": 1, **BIASED}), marks=pytest.mark.matrix)], ids=str
+)
+def test_shared_gradients_are_summed_once(pool: devices.Guests, case: Case) -> None:
+    model = build(case)
+    table, expected, found = slice_table(model, case.size), learn(model, case).gradients, call(pool, "sum_shared", case)
+    for name, numbers in expected.items():
+        assert numbers is not None
+        parts = [torch.from_numpy(own[name]) for own in found]
+        assert np.abs(table.assemble(name, parts).numpy() - numbers).max() <= 1e-9 * max(
+            np.abs(n).max() for n in expected.values() if n is not None
+        )
+        for rank, part in enumerate(parts):  # those that hold the same numbers have the same gradient
+            assert torch.equal(table.local_slice(name, table.assemble(name, parts), rank), part), name
+
+
+@pytest.mark.parametrize("case", [Case("qwen2", 4, {"tie_word_embeddings": True, **UNEVEN}), Case("qwen3-moe", 2, role="critic")], ids=str)
+def test_members_hold_their_parts_and_few_tokens(pool: devices.Guests, case: Case) -> None:
+    model = build(case)
+    table, found = slice_table(model, case.size), call(pool, "parts", case)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for rank, own in enumerate(found):
+        assert own["plain"] and own["parts"].keys() == parameters.keys()
+        for name, whole in parameters.items():
+            assert np.array_equal(own["parts"][name], table.local_slice(name, whole.detach(), rank).numpy()), name
+        assert own["tokens"] == [-(-len(micro.ids) // case.size) for micro in MICRO_BATCHES]
+        assert own["tied"] == (case.family == "qwen2")
