@@ -5,23 +5,33 @@ The four processes of the pool of workers serve all (tests/devices.py): groups o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextvars
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import devices
 import models
 import numpy as np
+import peft  # noqa: F401 (before processes of the pool are forked, so that none of them has to import it)
 import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModel, AutoModelForCausalLM
 
 from fulltilt.footprint import Entropy, HeadOptions
+from fulltilt.kernels import dispatch
+from fulltilt.kernels import token_logprobs as token_logprobs_kernels
+from fulltilt.kernels.token_logprobs import VocabularyPart
 from fulltilt.memory.recompute import apply_recompute
 from fulltilt.model import attention, experts, lora
-from fulltilt.model.fuse import fuse
+from fulltilt.model.fuse import fuse_and_compare
+from fulltilt.model.heads import Head, LogitShape, token_logprobs
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import Cut, Section, even, legal_sizes, require_legal, vocabulary_rows, why_not
 from fulltilt.parallel.ranks import Ranks
@@ -31,6 +41,7 @@ from fulltilt.schema import LoraConfig
 from fulltilt.shape import SHAPES, Recompute, Shape
 from fulltilt.training.roles import Critic, Policy
 
+KERNELS = "cuda" if torch.cuda.is_available() and not dispatch.INTERPRETED else "cpu"
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
 
 
@@ -88,9 +99,9 @@ def compute_in_double(model: torch.nn.Module) -> None:
     """transformers' norms and routers round to float32, and so do the gradients of parts before these are summed: by more than 1e-9."""
 
     def norm(self: Any, x: torch.Tensor) -> torch.Tensor:
-        normed = x * torch.rsqrt(
-            x.square().mean(-1, keepdim=True) + (self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps)
-        )
+        x = x - x.mean(-1, keepdim=True) if type(self).__name__.endswith("LayerNorm") else x
+        variance = x.square().mean(-1, keepdim=True)
+        normed = x * torch.rsqrt(variance + (self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps))
         return normed * (1.0 + self.weight if "Gemma" in type(self).__name__ else self.weight)
 
     def choose(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -100,14 +111,14 @@ def compute_in_double(model: torch.nn.Module) -> None:
 
     for module in model.modules():
         kind = type(module).__name__
-        if kind.endswith(("RMSNorm", "TopKRouter")):
-            module.forward = MethodType(norm if kind.endswith("RMSNorm") else choose, module)
+        if kind.endswith(("Norm", "TopKRouter")):
+            module.forward = MethodType(norm if kind.endswith("Norm") else choose, module)
 
 
 def finish(model: Any, case: Case) -> None:
     """What comes after a model is divided."""
     if case.fused:
-        report = fuse(model.body if case.role == "critic" else model)
+        report = fuse_and_compare(model.body if case.role == "critic" else model)
         assert report.left_alone is None and report.joined == (0 if case.adapters else 2 * report.layers)
     if case.recompute != "none":
         apply_recompute(model, Recompute(case.recompute))  # type: ignore[arg-type]
@@ -320,6 +331,101 @@ def test_a_module_that_cannot_be_divided_is_refused_by_name() -> None:
         slice_table(build(Case("llama", 3)), 3)
 
 
+# ---- the head over parts of a vocabulary -------------------------------------------------------------------------------------------------
+
+ROWS, VOCABULARY, WIDTH, BOUNDS = 23, 50, 6, (0, 16, 32, 48, 50)
+HEADS = [HeadOptions(*given) for given in itertools.product((True, False), (None, 5), (True, False))] + [HeadOptions(recompute=False)]
+LOGITS = [LogitShape(), LogitShape(scale=0.4), LogitShape(scale=2.0, cap=1.5)]
+
+
+class Threads:
+    """Members of a group in threads of this process, with sums and maxima over all of them."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier, self.given = size, threading.Barrier(size, timeout=60), [torch.empty(0)] * size
+
+    def part(self, rank: int, start: int) -> VocabularyPart:
+        def over_all(reduce: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> None:
+            self.given[rank] = tensor.detach().clone()
+            self.barrier.wait()
+            tensor.copy_(reduce(torch.stack(self.given)))
+            self.barrier.wait()
+
+        return VocabularyPart(start, VOCABULARY, partial(over_all, lambda all_: all_.sum(0)), partial(over_all, lambda all_: all_.amax(0)))
+
+    def run(self, work: Callable[[int], Any]) -> list[Any]:
+        with ThreadPoolExecutor(self.size) as pool:
+            contexts = [contextvars.copy_context() for _ in range(self.size)]
+            return [each.result() for each in [pool.submit(contexts[rank].run, work, rank) for rank in range(self.size)]]
+
+
+def head_of_parts(
+    shape: LogitShape, options: HeadOptions, entropy: Entropy, dtype: torch.dtype, tolerance: float, device: str = "cpu"
+) -> None:
+    """Members with 16, 16, 16 and 2 tokens of a vocabulary against one process."""
+    random = torch.Generator().manual_seed(0)
+    sizes = ((ROWS, WIDTH), (VOCABULARY, WIDTH), (VOCABULARY,))
+    tensors = [torch.randn(*size, generator=random, dtype=dtype).to(device).requires_grad_() for size in sizes]
+    targets, weights = torch.randint(0, VOCABULARY, (ROWS,), generator=random).to(device), torch.randn(2, ROWS, generator=random).to(device)
+
+    def learn(head: Head, hidden: torch.Tensor) -> list[torch.Tensor | None]:
+        found = token_logprobs(hidden, head, targets, 0.7, options, entropy)
+        assert (found[1] is None) == (entropy == "none") and (found[1] is None or found[1].requires_grad == (entropy == "gradient"))
+        loss = (weights[0] * found[0]).sum() + ((weights[1] * found[1]).sum() if entropy == "gradient" else 0.0)
+        return [*found, *torch.autograd.grad(loss, (hidden, head.weight, head.bias))]  # type: ignore[arg-type]
+
+    expected, members = learn(Head(*tensors[1:], shape), tensors[0]), Threads(len(BOUNDS) - 1)
+
+    def member(rank: int) -> list[torch.Tensor | None]:
+        own = slice(BOUNDS[rank], BOUNDS[rank + 1])
+        hidden, weight, bias = (tensor.detach().clone().requires_grad_() for tensor in (tensors[0], tensors[1][own], tensors[2][own]))
+        return learn(Head(weight, bias, shape, members.part(rank, own.start)), hidden)
+
+    values, entropies, of_hidden, of_weight, of_bias = zip(*members.run(member), strict=True)
+    joined = [values[0], entropies[0], sum(of_hidden), torch.cat(of_weight), torch.cat(of_bias)]
+    for each, same in zip(joined, expected, strict=True):
+        assert (each is None) == (same is None)
+        if each is not None and same is not None:
+            assert each.shape == same.shape and each.dtype == same.dtype
+            assert float((each - same).detach().norm()) <= tolerance * float(same.detach().norm())
+    for own in (*values[1:], *(each for each in entropies[1:] if each is not None)):
+        assert torch.equal(own, values[0]) or torch.equal(own, entropies[0])
+
+
+@pytest.mark.parametrize("entropy", ["gradient", "value", "none"])
+@pytest.mark.parametrize("shape", LOGITS, ids=str)
+def test_a_vocabulary_in_parts_gives_the_same_logprobs(shape: LogitShape, entropy: Entropy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fulltilt.footprint.CHUNK_NUMBERS", 4 * 16)  # several chunks, of different numbers of rows
+    for options in HEADS:
+        head_of_parts(shape, options, entropy, torch.float64, 1e-12)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shape", LOGITS[1:], ids=str)
+def test_kernels_read_a_vocabulary_in_parts(shape: LogitShape, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = threading.Lock()  # Triton's interpreter runs one kernel at a time
+
+    def alone(run: Callable[..., None], *args: Any) -> None:
+        with lock:
+            run(*args)
+
+    for name in ("read", "turn"):
+        monkeypatch.setattr(token_logprobs_kernels, name, partial(alone, getattr(token_logprobs_kernels, name)))
+    for entropy in ("gradient", "none"):
+        head_of_parts(shape, HeadOptions(), entropy, torch.float32, 1e-5, KERNELS)  # type: ignore[arg-type]
+
+
+def test_a_target_outside_the_vocabulary_has_no_logprob() -> None:
+    head, members = torch.randn(VOCABULARY, WIDTH), Threads(2)
+
+    def member(rank: int) -> torch.Tensor:
+        own = Head(head[rank * 25 : rank * 25 + 25], None, part=members.part(rank, rank * 25))
+        return token_logprobs(torch.ones(3, WIDTH), own, torch.tensor([VOCABULARY, -100, 3]), 1.0, entropy="none")[0]
+
+    for found in members.run(member):
+        assert found.isnan().tolist() == [True, True, False]
+
+
 # ---- the same numbers --------------------------------------------------------------------------------------------------------------------
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -355,7 +461,7 @@ MATRIX = [
     *[Case("qwen3", 4, role="critic", recompute=recompute) for recompute in ("none", "full")],
     Case("qwen3-moe", 2, role="critic"),
     Case("llama", 4, BIASED, adapters=ALL),
-    Case("qwen3", 4, {"num_key_value_heads": 1}, adapters=ALL, fused=True, recompute="full"),
+    Case("qwen3", 4, {"num_key_value_heads": 1}, adapters=ALL, fused=True, recompute="full", dtype="float32"),
     Case("phi3", 2, adapters=("qkv_proj", "gate_up_proj", "o_proj", "down_proj")),
     Case("qwen3-moe", 4, adapters=STACKED),
     Case("mixtral", 2, adapters=STACKED),

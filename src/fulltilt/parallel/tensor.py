@@ -16,8 +16,9 @@ must make the same passes.
     embedding      own rows, reduce-scatter             all-gather
     attention,     all-gather, own heads or columns,    all-gather, own heads or columns,
     feed-forward   reduce-scatter                       reduce-scatter
-    last norm      all-gather                           reduce-scatter, since each member has the gradient of its own tokens' logits
-    score          own tokens, all-gather               own tokens' gradient
+    last norm      all-gather                           reduce-scatter
+    head           own part of the vocabulary, sums     own part of the vocabulary
+    score          own tokens, all-gather               own tokens
 """
 
 from __future__ import annotations
@@ -234,6 +235,7 @@ class TokenExchange:
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.ranks.group)
 
     def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This member's tokens of all."""
         rows = self.padded(whole).view(self.ranks.size, -1, whole.shape[-1])[self.ranks.rank]
         return rows.view(*whole.shape[:-2], len(rows), -1)
 
@@ -404,25 +406,29 @@ def scatter_behind(exchange: TokenExchange) -> Callable[..., Any]:
 
 
 def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
-    """Embed with this member's rows; let the head, or a critic's score, have all tokens again. Called on the whole model."""
+    """Embed with this member's rows, and let the head have all tokens. A critic's score reads them in parts: its gradient must be a part
+    too, as that of every other parameter. Called on the whole model."""
     ranks, exchange, body = found.ranks, found.exchange, body_of(model)
-    embedding: Any = embeddings_of(model)[0]
-    vocabulary = len(embedding.weight)
-    own = Section(vocabulary, vocabulary_rows(vocabulary, ranks.size)).part(ranks.rank)
-    if embedding.padding_idx is not None:
-        embedding.padding_idx = embedding.padding_idx - own.start if embedding.padding_idx in own else None
-    embedding.forward = MethodType(embed_own(exchange, own), embedding)
+    embeddings: list[Any] = embeddings_of(model)
+    first = embeddings[0]
+    rows = [Section(len(layer.weight), vocabulary_rows(len(layer.weight), ranks.size)).part(ranks.rank) for layer in embeddings]
+    if first.padding_idx is not None:
+        first.padding_idx = first.padding_idx - rows[0].start if first.padding_idx in rows[0] else None
+    first.forward = MethodType(embed_own(exchange, rows[0]), first)
+    body.register_forward_hook(gather_output(exchange))
+    part = VocabularyPart(rows[-1].start, len(embeddings[-1].weight), ranks.sum, exchange.most)
+    for each in (model, body):
+        setattr(each, VOCABULARY_PART, part)
     if isinstance(model, ScalarModel):
+        model.score.register_forward_pre_hook(lambda module, args: exchange.own(args[0]))
         model.score.register_forward_hook(lambda module, args, output: exchange.gather_results(output))
-        return
 
-    def whole_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+
+def gather_output(exchange: TokenExchange) -> Callable[..., None]:
+    def hook(body: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         output.last_hidden_state = exchange.gather(output.last_hidden_state)
 
-    body.register_forward_hook(whole_output)
-    rows = len(embeddings_of(model)[1].weight)  # type: ignore[arg-type]
-    start = Section(rows, vocabulary_rows(rows, ranks.size)).part(ranks.rank).start
-    setattr(model, VOCABULARY_PART, VocabularyPart(start, rows, ranks.sum, exchange.most))
+    return hook
 
 
 def embed_own(exchange: TokenExchange, own: range) -> Callable[..., torch.Tensor]:
