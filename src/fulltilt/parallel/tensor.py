@@ -107,13 +107,16 @@ def cut_of(model: torch.nn.Module, blocks: Mapping[torch.nn.Module, Any], name: 
         return Cut(0, (Section(len(parameter), vocabulary_rows(len(parameter), size)),))
     if has_interface(owner):
         return expert_cut(owner, name, leaf, parameter, size)
-    if isinstance(owner, torch.nn.Linear) and short in ROWS:
+    if block is not None and isinstance(owner, torch.nn.Linear) and short in ROWS:
         return Cut(0, row_sections(block, name, owner, short, size))
-    if isinstance(owner, torch.nn.Linear) and short in COLUMNS:  # the bias is added once, by the first member
-        return Cut.rows(owner.in_features, size, dim=1) if leaf == "weight" else Cut.whole(len(parameter), size)
+    if block is not None and isinstance(owner, torch.nn.Linear) and short in COLUMNS:
+        if short == "o_proj" and owner.in_features != head_counts(block)[0] * block.head_dim:
+            raise refusal(name, owner)
+        return Cut.rows(owner.in_features, size, dim=1) if leaf == "weight" else Cut.whole(len(parameter), size)  # a bias is added once
     of_a_head = short in HEAD_NORMS and parameter.shape == (getattr(block, "head_dim", None),)
     of_tokens = block is None and parameter.shape == (model.config.get_text_config().hidden_size,)  # type: ignore[union-attr, operator]
-    if of_a_head or of_tokens or short in ROUTERS or owner is getattr(model, "score", None):
+    of_a_router = block is not None and short in ROUTERS
+    if of_a_head or of_tokens or of_a_router or owner is getattr(model, "score", None):
         return Cut.whole(len(parameter), size)
     raise refusal(name, owner)
 
@@ -321,7 +324,7 @@ class TensorSplit:
 @torch.no_grad()
 def split(model: torch.nn.Module, ranks: Ranks) -> TensorSplit:
     """Divide a whole model among the members of a group. Call it before layers are fused or recomputed and before the optimizer is made."""
-    assert not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
+    assert not ranks.alone and not any(STATE in vars(module) for module in model.modules()), "a model is fused after it is split"
     found = TensorSplit(model, slice_table(model, ranks.size), TokenExchange(ranks))
     divide_vocabulary(model, found)
     for block in parallel_blocks(model):
@@ -371,7 +374,7 @@ def leave_out_biases(block: torch.nn.Module) -> None:
 
 
 def without_bias(self: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, self.weight)
+    return F.linear(x, self.weight, 0 * self.bias)  # it has a gradient of zero, as all parameters that learn have one on every member
 
 
 # ---- hooks of blocks: a block sees all tokens -------------------------------------------------------------------------------------------
@@ -416,7 +419,8 @@ def divide_vocabulary(model: torch.nn.Module, found: TensorSplit) -> None:
         first.padding_idx = first.padding_idx - rows[0].start if first.padding_idx in rows[0] else None
     first.forward = MethodType(embed_own(exchange, rows[0]), first)
     body.register_forward_hook(gather_output(exchange))
-    part = VocabularyPart(rows[-1].start, len(embeddings[-1].weight), ranks.sum, exchange.most)
+    # Functions, not methods: a copy of the model uses the same group.
+    part = VocabularyPart(rows[-1].start, len(embeddings[-1].weight), lambda own: ranks.sum(own), lambda own: exchange.most(own))
     for each in (model, body):
         setattr(each, VOCABULARY_PART, part)
     if isinstance(model, ScalarModel):
