@@ -22,7 +22,7 @@ import peft  # noqa: F401 (before processes of the pool are forked, so that none
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, Qwen2MoeConfig
 
 from fulltilt.footprint import Entropy, HeadOptions
 from fulltilt.kernels import dispatch
@@ -35,7 +35,8 @@ from fulltilt.model.heads import Head, LogitShape, token_logprobs
 from fulltilt.model.scalar import ScalarModel
 from fulltilt.parallel.cuts import Cut, Section, even, legal_sizes, require_legal, vocabulary_rows, why_not
 from fulltilt.parallel.ranks import Ranks
-from fulltilt.parallel.tensor import SliceTable, TensorSplit, slice_table, split
+from fulltilt.parallel.slices import SliceTable, slice_table
+from fulltilt.parallel.tensor import TensorSplit, split
 from fulltilt.records import MicroBatch, UserError
 from fulltilt.schema import LoraConfig
 from fulltilt.shape import SHAPES, Recompute, Shape
@@ -43,6 +44,14 @@ from fulltilt.training.roles import Critic, Policy
 
 KERNELS = "cuda" if torch.cuda.is_available() and not dispatch.INTERPRETED else "cpu"
 TOLERANCE = {"float64": 1e-9, "float32": 1e-5}
+
+
+FAMILIES = {
+    **models.FAMILIES,
+    "qwen2-moe": lambda: Qwen2MoeConfig(
+        **models.SMALL, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=16
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ class Case:
 
 def build(case: Case) -> Any:
     """The whole model, with the same numbers in every process."""
-    config = models.FAMILIES[case.family]()
+    config = FAMILIES[case.family]()
     for name, value in case.changes.items():
         setattr(config, name, value)
     torch.manual_seed(0)
@@ -447,7 +456,7 @@ MATRIX = [
     *[Case(family, size) for family in ("qwen2", "qwen3", "llama", "gemma2", "phi3", "qwen3-moe", "mixtral") for size in (2, 4)],
     *[Case(family, 4, dtype="float32") for family in ("qwen2", "qwen3", "llama", "phi3", "qwen3-moe", "mixtral")],
     *[Case(family, 4, {"num_key_value_heads": heads}) for family in ("qwen3", "phi3") for heads in (1, 4)],
-    *[Case(family, 2) for family in ("mistral", "smollm3", "gemma3", "granite", "cohere")],
+    *[Case(family, 2) for family in ("mistral", "smollm3", "gemma3", "granite", "cohere", "qwen2-moe")],
     Case("llama", 2, {"num_key_value_heads": 1, **BIASED}, fused=True),
     Case("llama", 4, {"num_key_value_heads": 1, **BIASED}),
     Case("llama-tied", 4, UNEVEN),
