@@ -91,8 +91,9 @@ def plain_logprobs(
     """`token_logprobs` from the logits of all rows."""
     logits = head.shape.logits(LinearProduct.apply(hidden, head.weight, head.bias)) * (1.0 / temperature)
     chosen = targets if head.part is None else within(targets - head.part.start, len(head.weight))[0]
-    normaliser = torch.logsumexp(logits, dim=-1)
-    logprobs, found = logits.gather(1, chosen[:, None])[:, 0] - normaliser, None
+    # In this order, so that the backward pass holds one tensor of the logits' size less.
+    of_chosen, normaliser = logits.gather(1, chosen[:, None])[:, 0], torch.logsumexp(logits, dim=-1)
+    logprobs, found = of_chosen - normaliser, None
     if entropy != "none":
         with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
             found = plain_entropy(logits, options)
