@@ -201,7 +201,8 @@ class TensorWorker:
         made = self.split(case)
         gradients = {name: torch.from_numpy(gradient) for name, gradient in learn(made.model, case).gradients.items()}
         made.sum_shared(gradients)
-        return {name: gradient.numpy() for name, gradient in gradients.items()}
+        square = sum(float(part.square().sum()) for name, gradient in gradients.items() for part in made.counted(name, gradient))
+        return {**{name: gradient.numpy() for name, gradient in gradients.items()}, "square": np.array(square)}
 
     def parts(self, case: Case) -> dict[str, Any]:
         """This member's parameters, and what passes show of it."""
@@ -516,6 +517,8 @@ def assert_near(table: SliceTable, found: Sequence[dict[str, np.ndarray]], expec
 def test_shared_gradients_are_summed_once(pool: devices.Guests, case: Case) -> None:
     model = build(case)
     table, expected, found = slice_table(model, case.size), learn(model, case).gradients, call(pool, "sum_shared", case)
+    square = sum(float(np.square(numbers).sum()) for numbers in expected.values())
+    assert sum(float(own["square"]) for own in found) == pytest.approx(square, rel=1e-9)
     for name, numbers in expected.items():
         parts = [torch.from_numpy(own[name]) for own in found]
         assert np.abs(table.assemble(name, parts).numpy() - numbers).max() <= 1e-9 * max(np.abs(n).max() for n in expected.values())

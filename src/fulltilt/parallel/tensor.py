@@ -146,6 +146,12 @@ class TensorSplit:
         if pending:
             self._sum(pending, filled)
 
+    def counted(self, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The stretches of a parameter's tensor that this member counts in a norm over all members, which counts every number once."""
+        cut, rank = self.table.cuts[name], self.ranks.rank
+        stretches = tensor.split([len(part) for part in cut.parts(rank)], cut.dim)
+        return [own for section, own in zip(cut.sections, stretches, strict=True) if rank % section.copies == 0]
+
     def _shared_pieces(self, gradients: Mapping[str, torch.Tensor]) -> Iterator[tuple[torch.Tensor, int, int]]:
         """This member's stretches of shared sections; how many numbers all members' stretches are together, and where this one begins."""
         for name, gradient in gradients.items():
